@@ -19,8 +19,8 @@ from paceline.comm.group import Group
 from paceline.comm.threads import spawn
 from paceline.parallel.cut import CutContext
 from paceline.parallel.placement import Placements
-from paceline.parallel.tensor import tensor
-from paceline.parallel.tensor_styles import Style, column, row, sequence, vocab
+from paceline.parallel.tensor.cut import tensor
+from paceline.parallel.tensor.styles import Style, column, row, sequence, vocab
 from paceline.sync.context import StepState
 
 Batch = tuple[Tensor, Tensor]

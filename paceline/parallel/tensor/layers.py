@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.parallel.tensor_functions import TensorAxis, eager
-from paceline.parallel.vocab import VocabLogits
+from paceline.parallel.tensor.functions import TensorAxis, eager
+from paceline.parallel.tensor.vocab import VocabLogits
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.parallel.tensor import tensor
-from paceline.parallel.tensor_styles import column, row, summed, vocab
+from paceline.parallel.tensor.cut import tensor
+from paceline.parallel.tensor.styles import column, row, summed, vocab
 from tests.harness.tensor_cuts import Unasked, compare, context_of, features, squares
 
 torch.set_num_threads(1)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import UsageError
-from paceline.parallel.tensor_functions import TensorAxis
-from paceline.parallel.vocab import VocabLogits
+from paceline.parallel.tensor.functions import TensorAxis
+from paceline.parallel.tensor.vocab import VocabLogits
 from tests.harness.tensor_cuts import CountingGroup
 
 WORDS, TOKENS = 12, 5

@@ -16,8 +16,8 @@ from torch.utils import _pytree
 from paceline.errors import UsageError
 from paceline.parallel.cut import CutContext
 from paceline.parallel.placement import Range, chunk
-from paceline.parallel.tensor_functions import TensorAxis
-from paceline.parallel.tensor_layers import (
+from paceline.parallel.tensor.functions import TensorAxis
+from paceline.parallel.tensor.layers import (
     Column,
     LayerCut,
     RowConv1D,
@@ -29,8 +29,8 @@ from paceline.parallel.tensor_layers import (
     VocabHead,
     become,
 )
-from paceline.parallel.tensor_styles import Style, column, row, sequence, summed, vocab
-from paceline.parallel.vocab import VocabLogits
+from paceline.parallel.tensor.styles import Style, column, row, sequence, summed, vocab
+from paceline.parallel.tensor.vocab import VocabLogits
 
 AXIS = "tensor"
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")

@@ -11,8 +11,8 @@ from torch import nn
 
 from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import UsageError
-from paceline.parallel.tensor import tensor
-from paceline.parallel.tensor_styles import column, row, sequence, vocab
+from paceline.parallel.tensor.cut import tensor
+from paceline.parallel.tensor.styles import column, row, sequence, vocab
 from tests.harness.tensor_cuts import PIECES, Unasked, context_of, gpt
 
 torch.set_num_threads(1)

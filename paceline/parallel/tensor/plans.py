@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 
 from torch import nn
 
 from paceline.errors import UsageError
-from paceline.parallel.tensor_styles import Style, column, row, summed, vocab
+from paceline.parallel.tensor.styles import Style, column, row, summed, vocab
 
 HEADS = ("num_attention_heads", "num_key_value_heads")
 STYLES: Mapping[str, Style | None] = {  # None: the module stays as it is
@@ -24,7 +25,7 @@ STYLES: Mapping[str, Style | None] = {  # None: the module stays as it is
 
 
 def of_transformers(model: nn.Module, size: int) -> dict[str, Style]:
-    """Read the plan of a model for so many workers; its head gives logits that are cut by words where nothing else is said.
+    """Read the plan of a model for so many workers. An embedding that is tied to a layer of the plan is cut with it.
 
     Raises `UsageError` for a model without a plan, a style that is not known here, and heads that can't be divided.
     """
@@ -35,6 +36,7 @@ def of_transformers(model: nn.Module, size: int) -> dict[str, Style]:
         raise UsageError(
             f'tensor("auto"): {kind} has no plan (base_model_tp_plan of its config); write tensor({{"name.*": column(), ...}})'
         )
+    plan.update(_tied(model, plan))
     config = getattr(model, "config", None)
     for heads in HEADS:
         number = getattr(config, heads, None)
@@ -61,6 +63,14 @@ def _plan(model: nn.Module) -> dict[str, Style]:
             if (style := STYLES[word]) is not None:
                 found.setdefault(before + pattern, style)
     return found
+
+
+def _tied(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
+    """Cut embeddings by words whose weight is that of a layer of the plan, where the plan doesn't name them."""
+    named = {name: module for name, module in model.named_modules() if any(fnmatchcase(name, pattern) for pattern in plan)}
+    weights = {id(module.weight) for module in named.values() if isinstance(module, nn.Linear)}
+    others = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Embedding) and name not in named]
+    return {name: vocab() for name, module in others if id(module.weight) in weights}
 
 
 def _is_base(module: nn.Module, plan: Mapping[str, str]) -> bool:

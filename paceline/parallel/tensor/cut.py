@@ -21,9 +21,9 @@ from torch import nn
 
 from paceline.errors import UsageError
 from paceline.formatting import spell
-from paceline.parallel import tensor_apply, tensor_plans
 from paceline.parallel.cut import CutContext
-from paceline.parallel.tensor_styles import Style
+from paceline.parallel.tensor import application, plans
+from paceline.parallel.tensor.styles import Style
 
 
 @dataclass(frozen=True)
@@ -51,5 +51,5 @@ class tensor:
                 raise UsageError(f"tensor: {pattern!r} has {style!r}; give column(), row(), vocab(), sequence() or summed()")
 
     def apply(self, model: nn.Module, context: CutContext) -> None:
-        layers = tensor_plans.of_transformers(model, context.mesh.extent(self.axis)) if isinstance(self.layers, str) else self.layers
-        tensor_apply.cut(model, layers, self.divide, context)
+        layers = plans.of_transformers(model, context.mesh.extent(self.axis)) if isinstance(self.layers, str) else self.layers
+        application.cut(model, layers, self.divide, context)

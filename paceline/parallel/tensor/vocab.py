@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from paceline.errors import UsageError
-from paceline.parallel.tensor_functions import TensorAxis, eager
+from paceline.parallel.tensor.functions import TensorAxis, eager
 
 Function = Callable[..., Any]
 

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from paceline.comm.group import Group
 from paceline.errors import UsageError
-from paceline.parallel.tensor_random import RandomZone
+from paceline.parallel.tensor.random_zone import RandomZone
 
 F = TypeVar("F", bound=Callable[..., Any])
 

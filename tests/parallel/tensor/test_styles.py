@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
-from paceline.parallel.tensor import tensor
-from paceline.parallel.tensor_styles import column, row, sequence
+from paceline.parallel.tensor.cut import tensor
+from paceline.parallel.tensor.styles import column, row, sequence
 
 torch.set_num_threads(1)
 

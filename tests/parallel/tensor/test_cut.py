@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.cluster.mesh import Mesh
 from paceline.comm.threads import ThreadGroup, spawn
-from paceline.parallel.tensor import tensor
+from paceline.parallel.tensor.cut import tensor
 from tests.harness.tensor_cuts import (
     PIECES,
     SHAPE,

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.parallel.tensor import tensor
-from paceline.parallel.tensor_plans import of_transformers
-from paceline.parallel.tensor_styles import column, row, summed
+from paceline.parallel.tensor.cut import tensor
+from paceline.parallel.tensor.plans import of_transformers
+from paceline.parallel.tensor.styles import column, row, summed
 from tests.harness.tensor_cuts import SHAPE, adamw, batches, cut_training, distance, train
 
 PLAN = {
@@ -64,10 +64,18 @@ class ForCausalLM(nn.Module):
 
     def __init__(self, **changes: Any) -> None:
         super().__init__()
-        sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": SHAPE.vocab}
-        self.config = SimpleNamespace(**{**sizes, "base_model_tp_plan": PLAN, **changes})
+        sizes = {
+            "hidden_size": 16,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": SHAPE.vocab,
+            "tie_word_embeddings": False,
+        }
+        self.config = SimpleNamespace(**{**sizes, "tie_word_embeddings": False, "base_model_tp_plan": PLAN, **changes})
         self.model = Base(self.config)
         self.lm_head = nn.Linear(16, SHAPE.vocab, bias=False)
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed.weight
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(self.model(x))
@@ -82,9 +90,11 @@ def test_a_plan_is_read_with_the_names_of_the_whole_model() -> None:
     assert {name for name, style in found.items() if style == column()} == {f"model.layers.*.{each}_proj" for each in ("q", "k", "v", "up")}
 
 
-def test_a_model_with_a_plan_equals_one_process() -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_with_a_plan_equals_one_process(tied: bool) -> None:
     torch.manual_seed(1)
-    model, data = ForCausalLM().double(), batches(5)
+    model, data = ForCausalLM(tie_word_embeddings=tied).double(), batches(5)
+    assert ("model.embed" in of_transformers(model, 2)) == tied
     losses, parameters = cut_training(2, model, tensor("auto"), data, adamw)
     wanted, _ = train(model, data, adamw)
     assert losses[0] == losses[1] == pytest.approx(wanted, rel=1e-9)

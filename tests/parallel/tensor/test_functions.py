@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.comm.threads import ThreadGroup, spawn
-from paceline.parallel import tensor_functions, tensor_layers
-from paceline.parallel.tensor import tensor
-from paceline.parallel.tensor_functions import TensorAxis
-from paceline.parallel.tensor_styles import column, row
+from paceline.parallel.tensor import functions, layers
+from paceline.parallel.tensor.cut import tensor
+from paceline.parallel.tensor.functions import TensorAxis
+from paceline.parallel.tensor.styles import column, row
 from tests.harness.tensor_cuts import (
     PIECES,
     SHAPE,
@@ -45,12 +45,12 @@ def test_a_layer_that_forgets_its_sum_is_seen(mutant: str, monkeypatch: pytest.M
     elif mutant == "backward":
         monkeypatch.setattr(TensorAxis, "copy", lambda self, x, name: x)
     elif mutant == "bias":
-        monkeypatch.setattr(tensor_layers.LayerCut, "sum", lambda self, y, bias: self.axis.total(y + bias, self.name))
+        monkeypatch.setattr(layers.LayerCut, "sum", lambda self, y, bias: self.axis.total(y + bias, self.name))
     elif mutant == "norms":
         monkeypatch.setattr(TensorAxis, "shared", lambda self, parameters, name: parameters)
     else:
         monkeypatch.setattr(
-            tensor_functions._Gather, "backward", lambda ctx, grad: (ctx.exchanged[0].mine(grad, ctx.exchanged[1], ""), None, None, None)
+            functions._Gather, "backward", lambda ctx, grad: (ctx.exchanged[0].mine(grad, ctx.exchanged[1], ""), None, None, None)
         )
     alone, data = gpt(), batches(1)
     try:

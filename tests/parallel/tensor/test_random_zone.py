@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from paceline.cluster.store import Store
 from paceline.comm.group import Group
 from paceline.comm.shm.group import SharedGroup
-from paceline.parallel.tensor import tensor
-from paceline.parallel.tensor_random import RandomZone
-from paceline.parallel.tensor_styles import column, row, sequence
+from paceline.parallel.tensor.cut import tensor
+from paceline.parallel.tensor.random_zone import RandomZone
+from paceline.parallel.tensor.styles import column, row, sequence
 from tests.harness.processes import fork
 from tests.harness.tensor_cuts import context_of
 
