@@ -30,7 +30,7 @@ import re
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -39,24 +39,23 @@ import safetensors.torch
 from torch import Tensor
 
 from paceline.errors import CheckpointError, UsageError
-from paceline.fault import disk
+from paceline.fault import disk, pending
 from paceline.fault.block_files import INDEX, BlockReader, logical, uncut
 from paceline.fault.disk import WrittenFile, block
 from paceline.fault.file_layout import FileLayout, image
+from paceline.fault.pending import WrittenBlocks
 from paceline.state.blocks import BlockIndex, from_json, merge, stored_bytes, to_json
 from paceline.state.snapshot import UNREADABLE, Snapshot, lift
 
 FORMAT: Final = 2  # the newest that this paceline reads
 _UNCUT: Final = 1  # what it writes where nothing is cut, so that older ones read it
 MANIFEST: Final = "manifest.json"
-_SAVING: Final = ".saving-"
 _NAME: Final = re.compile(r"step-(\d{8,})(\.\d+)?")
 _FILE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MOST: Final = 16 << 20  # bytes of a manifest
 _SHOWN: Final = 200  # letters of an error that is not ours
 _MARGIN: Final = 1 << 20  # bytes of a checkpoint that are not in tensors, roughly
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
-_ALIVE: Final = (errno.ENOENT, errno.ENOTEMPTY)  # what removing fails with while a process that is about to end still writes there
 
 
 @dataclass(frozen=True)
@@ -112,14 +111,6 @@ def save(folder: Path, snapshot: Snapshot, step: int, *, own: Mapping[int, Snaps
     return write(folder, image(snapshot), step, own={rank: image(state) for rank, state in (own or {}).items()}, keep=keep)
 
 
-@dataclass(frozen=True)
-class WrittenBlocks:
-    """What one worker has written into a checkpoint: its files, and where the tensors are that it has blocks of."""
-
-    files: dict[str, WrittenFile]
-    index: BlockIndex
-
-
 def write(
     folder: Path,
     state: FileLayout,
@@ -130,23 +121,23 @@ def write(
     more: Iterable[tuple[str, FileLayout]] = (),
     target: Path | None = None,
     moved: Callable[[int], None] = lambda nbytes: None,
+    at: Path | None = None,
     blocks: Callable[[Path], Iterable[WrittenBlocks]] | None = None,
 ) -> Path:
     """Write the checkpoint of `step` under `folder` (as `target`, if that was promised), remove all but the `keep` newest; return its path.
 
     It is there in full or not at all, also after a loss of power. A full disk, or one that refuses, raises CheckpointError: what was
     there before is untouched and nothing half-written stays. One process writes; two at once on one folder is a mistake. `more` is written
-    piece by piece: only one of them has to be there at a time. `moved` is called with the number of bytes as they are written. `blocks` is
-    called with the folder that becomes the checkpoint, and returns what all workers have written into it of tensors that are cut.
+    piece by piece: only one of them has to be there at a time. `moved` is called with the number of bytes as they are written. It is
+    written in `at`, if a folder was reserved for it. `blocks` is called with that folder, and returns what all workers have written
+    there of tensors that are cut.
     """
     check(step, keep)
     images = {"": state} | {f"own-{rank:05d}": own[rank] for rank in sorted(own)}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _sweep(folder)
-        target = target or free(folder, step)
-        serial = max((entry.serial or 0 for entry in _found(folder)), default=0) + 1
-        with _temporary(folder) as temporary:
+        with pending.ending(at or pending.reserve(folder)) as temporary:
+            target = target or free(folder, step)
+            serial = max((entry.serial or 0 for entry in _found(folder)), default=0) + 1
             head = {"step": step, "serial": serial, "own": sorted(own)}
             _write(temporary, itertools.chain(images.items(), more), head, moved, blocks)
             temporary.rename(target)
@@ -288,30 +279,9 @@ def _prune(folder: Path, latest: Path, keep: int) -> None:
     """Leave the `keep` newest; the unreadable count as the oldest, and checkpoints of a newer paceline are left alone."""
     others = [entry for entry in _found(folder) if entry.path != latest and not entry.newer]
     for entry in sorted(others, key=lambda entry: (entry.serial or 0, entry.path.name), reverse=True)[keep - 1 :]:
-        away = Path(tempfile.mkdtemp(prefix=_SAVING, dir=folder))
+        away = Path(tempfile.mkdtemp(prefix=pending.SAVING, dir=folder))
         entry.path.rename(away / "old")  # so that one half removed is never taken for one half written
         shutil.rmtree(away)
-
-
-@contextlib.contextmanager
-def _temporary(folder: Path) -> Iterator[Path]:
-    outer = Path(tempfile.mkdtemp(prefix=_SAVING, dir=folder))
-    try:
-        inner = outer / "new"
-        inner.mkdir()  # with the permissions of any folder: those of mkdtemp are for its owner alone
-        yield inner
-    finally:
-        shutil.rmtree(outer)
-
-
-def _sweep(folder: Path) -> None:
-    """Remove the leftovers of a killed process."""
-    for path in folder.glob(f"{_SAVING}*"):
-        try:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        except OSError as error:
-            if error.errno not in _ALIVE:
-                raise
 
 
 def _refusal(folder: Path, error: OSError, step: int, nbytes: int) -> CheckpointError:

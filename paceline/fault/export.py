@@ -23,11 +23,10 @@ from paceline.fault.checkpoint import Checkpoint
 from paceline.fault.disk import block
 from paceline.fault.file_layout import NAMES, header
 from paceline.formatting import choices
-from paceline.state.snapshot import UNREADABLE, Json, decode, raw
+from paceline.state.snapshot import UNREADABLE, Json, decode, entries, raw
 
 SUFFIX: Final = ".safetensors"
 _MODEL: Final = re.compile(r"model\d*")
-_MAPPINGS: Final = ("dict", "ordered")  # as snapshots call them
 Say = Callable[[str], None]
 
 
@@ -61,11 +60,11 @@ def export(folder: Path, out: Path, part: str | None = None, *, force: bool = Fa
     if out.exists() and not force:
         raise UsageError(f"{out} is there already; choose another name, or replace it with --force")
     found = locate(folder, say)
-    entries = _entries(_part(found, part))
+    nodes = _entries(_part(found, part))
     with BlockReader(found.path, found.index) as reader:
         tensors = LazyTensors(reader)
         with _readable(found):
-            forms = {name: decode(node, found.snapshot.tensors) for name, node in entries.items()}
+            forms = {name: decode(node, found.snapshot.tensors) for name, node in nodes.items()}
         if odd := [name for name, form in forms.items() if not isinstance(form, Tensor) or form.dtype not in NAMES]:
             kind = forms[odd[0]].dtype if isinstance(forms[odd[0]], Tensor) else type(forms[odd[0]]).__qualname__
             raise CheckpointError(f"{odd[0]} is a {kind}, which {SUFFIX} can't keep; use paceline.state_dict, and save what it gives")
@@ -73,7 +72,7 @@ def export(folder: Path, out: Path, part: str | None = None, *, force: bool = Fa
         def parts() -> Iterator[Tensor]:
             yield block(header(forms, notes={"format": "pt"}))
             for name in forms:
-                yield raw(decode(entries[name], tensors))
+                yield raw(decode(nodes[name], tensors))
 
         _replace(out, parts())
     return found
@@ -109,11 +108,10 @@ def _part(found: Checkpoint, asked: str | None) -> Json:
 
 def _entries(tree: Json) -> dict[str, Json]:
     """Return the trees of the entries of a state dict, by name."""
-    if isinstance(tree, dict) and "$" not in tree:
-        return tree
-    if not isinstance(tree, dict) or tree["$"] not in _MAPPINGS:
+    found = entries(tree)
+    if not found:
         raise CheckpointError("this part is no dict of tensors: use paceline.state_dict, which reads any state")
-    return {str(name): node for name, node in tree["items"]}
+    return {str(name): node for name, node in found.items()}
 
 
 @contextlib.contextmanager

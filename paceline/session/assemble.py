@@ -18,9 +18,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.cluster.control.commands import CommandPipe
+from paceline.cluster.mesh import Mesh
 from paceline.comm.native.default_group import DefaultProcessGroup
 from paceline.formatting import spell
-from paceline.session.checkpoint.saving import CheckpointSaver, SaveRequest
+from paceline.parallel.placement import Placements
+from paceline.session.checkpoint.layout import StateLayout
+from paceline.session.checkpoint.parts import CutParts
+from paceline.session.checkpoint.saving import CheckpointSaver, SaveRequest, patience
 from paceline.session.checkpoint.state import RunProgress, WorkerState
 from paceline.session.elastic.adapter import ElasticRun, check_elastic, keepers
 from paceline.session.elastic.departure import Departure
@@ -99,7 +103,11 @@ class _Assembly:
         self.abilities = resolve(self.sync)
         self.loop = TrainingLoop(self.sync, context, self.abilities, worker.page)
         self.prepared = Prepared(context, self.loop.backward, self.loop, worker.device, subgroups)
-        self.own = WorkerState(Randomness(worker.device), self.sync, self.abilities, self.prepared.optimizers)
+        everyone = Mesh((("data", context.group.size),), tuple(range(context.group.size)))
+        self.layout = StateLayout(everyone, context.group.rank, Placements())
+        self.own = WorkerState(
+            Randomness(worker.device), self.sync, self.abilities, self.prepared.optimizers, self.layout, context.announce
+        )
         arguments = f"seed={seed}, sync={spell(strategy)}, {comparison}, replicate={worker.replicate!r}"
         self.history = RunHistory(collectives.seed(context.agreement, seed, arguments), began, context.announce)
         check_comparison(comparison, self.sync, self.abilities.replicated)
@@ -115,8 +123,9 @@ class _Assembly:
         self.progress = RunProgress(loop, prepared.loaders)
         prepared.state.add("progress", self.progress)
         tables, pinned = prepared.tables, worker.device.type == "cuda"
+        parts = CutParts(context.agreement, self.layout, patience(worker.deadline))
         self.saving = CheckpointSaver(
-            prepared.state, self.own, context, history.note, tables=tables, deadline=worker.deadline, pinned=pinned
+            prepared.state, self.own, context, history.note, parts=parts, tables=tables, deadline=worker.deadline, pinned=pinned
         )
         self.records, self.hints = RunRecords(history, self.log, LogMeetings()), StartupHints(prepared, loop)
         self.tally = StepCount(lambda: loop.steps, waits=self.view.waits)

@@ -132,8 +132,11 @@ def to_json(index: Mapping[str, StoredTensor]) -> Json:
     }
 
 
-def from_json(found: Json) -> BlockIndex:
-    """Read an index that `to_json` wrote. Raises CheckpointError for anything else: nothing in a file is believed."""
+def from_json(found: Json, *, partial: bool = False) -> BlockIndex:
+    """Read an index that `to_json` wrote. Raises CheckpointError for anything else: nothing in a file is believed.
+
+    With `partial` it may be that of one worker, in which tensors are not whole.
+    """
     if not isinstance(found, dict):
         raise CheckpointError("an index of blocks is an object")
     index: BlockIndex = {}
@@ -145,7 +148,7 @@ def from_json(found: Json) -> BlockIndex:
             why = uncovered(shape, (block.box for block in blocks))
         except (LookupError, TypeError, ValueError) as error:
             raise CheckpointError(f"what it says of {path} can't be read ({type(error).__name__}: {error})") from error
-        if why:
+        if why and not partial:
             raise CheckpointError(f"{path} isn't there as a whole: {why}")
         index[path] = tensor
     return index

@@ -13,7 +13,7 @@ import json
 import math
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -111,6 +111,31 @@ def pack(value: Any, version: int = 0, *, copy: bool = True) -> Snapshot:
 def decode(tree: Json, tensors: Mapping[str, Tensor]) -> Any:
     """Make the state that a part of a snapshot's tree stands for; each tensor that it refers to is asked for once, and copied."""
     return _Decoder(tensors).decode(tree)
+
+
+def entries(tree: Json) -> dict[Any, Json]:
+    """Return the trees of what a dict holds, by its keys; nothing for a tree of anything else."""
+    if not isinstance(tree, dict):
+        return {}
+    if "$" not in tree:
+        return tree
+    return dict(tree["items"]) if tree["$"] in ("dict", "ordered") else {}
+
+
+def path_of(tree: Json) -> str | None:
+    """Return the path of the tensor that a tree stands for; None for a tree of anything else."""
+    return tree["path"] if isinstance(tree, dict) and tree.get("$") == "tensor" else None
+
+
+def contiguous(tree: Json, paths: Container[str]) -> Json:
+    """Make the same tree, in which these tensors have the strides of new ones."""
+    if isinstance(tree, list):
+        return [contiguous(item, paths) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if path_of(tree) in paths:
+        return {key: value for key, value in tree.items() if key != "stride"}
+    return {key: contiguous(value, paths) for key, value in tree.items()}
 
 
 def raw(tensor: Tensor) -> Tensor:

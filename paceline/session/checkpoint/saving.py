@@ -3,6 +3,8 @@
 run.save()                   | collect | write, hash, sync, prune |  train ...
 run.save(background=True)    | collect | copy |  train ...
                                        thread | write, hash, sync, prune |
+
+Where models are cut, each worker writes its own part of them, into a folder that the first worker gives its name once all parts are there.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import msgpack
@@ -20,6 +23,7 @@ from paceline.fault import checkpoint
 from paceline.fault.background import BackgroundWrite
 from paceline.fault.file_layout import CopyMemory, FileLayout, image, received
 from paceline.session.checkpoint import tables as stored
+from paceline.session.checkpoint.parts import CutParts, PendingParts
 from paceline.session.checkpoint.state import WorkerState
 from paceline.session.tables import RunTables
 from paceline.state.snapshot import Snapshot, byte_tensor, loads
@@ -27,6 +31,11 @@ from paceline.state.versioned import Versioned
 from paceline.sync.context import SyncContext
 
 EARLIER = 10.0  # seconds before the others' deadline at which the first worker gives up, so that its own error says what it waited for
+
+
+def patience(deadline: float) -> float:
+    """Return the seconds for which the first worker waits for a disk, where the others wait for it for `deadline` seconds."""
+    return max(deadline - EARLIER, deadline / 2)
 
 
 @dataclass
@@ -63,12 +72,14 @@ class CheckpointSaver:
         context: SyncContext,
         event: Callable[[str], None],
         *,
+        parts: CutParts,
         tables: RunTables,
         deadline: float,
         pinned: bool,
     ) -> None:
-        self._state, self._own, self._context, self._event = state, own, context, event
-        self._patience = max(deadline - EARLIER, deadline / 2)
+        self._state, self._own, self._context, self._event, self._parts = state, own, context, event, parts
+        self._agreement = parts.agreement  # of all workers
+        self._patience = patience(deadline)
         self._tables, self._pinned = tables, pinned
         self._memory: CopyMemory | None = None
         self._writing: BackgroundWrite | None = None
@@ -88,47 +99,67 @@ class CheckpointSaver:
             order = replace(order, background=False)
         begun: list[tuple[str, str]] = []  # by this worker: once, however often others are lost in the call
 
-        def first(own: dict[int, FileLayout]) -> bytes:
+        def first(own: dict[int, FileLayout], cut: PendingParts | None) -> bytes:
             if not begun:
                 missed = self._missed()
                 self.settle()
                 self._tally.background += asked
-                begun.append((str(self._begin(order, own)), missed))
+                begun.append((str(self._begin(order, own, cut)), missed))
             return bytes(msgpack.packb([*begun[0], *astuple(self._tally)]))
 
         def act() -> str:
             self._own.abilities.converge()
             own = self._collect()
+            cut = self._begin_parts(order) if self._parts.layout.is_cut else None
             what = "run.save, begun" if order.background else "run.save, written"
-            path, missed, *counted = msgpack.unpackb(self._context.agreement.tell(what, lambda: first(own)))
+            path, missed, *counted = msgpack.unpackb(self._agreement.tell(what, lambda: first(own, cut)))
             self._tally = SaveTally(*counted)
             if missed:
                 self._event(missed)
             return str(path)
 
-        path = Path(self._context.agreement.attempt(act))
+        path = Path(self._agreement.attempt(act))
         self._promised = path if order.background else None
         self._tally.stall_seconds += time.perf_counter() - began
         return path
 
-    def _begin(self, order: SaveRequest, own: dict[int, FileLayout]) -> Path:
+    def _begin_parts(self, order: SaveRequest) -> PendingParts:
+        """Write this worker's part of what is cut, or begin to; the first worker's goes with the rest. Collective."""
+        cut = self._parts.reserve(order.folder, self._state, self.settle)
+        if self._agreement.group.rank and cut.mine is not None and order.background:
+            self.wait()
+            self._failure = None  # the first worker has raised it
+            self._memory = self._memory or CopyMemory(pinned=self._pinned)
+            held = cut.held(self._memory, 0)
+            self._writing = BackgroundWrite(f"the part of step {order.step}", held.nbytes, held.leave, self._context.announce)
+        if not order.background:
+            self._parts.write(cut)
+        return cut
+
+    def _begin(self, order: SaveRequest, own: dict[int, FileLayout], cut: PendingParts | None) -> Path:
         folder, step, keep = order.folder, order.step, order.keep
-        state = image(self._state.snapshot(copy=False))
+        state = image(self._state.snapshot(copy=False) if cut is None else cut.rest)
+        nbytes = state.nbytes + (0 if cut is None else cut.total)
+        at = None if cut is None else cut.place
         if not order.background:
             began = time.perf_counter()
-            path = checkpoint.write(folder, state, step, own=own, keep=keep, more=stored.images(self._tables.kept))
-            self._count(state.nbytes, time.perf_counter() - began)
+            more = stored.images(self._tables.kept)
+            blocks = None if cut is None else cut.collect
+            path = checkpoint.write(folder, state, step, own=own, keep=keep, more=more, at=at, blocks=blocks)
+            self._count(nbytes, time.perf_counter() - began)
             return path
         self._memory = self._memory or CopyMemory(pinned=self._pinned)
         state = state.hold(self._memory, 0)
-        own[self._context.group.rank] = own[self._context.group.rank].hold(self._memory, 1)
+        own[self._agreement.group.rank] = own[self._agreement.group.rank].hold(self._memory, 1)
+        held = None if cut is None or cut.mine is None else cut.held(self._memory, 2)
         target = checkpoint.free(folder, step)
-        self._writing = BackgroundWrite(
-            f"step {step}",
-            state.nbytes,
-            lambda moved: checkpoint.write(folder, state, step, own=own, keep=keep, target=target, moved=moved),
-            self._context.announce,
-        )
+
+        def write(moved: Callable[[int], None]) -> Path:
+            before = partial(held.leave, moved) if held is not None else lambda: None
+            blocks = None if cut is None else partial(cut.collect, before=before)
+            return checkpoint.write(folder, state, step, own=own, keep=keep, target=target, moved=moved, at=at, blocks=blocks)
+
+        self._writing = BackgroundWrite(f"step {step}", nbytes, write, self._context.announce)
         return target
 
     def _count(self, nbytes: int, seconds: float) -> None:
@@ -168,7 +199,7 @@ class CheckpointSaver:
     def _missed(self) -> str:
         """Say once, in words, which checkpoint was lost together with the worker that was writing it; empty if none was."""
         promised = self._promised
-        if promised is None or self._writing is not None or self._context.group.rank != 0:
+        if promised is None or self._writing is not None or self._agreement.group.rank != 0:
             return ""
         self._promised = None
         text = "" if promised.exists() else f"{promised.name} was lost with the worker that wrote it"
@@ -192,7 +223,7 @@ class CheckpointSaver:
 
         `named` says whether the run was given a name, or the folders were asked for; it only changes what is announced.
         """
-        context, own = self._context, self._own
+        context, own, cut = self._context, self._own, self._parts.layout.is_cut
         found: list[checkpoint.Checkpoint] = []
 
         def read() -> bytes:
@@ -201,20 +232,22 @@ class CheckpointSaver:
             if folder is None:
                 context.announce(_nothing(folders, named=named))
                 return bytes(msgpack.packb(None))
-            found.append(checkpoint.load(folder, say=context.announce))
+            found.append(checkpoint.load(folder, say=context.announce, lazy=cut))
             return bytes(msgpack.packb([str(found[0].path), sorted(found[0].own)]))
 
-        head = msgpack.unpackb(context.agreement.tell("run.resume", read))
+        head = msgpack.unpackb(self._agreement.tell("run.resume", read))
         if head is None:
             return None
-        bodies = [found[0].snapshot, *(found[0].own[rank] for rank in head[1])] if found else [None] * (1 + len(head[1]))
+        shared = None if not found else self._parts.describe(found[0]) if cut else found[0].snapshot
+        bodies = [shared, *(found[0].own[rank] for rank in head[1])] if found else [None] * (1 + len(head[1]))
         snapshots = [self._hand_out(body) for body in bodies]
-        self._state.restore(snapshots[0])
-        own.load(context.group.rank, dict(zip(head[1], snapshots[1:], strict=True)))
+        state = self._parts.read(Path(head[0]), snapshots[0], self._state) if cut else snapshots[0]
+        self._state.restore(state)
+        own.load(self._agreement.group.rank, dict(zip(head[1], snapshots[1:], strict=True)))
         if self._tables.kept and not self._tables.waiting:
-            context.agreement.tell("run.resume, sparse tables", lambda: stored.restore(self._tables.kept, found[0]))
+            self._agreement.tell("run.resume, sparse tables", lambda: stored.restore(self._tables.kept, found[0]))
             self._tables.forget()
-        if context.group.size > len(head[1]):
+        if self._agreement.group.size > len(head[1]):
             context.announce(f"the checkpoint was written by {len(head[1])} workers: the random generators of the others go on as they are")
         return Path(head[0])
 
@@ -222,7 +255,7 @@ class CheckpointSaver:
 
     def _collect(self) -> dict[int, FileLayout]:
         """Bring what each worker has for itself to the first one, which gets it by rank; the others get nothing."""
-        agreement, group = self._context.agreement, self._context.group
+        agreement, group = self._agreement, self._agreement.group
         mine, first = image(self._own.snapshot()), group.rank == 0
         body = torch.empty(0, dtype=torch.uint8) if first else mine.dump()
         lengths = [int.from_bytes(answer, "little") for answer in agreement.meet("run.save", body.nbytes.to_bytes(8, "little"))]
@@ -232,7 +265,7 @@ class CheckpointSaver:
 
     def _hand_out(self, body: Snapshot | None) -> Snapshot:
         """Send the first worker's snapshot to all workers."""
-        agreement, group = self._context.agreement, self._context.group
+        agreement, group = self._agreement, self._agreement.group
         if group.size == 1:
             assert body is not None
             return body

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from paceline.data.loader import ShareLoader
 from paceline.errors import CheckpointError
+from paceline.session.checkpoint.layout import StateLayout
 from paceline.session.loop.turns import TrainingLoop
 from paceline.state.snapshot import Snapshot, pack
 from paceline.state.versioned import Randomness
@@ -62,17 +63,24 @@ class RunProgress:
 
 @dataclass(frozen=True)
 class WorkerState:
-    """State of one worker: its random generators, its strategy's own state, and its optimizers where they differ between workers."""
+    """State of one worker: its random generators, its strategy's own state, and its optimizers where they differ between workers.
+
+    `layout`: how models are cut between workers, which says whose states are alike; `say` is told what can't be loaded into another one.
+    """
 
     randomness: Randomness
     sync: Sync
     abilities: Abilities
     optimizers: list[Optimizer]
+    layout: StateLayout
+    say: Callable[[str], None]
 
     def snapshot(self) -> Snapshot:
         """Pack this state; the tensors in it are the live ones, not copies."""
         apart = [optimizer.state_dict() for optimizer in self.optimizers] if self.sync.replicas_diverge else []
         mine = {"randomness": self.randomness.state_dict(), "sync": self.sync.state_dict(), "optimizers": apart}
+        if self.layout.is_cut:
+            mine["layout"] = self.layout.fingerprint()
         return pack(mine, copy=False)
 
     def load(self, rank: int, found: Mapping[int, Snapshot]) -> None:
@@ -85,8 +93,18 @@ class WorkerState:
                     f"what worker {other} had for itself lacks {', '.join(sorted(hints))}: another version of paceline has saved it; "
                     f"resume with that one, or remove this checkpoint"
                 )
+        layout = self.layout.fingerprint() if self.layout.is_cut else ""
+        alike = all(state.get("layout", "") == layout for state in states.values())
         if rank in states:
             self.randomness.load_state_dict(states[rank]["randomness"])
+        if not alike:
+            if any(state["sync"] or state["optimizers"] for state in states.values()):
+                self.say(
+                    "models were cut in another way when this was saved: what the strategy kept beside them (such as residuals) begins anew"
+                )
+            return
+        if rank in states:
             for optimizer, state in zip(self.optimizers, states[rank]["optimizers"], strict=False):
                 optimizer.load_state_dict(state)
-        self.sync.load_state_dicts([states[other]["sync"] for other in sorted(states)])
+        replicas = self.layout.replicas(rank) if self.layout.is_cut else sorted(states)
+        self.sync.load_state_dicts([states[other]["sync"] for other in replicas if other in states])

@@ -1,0 +1,45 @@
+"""Which worker holds, and writes, which part of a run's state: by the mesh, and by where the cuts have placed parameters."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+
+from paceline.cluster.mesh import Mesh
+from paceline.parallel.placement import Placement, Placements
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """The workers of a run as a grid, and the parameters that are cut between them. `rank`: this worker."""
+
+    mesh: Mesh
+    rank: int
+    placements: Placements
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether workers hold different parts of some parameter."""
+        return any(placement.axes for placement in self.placements)
+
+    def writes(self, placement: Placement) -> bool:
+        """Whether this worker is the first of those that hold the same part of a parameter."""
+        return self._is_first(self.rank, placement.axes)
+
+    def writers(self) -> list[int]:
+        """Return the workers that write parts of parameters, the first one of all among them."""
+        kinds = {placement.axes for placement in self.placements if placement.axes}
+        return sorted(rank for rank in self.mesh.grid if any(self._is_first(rank, axes) for axes in kinds))
+
+    def replicas(self, rank: int) -> tuple[int, ...]:
+        """Return the workers that hold the same parts as `rank`, in the order in which strategies count them."""
+        return self.mesh.group(rank, ["data"])
+
+    def fingerprint(self) -> str:
+        """Return a text that is equal on all workers, and in all runs whose workers hold the same parts."""
+        cuts = sorted([placement.name, list(placement.axes), placement.is_flat] for placement in self.placements if placement.axes)
+        return hashlib.sha256(json.dumps([str(self.mesh), self.mesh.grid, cuts]).encode()).hexdigest()
+
+    def _is_first(self, rank: int, axes: tuple[str, ...]) -> bool:
+        return all(at == 0 for axis, at in self.mesh.coordinates(rank).items() if axis not in axes)
