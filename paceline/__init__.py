@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from paceline.codec.sparse import randomk, topk
     from paceline.fault.export import state_dict
     from paceline.parallel.embedding import SparseEmbedding
+    from paceline.parallel.shard import shard
+    from paceline.parallel.tensor.cut import tensor
+    from paceline.parallel.tensor.styles import column, row, sequence, summed, vocab
     from paceline.session.run import Run
     from paceline.session.start import start
     from paceline.sync.allreduce import AllReduce
@@ -62,6 +65,7 @@ __all__ = [
     "auto",
     "average",
     "bfloat16",
+    "column",
     "compose",
     "error_feedback",
     "exact",
@@ -73,12 +77,18 @@ __all__ = [
     "nesterov",
     "powersgd",
     "randomk",
+    "row",
     "scattered",
+    "sequence",
+    "shard",
     "sign",
     "smaller",
     "start",
     "state_dict",
+    "summed",
+    "tensor",
     "topk",
+    "vocab",
     "where",
 ]
 
@@ -89,6 +99,9 @@ _NAMES: Final = {
     "paceline.codec.powersgd": ("powersgd",),
     "paceline.codec.sparse": ("randomk", "topk"),
     "paceline.parallel.embedding": ("SparseEmbedding",),
+    "paceline.parallel.shard": ("shard",),
+    "paceline.parallel.tensor.cut": ("tensor",),
+    "paceline.parallel.tensor.styles": ("column", "row", "sequence", "summed", "vocab"),
     "paceline.fault.export": ("state_dict",),
     "paceline.session.run": ("Run",),
     "paceline.session.start": ("start",),

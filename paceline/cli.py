@@ -42,6 +42,8 @@ Servers = Annotated[int | None, typer.Option(help="Parameter servers, for a stra
 Backend = Annotated[str | None, typer.Option(help="For scripts that use torch.distributed: 'paceline' is what they get instead of Gloo.")]
 Sync = Annotated[str | None, typer.Option(help="Strategy as text, such as 'AllReduce(via=\"ring\")'; replaces the script's own.")]
 
+Mesh = Annotated[str | None, typer.Option(help="The workers as a grid, such as 'data=2, tensor=2'; replaces the script's own.")]
+Cut = Annotated[str | None, typer.Option(help="Cuts of the model as text, such as 'shard(\"blocks.*\")'; they replace the script's own.")]
 MinWorkers = Annotated[int | None, typer.Option(help="Go on when workers die, as long as there are so many in all.")]
 Restarts = Annotated[int, typer.Option(help="How many workers of each host are started again, with --min-workers.")]
 Patience = Annotated[float, typer.Option(help="Seconds that fewer than --min-workers wait, or a host that was cut off looks for others.")]
@@ -74,6 +76,8 @@ def run(
     threads: Threads = None,
     interface: Annotated[str | None, typer.Option(help="Network interface, by name or address; default: the route to the others.")] = None,
     sync: Sync = None,
+    mesh: Mesh = None,
+    cut: Cut = None,
     name: Name = None,
     placement: Annotated[str, typer.Option(help="How ranks are dealt to hosts: block, or round-robin; the same on all hosts.")] = "block",
     min_workers: MinWorkers = None,
@@ -93,6 +97,8 @@ def run(
         secret_file=secret_file,
         threads=threads,
         sync=sync,
+        mesh=mesh,
+        cut=cut,
         name=name,
         placement=placement,
         min_workers=min_workers,
@@ -108,6 +114,8 @@ def _start(job: launch.LaunchRequest, interface: str | None = None) -> int:
     """Run a job, and give its exit code."""
     if job.sync is not None:
         notation.prove(job.sync)  # here, once, rather than by every worker
+    if job.cut is not None:
+        notation.prove_cuts(job.cut)
     if job.name is not None:
         folders.prove(job.name)
     return launch.run(job, environment() | ({} if interface is None else {"PACELINE_INTERFACE": interface}))
@@ -206,6 +214,8 @@ def run_in_lab(
     *,
     fault: Annotated[list[str] | None, typer.Option(help="What is to go wrong, such as 'kill(rank=2, step=5)'; may be repeated.")] = None,
     sync: Sync = None,
+    mesh: Mesh = None,
+    cut: Cut = None,
     name: Name = None,
     placement: Annotated[str | None, typer.Option(help="How ranks are dealt to hosts; default: what the cluster says.")] = None,
     min_workers: MinWorkers = None,
@@ -217,7 +227,17 @@ def run_in_lab(
     from paceline.lab.running import LabRequest
 
     start = LabRequest(
-        str(script), tuple(args or ()), fault or (), sync, name, min_workers=min_workers, restarts=restarts, patience=patience, show=True
+        str(script),
+        tuple(args or ()),
+        fault or (),
+        sync,
+        name,
+        min_workers=min_workers,
+        restarts=restarts,
+        patience=patience,
+        mesh=mesh,
+        cut=cut,
+        show=True,
     )
     raise typer.Exit(terminal.run(cluster, placement, start))
 

@@ -36,6 +36,14 @@ STRATEGIES: Final[Mapping[str, str]] = {
 }
 
 
+# The words of cuts, which have a vocabulary of their own: `--cut 'shard("blocks.*")'`.
+CUTS: Final[Mapping[str, str]] = {
+    "tensor": "paceline.parallel.tensor.cut:tensor",
+    **{word: f"paceline.parallel.tensor.styles:{word}" for word in ("column", "row", "vocab", "sequence", "summed")},
+    "shard": "paceline.parallel.shard:shard",
+}
+
+
 class _Words(Mapping[str, str]):
     """Words of strategies and of codecs; the latter are looked for when a text has one for the first time, not when a process starts."""
 
@@ -85,14 +93,30 @@ def strategy(text: str) -> Any:
     return found
 
 
+def cuts(text: str) -> tuple[Any, ...]:
+    """Make the cuts that `text` describes, one or several with commas between them; raises as `parse` does."""
+    found = parse(text, CUTS)
+    return tuple(found) if isinstance(found, tuple | list) else (found,)
+
+
 def prove(text: str) -> None:
     """Raise `NotationError` or `UsageError` if `text` makes no strategy, arguments included. This process doesn't import torch for it."""
     check(text)
+    _attempt(strategy, text)
+
+
+def prove_cuts(text: str) -> None:
+    """Raise `NotationError` or `UsageError` if `text` makes no cuts, as `prove` does for strategies."""
+    check(text, CUTS)
+    _attempt(cuts, text)
+
+
+def _attempt(make: Callable[[str], Any], text: str) -> None:
     if "torch" in sys.modules:
-        strategy(text)
+        make(text)
         return
     try:
-        isolation.attempt(partial(strategy, text))
+        isolation.attempt(partial(make, text))
     except isolation.AttemptFailed as refused:
         raise (NotationError if refused.kind == NotationError.__name__ else UsageError)(str(refused)) from None
 
@@ -111,7 +135,7 @@ def _tree(text: str, vocabulary: Vocabulary) -> ast.expr:
         tree = ast.parse(text.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else str(error)
-        example = "AllReduce(via='ring')" if vocabulary is VOCABULARY else f"{min(vocabulary)}(...)"
+        example = "AllReduce(via='ring')" if vocabulary is VOCABULARY else f"{min(vocabulary, default='name')}(...)"
         raise NotationError(f"{_short(text)} can't be read: {reason}. Write it as in Python, for example {example}") from None
     return tree.body
 
@@ -129,6 +153,9 @@ def _read(node: ast.expr, text: str, vocabulary: Vocabulary) -> Any:
             return tuple(_read(item, text, vocabulary) for item in items)
         case ast.List(elts=items):
             return [_read(item, text, vocabulary) for item in items]
+        case ast.Dict(keys=[*keys], values=values) if vocabulary is CUTS and None not in keys:
+            read = partial(_read, text=text, vocabulary=vocabulary)
+            return {read(key): read(value) for key, value in zip(keys, values, strict=True) if key is not None}
         case ast.Name(id=word) if word in NUMBERS:
             return NUMBERS[word]
         case ast.Name(id=word):
@@ -166,6 +193,8 @@ def _known(word: str, vocabulary: Vocabulary) -> None:
 def _make(node: Any, vocabulary: Vocabulary) -> Any:
     if isinstance(node, tuple | list):
         return type(node)(_make(item, vocabulary) for item in node)
+    if isinstance(node, dict):
+        return {key: _make(value, vocabulary) for key, value in node.items()}
     if not isinstance(node, NotationCall):
         return node
     maker = _maker(node.word, vocabulary)

@@ -34,6 +34,7 @@ NAMES = [
     "auto",
     "average",
     "bfloat16",
+    "column",
     "compose",
     "error_feedback",
     "exact",
@@ -45,20 +46,26 @@ NAMES = [
     "nesterov",
     "powersgd",
     "randomk",
+    "row",
     "scattered",
+    "sequence",
+    "shard",
     "sign",
     "smaller",
     "start",
     "state_dict",
+    "summed",
+    "tensor",
     "topk",
+    "vocab",
     "where",
 ]
-ARGUMENTS = "sync name folder seed device deadline late_after trace on_nan total_steps compare differing replicate"  # of start
-PREPARING = "self objects loss weigh accumulate shares batchnorm train pad readers shard"  # of Run.prepare
+ARGUMENTS = "sync name folder seed device deadline late_after trace on_nan total_steps compare differing replicate mesh"  # of start
+PREPARING = "self objects loss weigh accumulate shares batchnorm train pad readers shard cut"  # of Run.prepare
 COMMANDS = {
-    "run": "script args --workers --hosts --join --host-rank --secret-file --threads --interface --sync --name --placement"
+    "run": "script args --workers --hosts --join --host-rank --secret-file --threads --interface --sync --mesh --cut --name --placement"
     " --min-workers --restarts --patience --servers --backend",
-    "lab run": "cluster script args --fault --sync --name --placement --min-workers --restarts --patience",
+    "lab run": "cluster script args --fault --sync --mesh --cut --name --placement --min-workers --restarts --patience",
     "lab check": "",
     "lab shell": "host command --lab",
     "lab clean": "",

@@ -45,10 +45,10 @@ ASSIGNED: dict[str, int] = {  # module: assignments to attributes of objects tha
     "paceline.session.loop.turns": 16,
     "paceline.session.prepare.optimizers": 1,
     "paceline.session.tables": 2,
-    "paceline.sync.compressed": 6,
-    "paceline.sync.gossip.strategy": 3,
+    "paceline.sync.compressed": 4,
+    "paceline.sync.gossip.strategy": 2,
     "paceline.sync.localsgd.rounds": 30,
-    "paceline.sync.parameterserver.compression": 5,
+    "paceline.sync.parameterserver.compression": 4,
     "paceline.sync.parameterserver.prefetch": 2,
     "paceline.sync.parameterserver.replication": 2,
 }

@@ -48,6 +48,8 @@ class Place:
     secret: bytes | None = None
     run_name: str | None = None
     sync: str | None = None  # a strategy in text that replaces the script's own
+    mesh: str | None = None  # the workers as a grid, in text
+    cut: str | None = None  # cuts in text that replace the script's own
     servers: int | None = None  # of a strategy that doesn't say how many it wants; None: one on each host
     interface: str | None = None  # override: a name or an IP address
     deadline: float | None = None  # seconds
@@ -278,6 +280,8 @@ def _personal(place: Place, environ: Environ) -> Place:
         secret=place.secret if text is None or place.secret is not None else secrets.parse(text, "PACELINE_SECRET"),
         run_name=environ.get("PACELINE_NAME") or None,
         sync=environ.get("PACELINE_SYNC") or None,
+        mesh=environ.get("PACELINE_MESH") or None,
+        cut=environ.get("PACELINE_CUT") or None,
         servers=_servers(environ),
         interface=environ.get("PACELINE_INTERFACE") or None,
         deadline=None if deadline is None else seconds(deadline, "PACELINE_DEADLINE"),

@@ -48,6 +48,11 @@ class Mesh:
         """The names of the axes."""
         return tuple(name for name, _ in self.axes)
 
+    @property
+    def cut(self) -> tuple[str, ...]:
+        """The axes, other than `data`, that have more than one worker: along them workers hold different parts of a model."""
+        return tuple(name for name, size in self.axes if name != "data" and size > 1)
+
     def extent(self, axis: str) -> int:
         """Return the size of an axis; 1 for one that this mesh doesn't have."""
         return dict(self.axes).get(axis, 1)
@@ -95,6 +100,22 @@ def lay_out(sizes: Mapping[str, int | None], topology: Topology) -> Mesh:
     for _, size in reversed(axes):
         blocks = _join(blocks, size)
     return Mesh(axes, blocks[0].ranks)
+
+
+def choose(asked: str, topology: Topology, *, survives: bool) -> Mesh:
+    """Deal the workers of a cluster to the mesh that a user asks for. `survives`: the run goes on when workers are lost.
+
+    Raises `UsageError` where it doesn't fit, or can't be had.
+    """
+    mesh = lay_out(read(asked), topology)
+    if mesh.extent("stage") > 1:
+        raise UsageError(f"mesh={asked!r}: the axis `stage` (pipelines) is not there yet; use data, shard and tensor")
+    if survives and mesh.cut:
+        raise UsageError(
+            f"mesh={asked!r} with --min-workers: a worker of a cut model has parts that no other of its replica has, and nobody goes on "
+            "without them; leave out --min-workers, or cut nothing (--mesh data)"
+        )
+    return mesh
 
 
 def read(text: str) -> dict[str, int | None]:

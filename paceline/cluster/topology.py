@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,13 @@ class Topology:
     def names(self) -> tuple[str, ...]:
         """Return the name of the host of each rank, for messages."""
         return tuple(self.hosts[index].name for index in self.where())
+
+    def part(self, ranks: Sequence[int]) -> Topology:
+        """Return the hosts of these workers alone, which are numbered anew, in this order. Measured links are left out."""
+        where, found = self.where(), dict[int, list[int]]()
+        for number, rank in enumerate(ranks):
+            found.setdefault(where[rank], []).append(number)
+        return Topology(tuple(replace(self.hosts[host], ranks=tuple(numbers)) for host, numbers in found.items()))
 
     def of(self, rank: int) -> HostRanks:
         """Return the host that `rank` runs on."""

@@ -74,7 +74,7 @@ class Agreement:
     def __init__(self, group: Group, *, step: Callable[[], int] = lambda: 0, hosts: tuple[str, ...] = ()) -> None:
         self.group = group
         self._step = step
-        self._sightings = Sightings(hosts)
+        self._sightings = Sightings(hosts, _names(group))
         self.origins = tuple(range(group.size))  # the members' ranks at the start; a worker that joined later has a number of its own
         self.highest = group.size - 1  # of all origins that there have been: none is given twice
         self.calls = 0  # completed
@@ -96,6 +96,15 @@ class Agreement:
     def host(self) -> str:
         """The host of this rank, for messages."""
         return self.hosts[self.group.rank] if self.hosts else "an unknown host"
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other worker has to be told what this one finds out."""
+        return self.group.size == 1
+
+    def compare(self, what: str, body: bytes) -> list[bytes]:
+        """Return, as `meet` does, the `body` of every worker that runs the same script on the same data."""
+        return self.meet(what, body)
 
     def attempt(self, act: Callable[[], T], what: str = "") -> T:
         """Make a call of all workers: `act`, called again in a new group where a worker was lost, unless others hand over its result.
@@ -222,7 +231,7 @@ class Agreement:
 
     def regroup(self, group: Group, hosts: tuple[str, ...], origins: tuple[int, ...]) -> None:
         """Use another group from now on."""
-        self.group, self.origins, self._sightings = group, origins, Sightings(hosts)
+        self.group, self.origins, self._sightings = group, origins, Sightings(hosts, _names(group))
         self.highest = max(self.highest, *origins)
 
     def meet(self, what: str, body: bytes = b"", *, where: str = "") -> list[bytes]:
@@ -286,3 +295,29 @@ class Agreement:
             return [answer.decode() for answer in self.group.agree(mine.encode())]
         except PacelineError:
             return [mine if rank == self.group.rank else "" for rank in range(self.group.size)]  # a worker has gone meanwhile
+
+
+class SliceAgreement(Agreement):
+    """The agreement of a slice of the workers of a mesh: all slices run the same script on the same data, and each meets by itself.
+
+    What one worker tells all is told by the first of `everyone`, so that it is the same in all slices.
+    """
+
+    def __init__(self, group: Group, everyone: Agreement, *, step: Callable[[], int], hosts: tuple[str, ...]) -> None:
+        super().__init__(group, step=step, hosts=hosts)
+        self._everyone = everyone
+
+    @property
+    def alone(self) -> bool:
+        return self._everyone.alone
+
+    def compare(self, what: str, body: bytes) -> list[bytes]:
+        return self._everyone.meet(what, body)
+
+    def _tell(self, what: str, make: Callable[[], bytes]) -> bytes:
+        return self._everyone.tell(what, make)
+
+
+def _names(group: Group) -> tuple[int, ...]:
+    """Return what the ranks of a group are called in messages: their numbers among all workers."""
+    return tuple(group.global_rank(rank) for rank in range(group.size))

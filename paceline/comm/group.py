@@ -24,6 +24,11 @@ class Traffic:
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(self.within + other.within, self.between + other.between)
 
+    def count(self, sent: Traffic) -> None:
+        """Add what was sent, in place."""
+        self.within += sent.within
+        self.between += sent.between
+
     def __sub__(self, other: Traffic) -> Traffic:
         return Traffic(self.within - other.within, self.between - other.between)
 

@@ -10,10 +10,10 @@ SKIPPED = "Skip a step on all workers or on none: decide by what all of them hav
 
 
 class Sightings:
-    """The call and the step at which each rank was at the last meeting. `hosts`: the host of each rank."""
+    """The call and the step at which each rank was at the last meeting. `hosts`: the host of each rank; `names`: what each is called."""
 
-    def __init__(self, hosts: tuple[str, ...]) -> None:
-        self.hosts = hosts
+    def __init__(self, hosts: tuple[str, ...], names: tuple[int, ...]) -> None:
+        self.hosts, self._names = hosts, names
         self._seen: list[tuple[str, int]] = []
         self._met = time.monotonic()
 
@@ -23,21 +23,22 @@ class Sightings:
         self._met = time.monotonic()
 
     def missing(self, rank: int, what: str, step: int, ranks: tuple[int, ...]) -> str:
-        """Say for which `ranks` this one has waited in vain at `what`."""
+        """Say for which ranks, by name, this one has waited in vain at `what`."""
         waited = time.monotonic() - self._met
         return (
-            f"step {step}, {what}: rank {rank} waited {waited:.1f} s in vain for {self.whereabouts(ranks)}. "
+            f"step {step}, {what}: rank {self._names[rank]} waited {waited:.1f} s in vain for {self.whereabouts(ranks)}. "
             "If it is only slow, raise start(deadline=seconds); else look at its own output"
         )
 
     def whereabouts(self, ranks: tuple[int, ...]) -> str:
-        """Say where these ranks were last seen, and when."""
+        """Say where these ranks, by name, were last seen, and when."""
         ago = time.monotonic() - self._met
         texts = []
-        for rank in ranks:
+        for name in ranks:
+            rank = self._names.index(name) if name in self._names else len(self._seen)
             seen = self._seen[rank] if rank < len(self._seen) else None
             last = f", last seen at {seen[0]} of step {seen[1]}, {ago:.1f} s ago" if seen else ", never seen"
-            texts.append(f"rank {rank}{self._on(rank)}{last}")
+            texts.append(f"rank {name}{self._on(rank)}{last}")
         return "; ".join(texts) or "a rank that can't be named"
 
     def unequal(self, heads: Sequence[Sequence[Any]]) -> str:
@@ -50,7 +51,7 @@ class Sightings:
                     by_step.setdefault(step, {})[rank] = count
         for step, counts in sorted(by_step.items()):
             if len(set(counts.values())) > 1:
-                sides = (f"rank {rank}{self._on(rank)} has made {count}" for rank, count in counts.items())
+                sides = (f"rank {self._names[rank]}{self._on(rank)} has made {count}" for rank, count in counts.items())
                 return f"in step {step} optimizers have not stepped alike ({'; '.join(sides)})"
         return ""
 
@@ -59,7 +60,7 @@ class Sightings:
         places: dict[str, list[str]] = {}
         for rank, (what, step, where, *_) in enumerate(heads):
             text = f"{what}{f' ({where})' if where else ''} of step {step}{lines[rank]}"
-            places.setdefault(text, []).append(f"{rank}{self._on(rank)}")
+            places.setdefault(text, []).append(f"{self._names[rank]}{self._on(rank)}")
         sides = "; ".join(f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)} at {text}" for text, ranks in places.items())
         unequal = self.unequal(heads)
         why = f"{unequal[0].upper()}{unequal[1:]}. {SKIPPED}" if unequal else ""

@@ -71,7 +71,7 @@ class EpochIndices:
         self._wanted = check
         if check is not None:
             self._marks[self._start] = check
-        if self.agreement.group.size > 1:
+        if not self.agreement.alone:
             self.refill(self._start)
         else:
             for step in range(self._start, self._start + self._ahead + 1):
@@ -87,7 +87,7 @@ class EpochIndices:
             keep = max((drawn for drawn in self._states if drawn <= step), default=0)
             for drawn in [drawn for drawn in self._states if drawn < keep]:
                 del self._states[drawn]
-        if self.agreement.group.size == 1 or self._end is not None or step < self._due:
+        if self.agreement.alone or self._end is not None or step < self._due:
             return
         count = step + 2 * self._chunk - self._high
         before = rng.shared_state()
@@ -97,7 +97,7 @@ class EpochIndices:
     def batch(self, step: int) -> Any | None:
         """Return the global batch of a step: what the user's batch sampler gave. None where the epoch has ended before it. Never waits."""
         while step >= self._high and self._end is None:
-            if self.agreement.group.size > 1:
+            if not self.agreement.alone:
                 raise AssertionError(f"step {step} was asked for, and indices are here up to {self._high} only")
             self._keep(self._draw(1))
         return self._batches.get(step)
@@ -154,7 +154,7 @@ class EpochIndices:
 
     def _remember(self, drawn: int) -> None:
         """Keep the state of the samplers' generators after so many batches, where they are drawn ahead and have moved."""
-        if self.agreement.group.size == 1 and not self._ahead:
+        if self.agreement.alone and not self._ahead:
             return
         state = rng.own_state(self._loader)
         mark = rng.mark(state) if state else 0

@@ -206,9 +206,9 @@ class StreamPipeline(Pipeline):
 
     def _verify(self, index: int, *, ended: bool) -> None:
         """Compare, now and then and at the end, that all workers have read the same."""
-        if self.terms.alone or self.terms.shard == "mine" or not (ended or index % COMPARED == COMPARED - 1):
+        if self.terms.agreement.alone or self.terms.shard == "mine" or not (ended or index % COMPARED == COMPARED - 1):
             return
-        bodies = self.terms.agreement.meet("stream", msgpack.packb((self._after.marks, self._after.numbers, ended)))
+        bodies = self.terms.agreement.compare("stream", msgpack.packb((self._after.marks, self._after.numbers, ended)))
         for rank, body in enumerate(bodies):
             if body != bodies[0]:
                 raise DataError(

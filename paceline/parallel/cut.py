@@ -70,6 +70,7 @@ class CutContext:
     announce: Callable[[str], None] = print
     renewed: dict[Parameter, Parameter] = field(default_factory=dict)  # what optimizers step in the place of each parameter
     sources: list[CutGradients] = field(default_factory=list)  # gradients that autograd doesn't add to the parameters that are stepped
+    endings: list[Callable[[], None]] = field(default_factory=list)  # what is called when the run ends
 
     def renew(self, old: Parameter, new: Parameter, placement: Placement) -> None:
         """Have optimizers step `new`, which holds what `placement` says, in the place of `old`."""

@@ -84,6 +84,7 @@ class shard:
             else:
                 context.renew(held.parameter, piece, placement)
         context.sources.append(made.gradients)
+        context.endings.append(made.steps.close)
 
 
 class ShardedModel:

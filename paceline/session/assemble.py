@@ -18,10 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.cluster.control.commands import CommandPipe
-from paceline.cluster.mesh import Mesh
 from paceline.comm.native.default_group import DefaultProcessGroup
 from paceline.formatting import spell
-from paceline.parallel.placement import Placements
+from paceline.session.axes import RunAxes
 from paceline.session.checkpoint.layout import StateLayout
 from paceline.session.checkpoint.parts import CutParts
 from paceline.session.checkpoint.saving import CheckpointSaver, SaveRequest, patience
@@ -38,6 +37,7 @@ from paceline.session.loop import collectives
 from paceline.session.loop.observers import LoopObservers
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.abilities import resolve
+from paceline.session.prepare.cuts import ModelCuts
 from paceline.session.prepare.optimizers import OptimizerWatch
 from paceline.session.prepare.registry import Prepared
 from paceline.session.record.collector import LogCollector, LogMeetings, RunRecords
@@ -53,20 +53,19 @@ from paceline.session.replicas.step_count import StepCount
 from paceline.session.run import Run, RunParts
 from paceline.state.versioned import Randomness
 from paceline.sync.base import Strategy
-from paceline.sync.context import SyncContext
 
 OpenRecords = Callable[[RunHistory, bool], tuple[RunFolder, MetricsLog]]
 
 
 @dataclass(frozen=True)
 class Joined:
-    """A worker that has joined: where it stands, what strategies work with, and who sees when it hangs.
+    """A worker that has joined: where it stands, with whom it does what, and who sees when it hangs.
 
     `world` is torch.distributed's default group, for libraries that ask for it.
     """
 
     view: CurrentView
-    context: SyncContext
+    axes: RunAxes
     watching: HangDetector | None = None
     world: DefaultProcessGroup | None = None
 
@@ -95,21 +94,23 @@ class _Assembly:
     def __init__(
         self, joined: Joined, strategy: Strategy, *, seed: int | None, began: float, comparison: Comparison, open_records: OpenRecords
     ) -> None:
-        view, context = joined.view, joined.context
+        view, axes, context = joined.view, joined.axes, joined.axes.slice
         worker, self.elastic = view.worker, view.worker.place.worker is not None
-        self.joined, self.view, self.context, self.strategy = joined, view, context, strategy
-        subgroups = Subgroups(context, lambda: view.cluster)  # strategies find the workers of a host through it
-        self.sync = strategy.begin(context)
+        self.joined, self.view, self.axes, self.context, self.strategy = joined, view, axes, context, strategy
+        subgroups = Subgroups(context, lambda: axes.hosts_of(context))  # strategies find the workers of a host through it
+        if axes.replicas is not context:
+            Subgroups(axes.replicas, lambda: axes.hosts_of(axes.replicas))
+        self.sync = strategy.begin(axes.replicas)
         self.abilities = resolve(self.sync)
         self.loop = TrainingLoop(self.sync, context, self.abilities, worker.page)
-        self.prepared = Prepared(context, self.loop.backward, self.loop, worker.device, subgroups)
-        everyone = Mesh((("data", context.group.size),), tuple(range(context.group.size)))
-        self.layout = StateLayout(everyone, context.group.rank, Placements())
+        arguments = f"seed={seed}, sync={spell(strategy)}, {comparison}, replicate={worker.replicate!r}"
+        self.history = RunHistory(collectives.seed(axes.everyone, seed, arguments), began, context.announce)
+        cuts = ModelCuts(axes, self.history.seed, worker.place.cut)
+        self.prepared = Prepared(axes, self.loop.backward, self.loop, worker.device, subgroups, cuts=cuts)
+        self.layout = StateLayout(axes.mesh, axes.everyone.group.rank, cuts.placements)
         self.own = WorkerState(
             Randomness(worker.device), self.sync, self.abilities, self.prepared.optimizers, self.layout, context.announce
         )
-        arguments = f"seed={seed}, sync={spell(strategy)}, {comparison}, replicate={worker.replicate!r}"
-        self.history = RunHistory(collectives.seed(context.agreement, seed, arguments), began, context.announce)
         check_comparison(comparison, self.sync, self.abilities.replicated)
         if self.elastic:
             check_elastic(worker.device, self.abilities)
@@ -123,7 +124,7 @@ class _Assembly:
         self.progress = RunProgress(loop, prepared.loaders)
         prepared.state.add("progress", self.progress)
         tables, pinned = prepared.tables, worker.device.type == "cuda"
-        parts = CutParts(context.agreement, self.layout, patience(worker.deadline))
+        parts = CutParts(self.axes.everyone, self.layout, patience(worker.deadline))
         self.saving = CheckpointSaver(
             prepared.state, self.own, context, history.note, parts=parts, tables=tables, deadline=worker.deadline, pinned=pinned
         )
@@ -132,18 +133,24 @@ class _Assembly:
         by_hand = ManualGradients(loop, self.records.meetings)
         self.watch = OptimizerWatch(prepared, loop, by_hand, self.tally, self.hints.strange)
         conclusion = RunConclusion(
-            self.strategy, context, self.abilities, self.view, loop, prepared, self.saving, history, self.folder, self.log
+            self.strategy, self.axes, self.abilities, self.view, loop, prepared, self.saving, history, self.folder, self.log
         )
         self.ending = RunEnding(conclusion, self.watch, self.hints, self.joined.watching, self.joined.world)
         self.comparer = ReplicaComparer(
-            comparison, context, prepared, self.sync, self.abilities.replicated, event=history.note, conclude=conclusion.write
+            comparison,
+            self.axes.replicas,
+            prepared,
+            self.sync,
+            self.abilities.replicated,
+            event=history.note,
+            conclude=(lambda: None) if self.axes.cut else conclusion.write,  # which only those would call that have this part
         )
 
     def run(self, total_steps: int | None) -> Run:
         """Connect the parts, and return the run that a script works with."""
         body, recovery, leaving = self._recovery() if self.elastic else (None, None, None)
         loop, log, comparer = self.loop, self.log, self.comparer
-        collector = LogCollector(loop, self.prepared, self.context, self.records, recovery)
+        collector = LogCollector(loop, self.prepared, self.axes.everyone, self.records, recovery)
         survival = None
         if body is not None and recovery is not None and leaving is not None:
             survival = self._survive(body, recovery, leaving, collector)
@@ -158,7 +165,7 @@ class _Assembly:
                 training_begins=(*(() if survival is None else (survival.begin,)), begin_comparing),
                 epoch_began=(collector.part,),
                 lead_taken=(plan.led,),
-                first_step=(self.hints.prepared,),
+                first_step=(self.prepared.cuts.check_used, self.hints.prepared),
                 stepped=() if observer is None else (observer.stepped,),
                 committed=() if body is None else (body.buddies.committed,),
                 step_ended=(
@@ -176,7 +183,7 @@ class _Assembly:
         return Run(
             RunParts(
                 view=self.view,
-                context=self.context,
+                axes=self.axes,
                 strategy=self.strategy,
                 history=self.history,
                 folder=self.folder,

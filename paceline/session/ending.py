@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from paceline.cluster.control import events
 from paceline.comm.native.default_group import DefaultProcessGroup
+from paceline.session.axes import RunAxes
 from paceline.session.checkpoint.saving import CheckpointSaver
 from paceline.session.groups import CurrentView
 from paceline.session.loop.turns import TrainingLoop
@@ -21,7 +22,6 @@ from paceline.session.record.log import MetricsLog
 from paceline.session.record.summary import RunOutcome, conclude
 from paceline.sync.abilities import Abilities
 from paceline.sync.base import Strategy
-from paceline.sync.context import SyncContext
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class RunConclusion:
     """What is left of a run when it ends well."""
 
     strategy: Strategy
-    context: SyncContext
+    axes: RunAxes
     abilities: Abilities
     view: CurrentView
     loop: TrainingLoop
@@ -41,7 +41,7 @@ class RunConclusion:
 
     def write(self) -> None:
         """Write the summary and the trace. Collective."""
-        self.log.finish(self.context.agreement)
+        self.log.finish(self.axes.everyone)
         self.saving.wait()
         history, tables, remote, reports = self.history, self.prepared.tables, self.abilities.remote, self.abilities.reports
         facts, served = (tables.facts(), tables.served()) if self.view.is_first else ([], [])
@@ -59,7 +59,7 @@ class RunConclusion:
             served,
             history.results,
         )
-        conclude(outcome, self.context, self.folder, self.log)
+        conclude(outcome, self.axes, self.folder, self.log)
 
 
 class RunEnding:
@@ -74,7 +74,7 @@ class RunEnding:
         world: DefaultProcessGroup | None,
     ) -> None:
         self._conclusion, self._watch, self._hints, self._watching, self._world = conclusion, watch, hints, watching, world
-        self._view, self._context, self._loop = conclusion.view, conclusion.context, conclusion.loop
+        self._view, self._context, self._loop = conclusion.view, conclusion.axes.slice, conclusion.loop
         self._log, self._saving, self._prepared = conclusion.log, conclusion.saving, conclusion.prepared
         self._endings: list[Callable[[], None]] = []
         self.closed = False

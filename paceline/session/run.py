@@ -13,6 +13,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from paceline.cluster.control import events
+from paceline.cluster.mesh import Mesh
 from paceline.cluster.topology import Topology
 from paceline.comm.group import Group
 from paceline.data.loader import Turn
@@ -21,6 +22,7 @@ from paceline.data.spec import Loss, Readers, Sharding, Weigh
 from paceline.errors import UsageError
 from paceline.fault import checkpoint
 from paceline.formatting import spell
+from paceline.session.axes import RunAxes
 from paceline.session.checkpoint.saving import CheckpointSaver, SaveRequest
 from paceline.session.checkpoint.state import RunProgress, WorkerState
 from paceline.session.elastic.survival import Survival
@@ -28,6 +30,7 @@ from paceline.session.ending import RunEnding
 from paceline.session.groups import CurrentView
 from paceline.session.loop import collectives
 from paceline.session.loop.turns import TrainingLoop
+from paceline.session.prepare.cuts import Asked
 from paceline.session.prepare.optimizers import OptimizerWatch
 from paceline.session.prepare.registry import Prepared
 from paceline.session.record.collector import LogCollector, LogMeetings
@@ -39,7 +42,8 @@ from paceline.session.record.total_steps import TotalSteps
 from paceline.session.replicas.compare import ReplicaComparer
 from paceline.state.versioned import Stateful
 from paceline.sync.base import Strategy
-from paceline.sync.context import SyncContext
+
+CHECKPOINTS = "a checkpoint has whole models so far; train without cuts to save"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +51,7 @@ class RunParts:
     """The parts of a run, as `session.assemble` has built them."""
 
     view: CurrentView
-    context: SyncContext
+    axes: RunAxes
     strategy: Strategy
     history: RunHistory
     folder: RunFolder
@@ -75,7 +79,7 @@ class Run:
     """
 
     def __init__(self, parts: RunParts) -> None:
-        self._view, self._context, self._agreement = parts.view, parts.context, parts.context.agreement
+        self._view, self._axes, self._context, self._agreement = parts.view, parts.axes, parts.axes.slice, parts.axes.slice.agreement
         self._history, self._log, self._loop, self._prepared = parts.history, parts.log, parts.loop, parts.prepared
         self._own, self._progress, self._plan, self._saving = parts.own, parts.progress, parts.plan, parts.saving
         self._hints, self._watch, self._collector, self._meetings = parts.hints, parts.watch, parts.collector, parts.meetings
@@ -110,7 +114,12 @@ class Run:
     @property
     def group(self) -> Group:
         """The group of all workers."""
-        return self._context.group
+        return self._axes.everyone.group
+
+    @property
+    def mesh(self) -> Mesh:
+        """The workers as a grid with named axes; all along `data` unless `start` or `--mesh` says something else."""
+        return self._axes.mesh if self._survival is None else Mesh((("data", self.size),), tuple(range(self.size)))
 
     @property
     def seed(self) -> int:
@@ -166,6 +175,7 @@ class Run:
         pad: bool | None = None,
         readers: Readers | None = None,
         shard: Sharding | None = None,
+        cut: Asked | None = None,
     ) -> Any:
         """Make models, optimizers, DataLoaders, schedulers, GradScalers and metrics ready; return them in the order they were given.
 
@@ -175,14 +185,15 @@ class Run:
         one for each worker, or a function from the global batch size to samples for each worker. `batchnorm`: "sync" (default: statistics
         of the global batch) or "local". `train`: whether loaders are for training (default: what torch.is_grad_enabled() is when iterated).
         `pad`: in evaluation a worker without samples gets the batch's first (left out by `gather`, `mean` and `log`), and not 0 rows.
-        `readers`, `shard`: see `paceline.data.loader.deal`. An option that is said where there is no loader (or model) yet is kept for
+        `readers`, `shard`: see `paceline.data.loader.deal`. `cut`: a cut or several, by which workers along an axis of the mesh get their
+        parts of the models (`paceline run --cut` overrides it). An option that is said where there is no loader (or model) yet is kept for
         those of later calls, unless they say something else.
 
         Raises `UsageError` for what can't be prepared, on every worker if their models differ.
         """
         options = {"loss": loss, "weigh": weigh, "accumulate": accumulate, "shares": shares, "readers": readers, "shard": shard}
-        ready = self._prepared.prepare(objects, {**options, "batchnorm": batchnorm, "train": train, "pad": pad})
-        self._hints.introduce(len(self.cluster.hosts), spell(self.strategy))
+        ready = self._prepared.prepare(objects, {**options, "batchnorm": batchnorm, "cut": cut, "train": train, "pad": pad})
+        self._hints.introduce(self._axes, spell(self.strategy))
         return ready[0] if len(ready) == 1 else tuple(ready)
 
     def keep(self, name: str, thing: Stateful) -> None:
@@ -232,7 +243,8 @@ class Run:
         if not self._prepared.loaders:
             self._hints.logged()
         if not self._loop.transaction.failed:
-            self._log.log(self.steps + (self._loop.led is not None), values, self.weight)  # a ghost's weight is 0: ignored
+            weight = self.weight if self._axes.counted else 0.0  # that of a ghost is 0, too: ignored
+            self._log.log(self.steps + (self._loop.led is not None), values, weight)
 
     def print(self, *values: Any, **options: Any) -> None:
         """Call `print` on the first worker alone."""
@@ -242,26 +254,26 @@ class Run:
     def mean(self, x: Tensor | float, weight: float | None = None) -> Any:
         """Return the mean of `x` over workers by `weight` (default: `run.weight`): a float for a float, else a tensor. Collective."""
         weight = float(self.weight if weight is None else weight)
-        return self._agreement.attempt(lambda: collectives.mean(self._agreement, self.group, x, weight))
+        return self._agreement.attempt(lambda: collectives.mean(self._agreement, self._context.group, x, weight))
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the rows (dim 0) of all workers; inside a loop over a loader in data set order, ghosts left out. Collective."""
         ghost = self.turn is not None and self.turn.ghost
         nothing = (x.detach().reshape(1) if x.dim() == 0 else x.detach())[:0]
-        return self._loop.gather(lambda: collectives.gather(self._agreement, self.group, x, ghost=ghost), nothing)
+        return self._loop.gather(lambda: collectives.gather(self._agreement, self._context.group, x, ghost=ghost), nothing)
 
     def barrier(self) -> None:
         """Wait until every worker has come here. Collective."""
-        self._agreement.meet("run.barrier")
+        self._axes.everyone.meet("run.barrier")
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
         """Let the first worker of each host go through the block ahead of the others (for downloads). Collective."""
         if self.local_rank == 0:
             yield
-            self._agreement.meet("run.first")
+            self._axes.everyone.meet("run.first")
         else:
-            self._agreement.meet("run.first")
+            self._axes.everyone.meet("run.first")
             yield
 
     def stop(self) -> None:
@@ -279,6 +291,7 @@ class Run:
 
         Raises `CheckpointError` where the disk refuses: for what was written in the background at the next save, `resume` or `close`.
         """
+        self._axes.refuse("run.save", CHECKPOINTS)
         step = self.steps + (self._loop.led is not None and self._loop.led.last_micro)
         folder = self.folder.checkpoints
         if self._loop.transaction.failed:  # this turn is dealt again, and saves then
@@ -293,6 +306,7 @@ class Run:
 
         Raises `CheckpointError` if there are some and none can be used.
         """
+        self._axes.refuse("run.resume", CHECKPOINTS)
         asked = [self.folder.path, *self.folder.earlier] if folder is None else [Path(folder)]
         places = [place if place.name == "checkpoints" else place / "checkpoints" for place in asked]
         found = self._saving.resume(places, named=self.folder.named or folder is not None)

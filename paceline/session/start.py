@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +18,7 @@ from paceline.cluster.control.progress import Page, enter
 from paceline.cluster.discover import Place, discover
 from paceline.cluster.launcher.janitor import brand
 from paceline.cluster.launcher.output import stand_in
+from paceline.cluster.mesh import choose
 from paceline.cluster.store import connect, hosts
 from paceline.cluster.topology import HostRanks, Topology
 from paceline.comm.agreement import Agreement
@@ -26,8 +27,10 @@ from paceline.errors import UsageError
 from paceline.fault.replicate import Replicate, check
 from paceline.notation import strategy as read
 from paceline.session.assemble import Joined, assemble
+from paceline.session.axes import RunAxes
 from paceline.session.excepthook import BRIEFLY, show, surface, surfacing
 from paceline.session.groups import CurrentView, WorkerContext, choose_device, everyone
+from paceline.session.prepare import cuts
 from paceline.session.record.folder import RunFolder
 from paceline.session.record.hangs import HangDetector, check_lateness
 from paceline.session.record.history import RunHistory
@@ -40,7 +43,7 @@ from paceline.session.servers import ServerStarter
 from paceline.session.torch_backend import world
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
-from paceline.sync.context import StepState, SyncContext
+from paceline.sync.context import SideGroup, StepState, SyncContext
 from paceline.trace import Trace
 
 TRACES = {"last": 20_000, "all": None, "off": 0}
@@ -64,6 +67,7 @@ def start(
     compare: int | Literal["auto"] | None = "auto",
     differing: Differing = "stop",
     replicate: Replicate = "auto",
+    mesh: str | None = None,
 ) -> Run:
     """Join the workers that were started with this process (torchrun, Slurm, MPI, `paceline run`); started alone, it is one worker.
 
@@ -76,7 +80,8 @@ def start(
     `compare`: steps between two comparisons of all replicas (None: never; "auto": 100, where the strategy has moments at which they are
     equal). `differing`: "stop" all when they differ, or "heal" those that don't have what most have. `replicate`: with
     `paceline run --min-workers`, what only one worker has (what a codec keeps, what was changed since the last round) is copied to a worker
-    of another host every so many steps; "auto": on several hosts, as often as it takes at most a tenth of the time; "off": never.
+    of another host every so many steps; "auto": on several hosts, as often as it takes at most a tenth of the time; "off": never. `mesh`:
+    the workers as a grid, for models that are cut, such as "data=2, tensor=2" (default: all are replicas; see docs/cuts.md).
 
     Returns the `Run`, to be used as a context manager; without `with` it is closed at exit.
 
@@ -93,7 +98,7 @@ def start(
     with _reporting(place), ExitStack() as undo:  # the store stays: others may still read there why this worker failed
         page = enter(place.progress, began, deadline=seconds)
         worker = _meet_others(place, device, seconds, announcer.say, trace=Trace(TRACES[trace]), page=page, replicate=replicate)
-        joined = _join(worker, late_after, undo)
+        joined = _join(worker, late_after, undo, _mesh(place, mesh))
         announcer.follow(joined.view)
         run = assemble(
             joined,
@@ -145,11 +150,21 @@ def _meet_others(
     return worker
 
 
-def _join(worker: WorkerContext, late_after: float | None, undo: ExitStack) -> Joined:
+def _join(worker: WorkerContext, late_after: float | None, undo: ExitStack, asked: str | None) -> Joined:
+    mesh = None if asked is None else choose(asked, worker.cluster, survives=worker.place.worker is not None)
     context, default = _context(worker, undo)
-    watching = HangDetector(worker.place, context.agreement, worker.deadline, late_after)
+    undo.callback(_close, context.extra_groups)
+    view = CurrentView(worker)
+    divided = RunAxes.plain(context, lambda: view.cluster) if mesh is None else RunAxes.of(mesh, context, worker.cluster)
+    watching = HangDetector(worker.place, divided.slice.agreement, worker.deadline, late_after)
     undo.callback(watching.stop)
-    return Joined(CurrentView(worker), context, watching, default)
+    return Joined(view, divided, watching, default)
+
+
+def _close(groups: Iterable[SideGroup]) -> None:
+    for group in [*groups]:
+        group.abort()
+        group.close()
 
 
 def _context(worker_context: WorkerContext, undo: ExitStack) -> tuple[SyncContext, DefaultProcessGroup | None]:
@@ -184,7 +199,7 @@ class Records:
     """Opens the folder and the log of a run in `root`, on one worker."""
 
     def __init__(self, joined: Joined, root: Path, name: str | None, on_nan: OnNan) -> None:
-        self._worker, self._context, self._root, self._name, self._on_nan = joined.view.worker, joined.context, root, name, on_nan
+        self._worker, self._axes, self._root, self._name, self._on_nan = joined.view.worker, joined.axes, root, name, on_nan
 
     def open(self, history: RunHistory, adds: bool) -> tuple[RunFolder, MetricsLog]:
         """Open the folder and the log; `adds`: the samples of a step are each worker's own."""
@@ -193,14 +208,14 @@ class Records:
         if worker.page is not None:
             worker.page.writes_to(folder.path)
         book = self._book(folder, adds=adds)
-        return folder, MetricsLog(book, on_nan=self._on_nan, say=say, note=history.tell, accounts=self._context.accounts)
+        return folder, MetricsLog(book, on_nan=self._on_nan, say=say, note=history.tell, accounts=self._axes.slice.accounts)
 
     def _folder(self) -> RunFolder:
         """Return the folder of the run that this worker joins, or a new one. Collective."""
         place, name = self._worker.place, self._name
         if place.run is not None:
             return RunFolder(Path(place.run[0]))
-        return RunFolder.agree(self._context.agreement, self._root, name if name is not None else place.run_name, say=self._worker.say)
+        return RunFolder.agree(self._axes.everyone, self._root, name if name is not None else place.run_name, say=self._worker.say)
 
     def _book(self, folder: RunFolder, *, adds: bool) -> MetricsWriter | None:
         """Return a writer of metrics on the first worker; where losses are survived, on all, as another one may have to go on."""
@@ -208,6 +223,18 @@ class Records:
         if place.rank == 0 and not place.joining:
             return MetricsWriter(folder, StatusLine(), adds=adds)
         return None if place.worker is None else MetricsWriter(folder, stands_by=True, adds=adds)
+
+
+def _mesh(place: Place, asked: str | None) -> str | None:
+    """Return the mesh that was asked for, on the command line or by the script; without one that of the only axis of `--cut`."""
+    if place.mesh is not None or asked is not None or place.cut is None:
+        return asked if place.mesh is None else place.mesh
+    names = sorted({cut.axis for cut in cuts.read(place.cut)})
+    if len(names) > 1:
+        raise UsageError(
+            f"--cut {place.cut!r} cuts along {' and '.join(names)}: say how many workers along which, --mesh '{names[0]}, {names[1]}=2'"
+        )
+    return names[0]
 
 
 def _strategy(asked: Any) -> Strategy:

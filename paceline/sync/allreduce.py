@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -78,6 +78,10 @@ class AllReduce:
         return isinstance(self.codec, auto) or not isinstance(lift(self.codec), plain)
 
     def begin(self, context: SyncContext) -> AllReduceSync:
+        if context.cut_axes and isinstance(self.codec, auto):
+            raise UsageError(
+                f"{self!r}: codec='auto' decides by measured times, and each part of a cut model would decide by itself; name the codec"
+            )
         coded = None
         if self._lossy and not isinstance(self.codec, str):
             coded = CompressedExchange(context, self.codec, hosts=self.via != "native")
@@ -123,7 +127,9 @@ class AllReduceSync:
         self._release()
         self._slots = list(slots)
         self._kinds = [None if self._coded is None else self._coded.kind(slot) for slot in slots]
-        self._shapes = [BucketShape.of(slot.parameter)._replace(kind=kind) for slot, kind in zip(slots, self._kinds, strict=True)]
+        self._shapes = [
+            BucketShape.of(slot.parameter)._replace(kind=_kind(slot, kind)) for slot, kind in zip(slots, self._kinds, strict=True)
+        ]
         self._flags = bytearray(len(slots))
         self._full = bytes([USED]) * len(slots)
         self._order.clear()
@@ -431,3 +437,8 @@ class AllReduceSync:
         self._release()
         self._lay_out(order, set(range(len(self._slots))) - set(order))
         self._coded.load_state_dicts([state["coded"] for state in found])
+
+
+def _kind(slot: Slot, codecs: Kind | None) -> Hashable:
+    """Return which slots share buckets: what is coded together comes out alike on all workers only where all of it is the same there."""
+    return None if codecs is None else (codecs, slot.shard)

@@ -78,7 +78,7 @@ class CompressedExchange:
         if coded and self.account.rate is None and beside is not None:
             before = beside.traffic + Traffic()
             self.account.rate = measure(beside, coded[0].device)
-            self._context.probe_traffic += beside.traffic - before
+            self._context.probe_traffic.count(beside.traffic - before)
         self._take(self._taken)
 
     def _take(self, option: int | None) -> None:
@@ -156,7 +156,7 @@ class CompressedExchange:
             sizes, before = [bucket.flat.numel() for bucket in self._buckets], beside.traffic + Traffic()
             flat, shapes = self._buckets[largest].flat.float(), self._shapes[largest]
             mine = [predict(record, attempt(codec, flat, shapes, beside), sizes, rate) for codec in kind]
-            self._context.probe_traffic += beside.traffic - before
+            self._context.probe_traffic.count(beside.traffic - before)
         found = [msgpack.unpackb(body) for body in self._context.agreement.meet("codec", msgpack.packb([record.step, mine]))]
         self._record = None
         now = max(step for step, _ in found)

@@ -108,6 +108,7 @@ class SyncContext:
     probe_traffic: Traffic = field(default_factory=Traffic)  # what was sent to measure links: no part of a step
     closed_traffic: Traffic = field(default_factory=Traffic)  # what was sent in groups that have been left
     closed_waited: float = 0.0
+    cut_axes: tuple[str, ...] = ()  # of the mesh, along which workers that are not of this group hold other parts of what is trained
     pulling: float = 0.0  # seconds for parameters that were on their way when they were used, but for steps
 
     def regroup(self, group: Group, hosts: tuple[int, ...], native: Callable[[], Group], cancel_scope: CancelScope) -> None:

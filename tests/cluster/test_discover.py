@@ -146,6 +146,8 @@ def test_what_a_user_sets():
             "PACELINE_SECRET": " 0123456789abcdef\n",
             "PACELINE_NAME": "n",
             "PACELINE_SYNC": "AllReduce()",
+            "PACELINE_MESH": "data, tensor=2",
+            "PACELINE_CUT": "shard()",
             "PACELINE_INTERFACE": "eth0",
             "PACELINE_DEADLINE": "2.5",
             "PACELINE_SERVERS": "3",
@@ -154,6 +156,7 @@ def test_what_a_user_sets():
     assert place.servers == 3 and discover({}).servers is None
     assert place.secret == b"0123456789abcdef"
     assert (place.run_name, place.sync, place.interface, place.deadline) == ("n", "AllReduce()", "eth0", 2.5)
+    assert (place.mesh, place.cut) == ("data, tensor=2", "shard()") and (discover({}).mesh, discover({}).cut) == (None, None)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from paceline.cluster.mesh import AXES, Mesh, lay_out, read
+from paceline.cluster.mesh import AXES, Mesh, choose, lay_out, read
 from paceline.cluster.topology import HostRanks, Topology
 from paceline.errors import UsageError
 
@@ -95,3 +95,28 @@ def test_what_does_not_fit_says_what_would(text: str, words: str) -> None:
     with pytest.raises(UsageError, match="mesh=") as caught:
         lay_out(read(text), cluster(tuple(range(8))))
     assert words in str(caught.value)
+
+
+@given(laid_out())
+def test_the_first_worker_has_the_first_place(found: tuple[Mesh, Topology]) -> None:
+    """It writes for all, and is the first of whatever group it is in."""
+    mesh, _ = found
+    assert mesh.grid[0] == 0
+
+
+def test_the_axes_that_cut_a_model() -> None:
+    assert lay_out(read("data=4, tensor=2, shard=1"), cluster(tuple(range(8)))).cut == ("tensor",)
+
+
+@pytest.mark.parametrize(
+    ("text", "survives", "words"),
+    [
+        ("data=2, stage=2", False, "the axis `stage` (pipelines) is not there yet; use data, shard and tensor"),
+        ("data=2, tensor=2", True, "mesh='data=2, tensor=2' with --min-workers: a worker of a cut model has parts that no other"),
+    ],
+)
+def test_what_cannot_be_had_is_said(text: str, survives: bool, words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        choose(text, cluster((0, 1, 2, 3)), survives=survives)
+    assert words in str(caught.value)
+    assert choose("data=4, stage=1", cluster((0, 1, 2, 3)), survives=True).extent("data") == 4

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.comm.agreement import Agreement, CallDiscarded, CallResult
+from paceline.comm.agreement import Agreement, CallDiscarded, CallResult, SliceAgreement
 from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import Mismatch, PacelineError, ViewChanged, WorkerLost
 
@@ -195,3 +195,36 @@ def test_all_are_called_together_perhaps_later() -> None:
         else:
             with pytest.raises(WorkerLost, match="another"):
                 one.call_all(why)
+
+
+def test_a_slice_meets_by_itself_and_is_told_what_the_first_of_all_tells() -> None:
+    def body(group: ThreadGroup) -> Any:
+        everyone = Agreement(group)
+        parts = [part for ranks in ([0, 2], [1, 3]) if (part := group.sub(ranks)) is not None]
+        mine = SliceAgreement(parts[0], everyone, step=lambda: 0, hosts=("a", "b"))
+        met = mine.meet("here", bytes([group.rank]))
+        told = mine.tell("there", lambda: bytes([100 + group.rank]))
+        return list(b"".join(met)), list(told), list(b"".join(mine.compare("all", bytes([group.rank])))), mine.alone
+
+    assert spawn(4, body) == [([rank % 2, rank % 2 + 2], [100], [0, 1, 2, 3], False) for rank in range(4)]
+
+
+def test_a_slice_of_one_worker_is_not_alone() -> None:
+    def body(group: ThreadGroup) -> Any:
+        everyone = Agreement(group)
+        parts = [part for ranks in ([0], [1]) if (part := group.sub(ranks)) is not None]
+        mine = SliceAgreement(parts[0], everyone, step=lambda: 0, hosts=("a",))
+        return mine.alone, list(mine.tell("there", lambda: bytes([100 + group.rank])))
+
+    assert spawn(2, body) == [(False, [100])] * 2
+
+
+def test_workers_of_a_slice_are_called_by_their_numbers_among_all() -> None:
+    def body(group: ThreadGroup) -> None:
+        everyone = Agreement(group)
+        parts = [part for ranks in ([0, 2], [1, 3]) if (part := group.sub(ranks)) is not None]
+        mine = SliceAgreement(parts[0], everyone, step=lambda: 7, hosts=("a", "b"))
+        mine.meet("run.mean" if group.rank < 2 or group.rank == 2 else "run.gather")
+
+    with pytest.raises(Mismatch, match=r"rank 1 on a at run.mean of step 7.*; rank 3 on b at run.gather"):
+        spawn(4, body)

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from paceline.cluster import store
 from paceline.cluster.discover import Place
+from paceline.cluster.mesh import lay_out, read
 from paceline.cluster.topology import HostRanks, Topology
 from paceline.comm.agreement import Agreement
 from paceline.comm.group import Group
@@ -25,6 +26,7 @@ from paceline.comm.threads import spawn
 from paceline.server.endpoints import ServerEndpoints
 from paceline.server.main import Server
 from paceline.session.assemble import Joined, assemble
+from paceline.session.axes import RunAxes
 from paceline.session.groups import CurrentView, WorkerContext
 from paceline.session.record.folder import RunFolder
 from paceline.session.record.history import RunHistory
@@ -49,6 +51,7 @@ def make(
     *,
     hosts: tuple[int, ...] = (),
     comparison: Comparison | None = None,
+    mesh: str | None = None,
 ) -> Run:
     """A run over `group`, as `start` would make it; all on one host, or on the `hosts` of the ranks."""
     ranks = tuple(range(group.size))
@@ -67,7 +70,9 @@ def make(
         book = MetricsWriter(kept, adds=adds) if group.rank == 0 else None
         return kept, MetricsLog(book, on_nan=on_nan, say=say, note=history.tell, accounts=context.accounts)
 
-    joined = Joined(CurrentView(around), context)
+    view = CurrentView(around)
+    axes = RunAxes.plain(context, lambda: view.cluster) if mesh is None else RunAxes.of(lay_out(read(mesh), cluster), context, cluster)
+    joined = Joined(view, axes)
     return assemble(joined, strategy, seed=1, began=0.0, comparison=comparison or Comparison(), open_records=open_records)
 
 
@@ -109,6 +114,7 @@ def workers(
     deadline: float = 30.0,
     hosts: tuple[int, ...] = (),
     comparison: Comparison | None = None,
+    mesh: str | None = None,
 ) -> list[T]:
     """What `body(run)` gives on each of `size` workers; runs are kept in `folder` if there is one."""
     with tempfile.TemporaryDirectory() as temporary:
@@ -116,7 +122,7 @@ def workers(
         def work(group: Group) -> T:
             say = said.append if said is not None and group.rank == 0 else _nothing
             among, where = group if size > 1 else SoloGroup(), str(folder or temporary)
-            with make(among, strategy or AllReduce(), where, say, on_nan, hosts=hosts, comparison=comparison) as run:
+            with make(among, strategy or AllReduce(), where, say, on_nan, hosts=hosts, comparison=comparison, mesh=mesh) as run:
                 return body(run)
 
         return spawn(size, work, delay=delay, deadline=deadline)

@@ -233,10 +233,10 @@ class TestRun:
     def test_options_reach_the_launchers(self, pair, tmp_path):
         script = self.write(
             tmp_path,
-            "e = os.environ; print(e['PACELINE_SYNC'], e['PACELINE_NAME'], e['OMP_NUM_THREADS'], os.getcwd(), e['X'])",
+            "e = os.environ; print(e['PACELINE_SYNC'], e['PACELINE_MESH'], e['PACELINE_NAME'], e['OMP_NUM_THREADS'], os.getcwd(), e['X'])",
         )
-        asked = {"sync": "AllReduce()", "name": "n", "threads": 3, "environ": {"X": "7"}, "folder": tmp_path}
-        assert f"[host1 1] AllReduce() n 3 {tmp_path} 7\n" in pair().run("script.py", **asked).output
+        asked = {"sync": "AllReduce()", "mesh": "data", "name": "n", "threads": 3, "environ": {"X": "7"}, "folder": tmp_path}
+        assert f"[host1 1] AllReduce() data n 3 {tmp_path} 7\n" in pair().run("script.py", **asked).output
         assert script
 
     @pytest.mark.slow

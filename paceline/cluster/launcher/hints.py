@@ -23,6 +23,8 @@ SEVERAL = (
     "--servers",
     "--sync",
     "--backend",
+    "--mesh",
+    "--cut",
 )
 _LONGEST_SCRIPT = 1 << 20  # bytes that are read of it
 

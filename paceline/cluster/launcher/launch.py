@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from paceline.cluster import machine, network, secret
+from paceline.cluster import machine, mesh, network, secret
 from paceline.cluster.control import commands, progress
 from paceline.cluster.control.progress import Page
 from paceline.cluster.discover import environment, seconds, timings
@@ -27,6 +27,7 @@ from paceline.cluster.launcher import hints
 from paceline.cluster.launcher.replacement import Replacement
 from paceline.cluster.launcher.supervisor import Supervisor
 from paceline.cluster.launcher.worker import WorkerCommand
+from paceline.cluster.topology import HostRanks, Topology
 from paceline.errors import PacelineError, PlaceError, UsageError
 from paceline.formatting import choices
 from paceline.timings import Timings
@@ -55,7 +56,7 @@ class LaunchRequest:
     """The request of one `paceline run`. `workers` are those of this host; `deadline` is how long hosts wait for each other (seconds).
 
     `join` is HOST:PORT, the same on all hosts; `threads` is the number of threads of each worker (None: cores / workers, or
-    OMP_NUM_THREADS where it is set); `sync`, `name` and `servers` reach `start()` as PACELINE_SYNC, PACELINE_NAME and PACELINE_SERVERS.
+    OMP_NUM_THREADS where it is set); `sync`, `mesh`, `cut`, `name` and `servers` reach `start()` as PACELINE_SYNC and so on.
     `placement` says how ranks are dealt to hosts (see `deal`). With `min_workers` the job goes on when workers die, as long as there are
     so many; up to `restarts` of them are started again on this host. With fewer it saves, and waits so many seconds (`patience`) for
     others to come. `backend`: what scripts that use torch.distributed by themselves get in the place of Gloo ("paceline"; None: Gloo).
@@ -78,6 +79,8 @@ class LaunchRequest:
     patience: float = 600.0
     servers: int | None = None
     backend: str | None = None
+    mesh: str | None = None
+    cut: str | None = None
 
     @property
     def command(self) -> list[str]:
@@ -149,13 +152,7 @@ def _mending(job: LaunchRequest, assembly: ElasticPeers, again: Again, timings: 
 
 def check(job: LaunchRequest) -> None:
     """Raise `UsageError` for a request that makes no sense, before anything is started."""
-    script = Path(job.script)
-    if not script.exists():
-        raise UsageError(f"the script {job.script} doesn't exist (looked in {Path.cwd()}){hints.leftover(job.script, job.args)}")
-    if script.is_dir() and not (script / "__main__.py").exists():
-        raise UsageError(f"the script {job.script} is a folder without a __main__.py")
-    if not os.access(script, os.R_OK):
-        raise UsageError(f"the script {job.script} can't be read: check its mode")
+    _check_script(job)
     for option, value in (("--workers", job.workers), ("--hosts", job.hosts), ("--threads", job.threads), ("--servers", job.servers)):
         if value is not None and value < 1:
             raise UsageError(f"{option} is {value}, and has to be at least 1")
@@ -167,6 +164,9 @@ def check(job: LaunchRequest) -> None:
         raise UsageError(f"--hosts {job.hosts} needs --join HOST:PORT: an address of one of them that all reach, and a free port there")
     if job.min_workers is not None and not 1 <= job.min_workers <= job.workers * job.hosts:
         raise UsageError(f"--min-workers is {job.min_workers}, and has to be 1 to {job.workers * job.hosts}")
+    if job.mesh is not None and job.hosts == 1:
+        everyone = Topology((HostRanks("here", tuple(range(job.workers)), "127.0.0.1"),))
+        mesh.choose(job.mesh, everyone, survives=job.min_workers is not None)
     if not job.patience >= 0:
         raise UsageError(f"--patience is {job.patience:g}: give seconds, 0 or more")
     if job.backend is not None and job.backend != "paceline":
@@ -177,6 +177,16 @@ def check(job: LaunchRequest) -> None:
         raise UsageError(f"--restarts {job.restarts} needs --min-workers N, and has to be 0 or more")
     if job.hosts == 1 and job.join is not None and job.min_workers is None:
         raise UsageError(f"--join {job.join} needs --hosts N: how many hosts are to meet there (with --min-workers 1 will do)")
+
+
+def _check_script(job: LaunchRequest) -> None:
+    script = Path(job.script)
+    if not script.exists():
+        raise UsageError(f"the script {job.script} doesn't exist (looked in {Path.cwd()}){hints.leftover(job.script, job.args)}")
+    if script.is_dir() and not (script / "__main__.py").exists():
+        raise UsageError(f"the script {job.script} is a folder without a __main__.py")
+    if not os.access(script, os.R_OK):
+        raise UsageError(f"the script {job.script} can't be read: check its mode")
 
 
 def deal(workers: Sequence[int], placement: str) -> list[list[int]]:
@@ -295,6 +305,7 @@ def _prepare(
 def _line(job: LaunchRequest) -> str:
     """Write the command that starts this job on another host. Options that may differ there aren't shown, but the number of workers."""
     given = {"hosts": job.hosts, "join": job.join, "secret_file": job.secret_file, "workers": job.workers, "sync": job.sync}
+    given |= {"mesh": job.mesh, "cut": job.cut}
     given |= {
         "placement": None if job.placement == PLACEMENTS[0] else job.placement,
         "min_workers": job.min_workers,
@@ -402,8 +413,8 @@ def _shared_variables(job: LaunchRequest, environ: Mapping[str, str], table: tup
         # For scripts that use torch.distributed by themselves: Gloo and NCCL would guess from the host's name.
         kept.setdefault("GLOO_SOCKET_IFNAME", carrier)
         kept.setdefault("NCCL_SOCKET_IFNAME", carrier)
-    given = (("PACELINE_SYNC", job.sync), ("PACELINE_NAME", job.name), ("PACELINE_SERVERS", job.servers))
-    return kept | {name: str(value) for name, value in given if value is not None}
+    given = {"SYNC": job.sync, "MESH": job.mesh, "CUT": job.cut, "NAME": job.name, "SERVERS": job.servers}
+    return kept | {f"PACELINE_{name}": str(value) for name, value in given.items() if value is not None}
 
 
 def _reserve(address: str) -> socket.socket:

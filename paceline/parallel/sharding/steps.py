@@ -10,6 +10,7 @@ from typing import Any, Final
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import UsageError
 from paceline.parallel.sharding.memory import FlatMemory
@@ -61,6 +62,13 @@ class ShardSteps:
         """Make whole parameters what their pieces are, as these were changed otherwise than by a step. Collective."""
         follow([memory for memory in self._memories if not memory.frees])
 
+    def close(self) -> None:
+        """Follow no more steps, as the run is over."""
+        with _REGISTRY:
+            for known in (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks):
+                for announcer in [hook for hook in known.values() if isinstance(hook, StepAnnouncer)]:
+                    announcer.leave_out(self)
+
 
 def follow(memories: Sequence[FlatMemory]) -> None:
     """Gather whole parameters; all of them travel at once."""
@@ -74,6 +82,7 @@ class StepAnnouncer:
     def __init__(self, when: Callable[[ShardSteps, Optimizer], None]) -> None:
         self._when = when
         self._steps: tuple[weakref.ref[ShardSteps], ...] = ()
+        self._handle: RemovableHandle | None = None
 
     def __call__(self, optimizer: Optimizer, args: Any, options: Any) -> None:
         for ref in self._steps:
@@ -83,6 +92,16 @@ class StepAnnouncer:
     def add(self, steps: ShardSteps) -> None:
         """Tell `steps` too, as long as it lives."""
         self._steps = (*(ref for ref in self._steps if ref() is not None), weakref.ref(steps))
+
+    def begin(self, handle: RemovableHandle) -> None:
+        """Keep what removes this hook."""
+        self._handle = handle
+
+    def leave_out(self, steps: ShardSteps) -> None:
+        """Tell `steps` no more, and be no hook any more where nobody is left to tell."""
+        self._steps = tuple(ref for ref in self._steps if ref() not in (None, steps))
+        if not self._steps and self._handle is not None:
+            self._handle.remove()
 
 
 def _announce_to(steps: ShardSteps) -> None:
@@ -94,5 +113,6 @@ def _announce_to(steps: ShardSteps) -> None:
         ):
             announcer = next((hook for hook in known.values() if isinstance(hook, StepAnnouncer)), None)
             if announcer is None:
-                register(announcer := StepAnnouncer(when))
+                announcer = StepAnnouncer(when)
+                announcer.begin(register(announcer))
             announcer.add(steps)

@@ -87,9 +87,9 @@ def unknown(found: Iterable[Slot], known: Iterable[Slot]) -> Iterator[Slot]:
     return (slot for slot in found if id(slot.parameter) not in there)
 
 
-def check_known(models: list[tuple[str, nn.Module]], optimizers: list[Optimizer], known: list[Slot]) -> None:
+def check_known(found: Iterable[Slot], known: list[Slot]) -> None:
     """Raise `UsageError` for a parameter that a model or an optimizer got after it was prepared: its gradient would not be exchanged."""
-    for slot in unknown(slots(models, optimizers), known):
+    for slot in unknown(found, known):
         if slot.optimizer is not None and slot.name.startswith("optimizer"):
             how = f"the {type(slot.optimizer).__qualname__} after run.prepare (add_param_group)"
         else:
@@ -166,6 +166,17 @@ def check_parameters(found: list[Slot]) -> None:
             raise UsageError(
                 f"{slot.name} is a DTensor (fully_shard or tensor parallel): sharded parameters are not supported yet, give the plain model"
             )
+
+
+def level(
+    everyone: Agreement, found: list[Slot], models: list[tuple[str, nn.Module]], optimizers: list[Optimizer], say: Callable[[str], None]
+) -> None:
+    """Give all workers the first one's values of parameters that are new, and of the buffers of new models. Collective."""
+    check_parameters(found)
+    if everyone.group.size > 1:
+        tensors: list[tuple[str, Tensor]] = [(slot.name, slot.parameter) for slot in found]
+        tensors += [(prefix + name, buffer) for prefix, model in models for name, buffer in model.named_buffers()]
+        same_everywhere(everyone, everyone.group, tensors, optimizers, say)
 
 
 def same_everywhere(

@@ -14,8 +14,9 @@ from paceline.errors import UsageError
 DEFAULTS: Mapping[str, Any] = {
     **{"loss": "mean", "weigh": None, "accumulate": 1, "shares": None, "readers": "worker", "shard": None, "train": None, "pad": False},
     "batchnorm": "sync",
+    "cut": None,
 }
-OF_MODELS = frozenset({"batchnorm"})
+OF_MODELS = frozenset({"batchnorm", "cut"})
 OF_STREAMS = frozenset({"readers", "shard"})
 
 

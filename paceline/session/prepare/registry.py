@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from dataclasses import replace
 from typing import Any, Literal
@@ -17,10 +18,12 @@ from paceline.comm.sample_queue import SampleQueue
 from paceline.data.loader import ShareLoader, deal
 from paceline.errors import UsageError
 from paceline.parallel.batchnorm import desynchronise, synchronise
+from paceline.session.axes import RunAxes
 from paceline.session.groups import Subgroups
 from paceline.session.loop import forward_turn
 from paceline.session.loop.turns import TrainingLoop
-from paceline.session.prepare import checks, hooks, lazy, metrics
+from paceline.session.prepare import checks, clipping, hooks, lazy, metrics, tensor_peers
+from paceline.session.prepare.cuts import ModelCuts
 from paceline.session.prepare.device import mover
 from paceline.session.prepare.options import PrepareOptions
 from paceline.session.prepare.remote import RemoteSteps
@@ -28,7 +31,6 @@ from paceline.session.tables import RunTables
 from paceline.state.versioned import Stateful, Versioned
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.base import Slot
-from paceline.sync.context import SyncContext
 
 BatchNorm = Literal["sync", "local"]
 
@@ -37,15 +39,24 @@ class Prepared:
     """Everything that was prepared. `survives`: whether the group of workers may change."""
 
     def __init__(
-        self, context: SyncContext, backward: GradientTracker, loop: TrainingLoop, device: torch.device, subgroups: Subgroups
+        self,
+        axes: RunAxes,
+        backward: GradientTracker,
+        loop: TrainingLoop,
+        device: torch.device,
+        subgroups: Subgroups,
+        *,
+        cuts: ModelCuts,
     ) -> None:
         self.models: list[tuple[str, nn.Module]] = []
         self.optimizers: list[Optimizer] = []
         self.loaders: list[ShareLoader] = []
         self.slots: list[Slot] = []
         self.state = Versioned()
+        self.axes, self.cuts = axes, cuts
+        self.context = context = axes.slice
         self.survives = context.survives
-        self.context, self._backward, self._loop, self._device, self.subgroups = context, backward, loop, device, subgroups
+        self._backward, self._loop, self._device, self.subgroups = backward, loop, device, subgroups
         self._synchronous: list[nn.Module] = []
         self._wishes = PrepareOptions()
         self.measured = False  # some metric was prepared
@@ -59,6 +70,9 @@ class Prepared:
 
     def clip(self, parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """Clip gradients where they are, and return their norm before."""
+        if self.axes.cut:
+            act = functools.partial(clipping.clip, parameters, max_norm, norm_type, cuts=self.cuts, axes=self.axes)
+            return self.context.agreement.attempt(act, "run.clip")
         return self._remote_steps.clip(parameters, max_norm, norm_type)
 
     def prepare(self, objects: tuple[Any, ...], given: dict[str, Any]) -> list[Any]:
@@ -69,9 +83,10 @@ class Prepared:
             if not any(value is other for other in by_kind[kind]):
                 by_kind[kind].append(value)
         loaders, models = bool(by_kind["loader"]), bool(by_kind["model"])
+        tensor_peers.share_randomness(self.axes)
         options = self._wishes.hear(given, self.context.group.size, loaders=loaders, models=models)
         if by_kind["model"] or by_kind["optimizer"]:
-            self._replicate(by_kind["model"], by_kind["optimizer"], options["batchnorm"])
+            self._replicate(by_kind["model"], by_kind["optimizer"], options)
         for metric in [*by_kind["metric"], *(metric for model in by_kind["model"] for metric in metrics.within(model))]:
             self._count_in(metric)
         for kind, bind in (("scheduler", hooks.bind_scheduler), ("scaler", hooks.bind_scaler)):
@@ -89,27 +104,29 @@ class Prepared:
         self._bind()
         return ready
 
-    def _replicate(self, models: list[nn.Module], optimizers: list[Optimizer], batchnorm: BatchNorm) -> None:
-        context, fresh = self.context, self._fresh(models)
+    def _replicate(self, models: list[nn.Module], optimizers: list[Optimizer], options: dict[str, Any]) -> None:
+        fresh = self._fresh(models)
         for model in models if self._device.type == "cuda" else ():
             model.to(self._device)
         for model in fresh:
             prefix = f"model{len(self.models)}." if self.models or len(models) > 1 else ""
             self.models.append((prefix, model))
             self._add("model", model)
-        slots = list(checks.slots(self.models, optimizers))
         if self._remote is not None:
             checks.check_owner(self.slots, optimizers)
+        new = [(prefix, model) for prefix, model in self.models if model in fresh]
+        unknown = checks.unknown(self.cuts.slots(checks.slots(self.models, optimizers)), self.slots)
+        checks.level(self.axes.everyone, list(unknown), new, optimizers, self.context.announce)
+        for source in self.cuts.apply(new, self.cuts.choose(options["cut"]), optimizers):
+            self._backward.follow(source)
+        self.cuts.repoint(optimizers)
+        slots = list(self.cuts.slots(checks.slots(self.models, optimizers)))
         owners = {id(slot.parameter): slot.optimizer for slot in slots}
         self.slots = [slot._replace(optimizer=slot.optimizer or owners.get(id(slot.parameter))) for slot in self.slots]
-        found = list(checks.unknown(slots, self.slots))
-        checks.check_parameters(found)
-        self.slots += found
-        if context.group.size > 1:
-            tensors: list[tuple[str, Tensor]] = [(slot.name, slot.parameter) for slot in found]
-            tensors += [(p + name, buffer) for p, model in self.models if model in fresh for name, buffer in model.named_buffers()]
-            checks.same_everywhere(context.agreement, context.group, tensors, optimizers, context.announce)
-        if batchnorm == "sync" and any(isinstance(module, _BatchNorm) for model in models for module in model.modules()):
+        self.slots += checks.unknown(slots, self.slots)
+        if optimizers:
+            self.cuts.check_used()
+        if options["batchnorm"] == "sync" and any(isinstance(module, _BatchNorm) for model in models for module in model.modules()):
             if self._sample_queue is not None:
                 raise UsageError(
                     "a model has BatchNorm layers, whose statistics are those of all workers in each step, and with staleness or "
@@ -134,6 +151,9 @@ class Prepared:
                 f"a {type(metric).__qualname__} would count a turn twice that is dealt again when a worker is lost, and asks nobody else "
                 "there: with --min-workers use run.mean and run.gather, or leave out --min-workers"
             )
+        self.axes.refuse(
+            f"a {type(metric).__qualname__}", "it would count samples once for each worker that has them; use run.mean and run.gather"
+        )
         if self._device.type == "cuda":
             metric.to(self._device)
         metrics.bind(metric, self._loop)
@@ -141,7 +161,7 @@ class Prepared:
 
     def check_known(self) -> None:
         """Raise `UsageError` for a parameter that came into a model or an optimizer after it was prepared."""
-        checks.check_known(self.models, self.optimizers, self.slots)
+        checks.check_known(self.cuts.slots(checks.slots(self.models, self.optimizers)), self.slots)
 
     def _begins(self, optimizer: Optimizer, graded: bool) -> None:
         """Check an optimizer that steps: all of its parameters must be exchanged. A copy of one is not checked."""
@@ -165,6 +185,8 @@ class Prepared:
     def _open_tables(self) -> None:
         """Start servers for the sparse tables among the models."""
         found = self.tables.find(self.models)
+        if found:
+            self.axes.refuse(f"the sparse table {found[0][0]}", "cut along no axis, or use nn.Embedding")
         if found and self.survives and self._sample_queue is not None:
             raise UsageError(
                 f"sparse tables ({found[0][0]}) go on when workers are lost if all are in lockstep, and with staleness or backup_workers "
@@ -212,8 +234,9 @@ class Prepared:
                 hooks.bind_zero_grad(model, loop)
 
     def _deal(self, loader: DataLoader[Any], options: dict[str, Any]) -> ShareLoader:
+        tensor_peers.check(options, self.axes)
         local = self.subgroups.within_host() if options["readers"] == "host" else None
-        loop, say, move = self._loop, self.context.announce, mover(self._device)
+        loop, say, move = self._loop, self.context.announce, tensor_peers.compared(mover(self._device), self.axes)
         dealt = deal(
             loader, self.context.agreement, local=local, hooks=loop, say=say, move=move, sample_queue=self._sample_queue, **options
         )
@@ -253,6 +276,7 @@ class Prepared:
         for _, model in self.models:
             desynchronise(model)
         self.tables.close(failed=failed)
+        self.cuts.end()
 
     def _fresh(self, things: list[Any]) -> list[Any]:
         """Return those of these objects that were not prepared before."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgpack
 
+from paceline.comm.agreement import Agreement
 from paceline.comm.sample_queue import SampleQueue
 from paceline.errors import UsageError
 from paceline.session.elastic.recovery import Recovery
@@ -19,7 +20,6 @@ from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.registry import Prepared
 from paceline.session.record.history import RunHistory
 from paceline.session.record.log import MetricsLog
-from paceline.sync.context import SyncContext
 
 
 class LogMeetings:
@@ -53,12 +53,10 @@ class RunRecords:
 
 
 class LogCollector:
-    """Collects what was logged on the first worker."""
+    """Collects on the first worker what was logged. `everyone`: all workers."""
 
-    def __init__(
-        self, loop: TrainingLoop, prepared: Prepared, context: SyncContext, records: RunRecords, recovery: Recovery | None
-    ) -> None:
-        self._loop, self._prepared, self._context, self._recovery = loop, prepared, context, recovery
+    def __init__(self, loop: TrainingLoop, prepared: Prepared, everyone: Agreement, records: RunRecords, recovery: Recovery | None) -> None:
+        self._loop, self._prepared, self._everyone, self._recovery = loop, prepared, everyone, recovery
         self._history, self._log, self._meetings = records.history, records.log, records.meetings
         self._known: dict[int, bytes] = {}  # of each worker, how far its records are here, where they come by letter
         self.asked = False  # this worker wants to stop
@@ -75,7 +73,7 @@ class LogCollector:
 
     def stop_agreed(self) -> bool:
         """Whether all stop now, as one of them has asked to. Collective, until all have agreed to stop."""
-        if not self.stopping and any(self._context.agreement.meet("run.epochs", b"s" if self.asked else b"")):
+        if not self.stopping and any(self._everyone.meet("run.epochs", b"s" if self.asked else b"")):
             self._stop()
         return self.stopping
 
@@ -95,7 +93,7 @@ class LogCollector:
             self._meet()
 
     def _meet(self) -> None:
-        agreement, recovery = self._context.agreement, self._recovery
+        agreement, recovery = self._everyone, self._recovery
         news = None if recovery is None else recovery.news()
         me = msgpack.packb([self._log.drain(), self.asked, self._log.steps_ahead(), agreement.origins[agreement.group.rank], news])
         answers = [msgpack.unpackb(a) for a in agreement.meet("run.log", me)]
@@ -113,7 +111,7 @@ class LogCollector:
     def _say(self, reason: str | None) -> None:
         if reason is not None and not self.stopping:
             self._history.note(f"stopped: {reason}")
-            self._context.announce(f"stopping: {reason}")
+            self._prepared.context.announce(f"stopping: {reason}")
 
     # ---- not in lockstep
 
@@ -123,7 +121,7 @@ class LogCollector:
 
     def _read(self, letters: list[tuple[int, bytes]]) -> None:
         """Take in letters on the first worker. Some may be of workers that were lost since."""
-        agreement = self._context.agreement
+        agreement = self._everyone
         for worker, letter in letters:
             gone = [] if worker in agreement.origins else [worker]
             names = [*agreement.origins, *gone]
@@ -141,11 +139,11 @@ class LogCollector:
         """Begin an epoch in which workers are not in lockstep."""
         if self.sample_queue is not None:
             self._loop.part()
-            self._context.agreement.lockstep.part(self._come_together)
+            self._everyone.lockstep.part(self._come_together)
 
     def between(self, recovery: Recovery) -> None:
         """Pause all workers between two turns where one waits to be let in, or others are waited for; once all pause, let them in."""
-        sample_queue, loop, agreement = self.sample_queue, self._loop, self._context.agreement
+        sample_queue, loop, agreement = self.sample_queue, self._loop, self._everyone
         assert sample_queue is not None
         if not sample_queue.paused:
             if not loop.apart and sample_queue.open:
@@ -156,7 +154,7 @@ class LogCollector:
         agreement.lockstep.come_together()
         recovery.note(min(self._line_up("the middle of an epoch", recovery.orders.latest)))
         if recovery.short and not recovery.pending:
-            text = f"{self._context.group.size} workers are left, and more are needed: waiting for others"
+            text = f"{self._everyone.group.size} workers are left, and more are needed: waiting for others"
             self._history.tell(text)
             recovery.wait()
         if recovery.pending:
@@ -164,7 +162,7 @@ class LogCollector:
             recovery.admit()
 
     def _come_together(self) -> None:
-        loop, agreement = self._loop, self._context.agreement
+        loop, agreement = self._loop, self._everyone
         if loop.training_now:
             raise UsageError(
                 "with staleness or backup_workers workers are not in lockstep inside the loop over a training loader, so what all have to "
@@ -179,7 +177,7 @@ class LogCollector:
         """Bring all workers to the step of the one that took most. Returns each one's `mine`. Collective."""
         loop = self._loop
         self._post()
-        answers = self._context.agreement.meet(where, msgpack.packb([loop.steps, self._log.number, mine]))
+        answers = self._everyone.meet(where, msgpack.packb([loop.steps, self._log.number, mine]))
         assert self.sample_queue is not None
         self._read(self.sample_queue.post(b""))
         steps, numbers, theirs = zip(*map(msgpack.unpackb, answers), strict=True)

@@ -13,6 +13,7 @@ import sys
 from torch.optim import Optimizer
 
 from paceline.comm.group import Traffic
+from paceline.session.axes import RunAxes, describe
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.metrics import HOME
 from paceline.session.prepare.registry import Prepared
@@ -33,14 +34,16 @@ class StartupHints:
         """Follow the script from here, until `ended`."""
         self._before = self._together()
 
-    def introduce(self, hosts: int, strategy: str) -> None:
+    def introduce(self, axes: RunAxes, strategy: str) -> None:
         """Say in one line what was joined, once a loader tells the global batch."""
         loader = next((loader for loader in self._prepared.loaders if loader.terms.train is not False), None)
         if not self._introduced and loader is not None:
             self._introduced = True
             batch = loader.terms.loader.batch_size
             shares = None if batch is None else loader.terms.shares(batch)
-            self._prepared.context.announce(introduction(self._size, hosts, strategy, shares))
+            hosts, workers = axes.cluster(), axes.everyone.group.size
+            grid = describe(axes.mesh, hosts) if axes.cut else ""
+            self._prepared.context.announce(introduction(workers, len(hosts.hosts), strategy, shares, grid))
 
     # ---- an optimizer's first step
 
@@ -127,10 +130,11 @@ class StartupHints:
             self._prepared.context.announce(text)
 
 
-def introduction(workers: int, hosts: int, strategy: str, shares: tuple[int, ...] | None) -> str:
-    """Say in one line what was joined. `shares` are those of a usual batch."""
+def introduction(workers: int, hosts: int, strategy: str, shares: tuple[int, ...] | None, mesh: str = "") -> str:
+    """Say in one line what was joined. `shares` are those of a usual batch; `mesh` says how workers are dealt to it, if to one."""
     batch = ""
     if shares is not None:
-        cut = f"{workers} x {shares[0]}" if len(set(shares)) == 1 else " + ".join(map(str, shares))
-        batch = f", global batch {sum(shares)}" + (f" = {cut}" if workers > 1 else "")
-    return f"{workers} worker{'s' if workers > 1 else ''} on {hosts} host{'s' if hosts > 1 else ''}, {strategy}{batch}"
+        cut = f"{len(shares)} x {shares[0]}" if len(set(shares)) == 1 else " + ".join(map(str, shares))
+        batch = f", global batch {sum(shares)}" + (f" = {cut}" if len(shares) > 1 else "")
+    grid = f", {mesh}" if mesh else ""
+    return f"{workers} worker{'s' if workers > 1 else ''} on {hosts} host{'s' if hosts > 1 else ''}{grid}, {strategy}{batch}"

@@ -17,6 +17,7 @@ from paceline.cluster.topology import Topology
 from paceline.comm.group import Traffic
 from paceline.data.loader import ShareLoader
 from paceline.formatting import counted, spell
+from paceline.session.axes import RunAxes
 from paceline.session.prepare.registry import Prepared
 from paceline.session.record import timeline
 from paceline.session.record.folder import RunFolder, RunSummary, RunTotals
@@ -25,7 +26,6 @@ from paceline.session.record.status_line import spoken
 from paceline.state.snapshot import raw
 from paceline.sync.base import Strategy
 from paceline.sync.codec_cost import judge
-from paceline.sync.context import SyncContext
 from paceline.trace import Served, Span
 
 
@@ -50,36 +50,40 @@ class GatheredEnds(NamedTuple):
     sent: list[list[int]]  # by each worker, within hosts and between them
     ahead: list[int]  # nanoseconds by which each one's clock is ahead
     spans: dict[int, list[Span]]
-    digest: str  # of the parameters here
-    different: list[int]  # ranks that have other ones
+    digest: str  # of the parameters
+    different: dict[int, int]  # ranks that have other ones than the rank whose replicas they are
     codecs: list[Any]
 
 
-def conclude(outcome: RunOutcome, context: SyncContext, folder: RunFolder, log: MetricsLog) -> None:
+def conclude(outcome: RunOutcome, axes: RunAxes, folder: RunFolder, log: MetricsLog) -> None:
     """Write the summary and the trace. Collective: where the disk refuses, all workers raise."""
-    found = _gather(outcome, context)
-    context.agreement.tell("the summary", lambda: _write(outcome, context, folder, log.totals(), found))
+    found = _gather(outcome, axes)
+    axes.everyone.tell("the summary", lambda: _write(outcome, axes, folder, log.totals(), found))
 
 
-def _gather(outcome: RunOutcome, context: SyncContext) -> GatheredEnds:
-    agreement, cluster = context.agreement, outcome.cluster
-    mine = [outcome.sent.within, outcome.sent.between]
-    sent = [msgpack.unpackb(body) for body in agreement.meet("bytes sent", msgpack.packb(mine))]
+def _gather(outcome: RunOutcome, axes: RunAxes) -> GatheredEnds:
+    agreement, cluster, context = axes.everyone, outcome.cluster, axes.slice
+    bytes_sent = [outcome.sent.within, outcome.sent.between]
+    sent = [msgpack.unpackb(body) for body in agreement.meet("bytes sent", msgpack.packb(bytes_sent))]
     ahead = timeline.compare(agreement, cluster.where())
     spans = timeline.gather(agreement, context.trace.spans())
-    digest = outcome.prepared.tables.fingerprint(fingerprint(model for _, model in outcome.prepared.models))
-    different = [rank for rank, theirs in enumerate(agreement.meet("parameters", digest.encode())) if theirs != digest.encode()]
+    mine = outcome.prepared.tables.fingerprint(fingerprint(model for _, model in outcome.prepared.models))
+    digests = [body.decode() for body in agreement.meet("parameters", mine.encode())]
+    twins = [axes.twin(rank) for rank in range(len(digests))]
+    different = {rank: twin for rank, twin in enumerate(twins) if digests[rank] != digests[twin]}
+    parts = [digests[rank] for rank in dict.fromkeys(twins)]
+    digest = parts[0] if len(parts) == 1 else hashlib.sha256("".join(parts).encode()).hexdigest()
     codecs = [msgpack.unpackb(body) for body in agreement.meet("codecs", msgpack.packb([account.facts() for account in context.accounts]))]
     return GatheredEnds(sent, ahead, spans, digest, different, codecs)
 
 
-def _write(outcome: RunOutcome, context: SyncContext, folder: RunFolder, totals: RunTotals | None, found: GatheredEnds) -> bytes:
+def _write(outcome: RunOutcome, axes: RunAxes, folder: RunFolder, totals: RunTotals | None, found: GatheredEnds) -> bytes:
     """Write both files, on the first worker."""
     assert totals is not None, "the first worker keeps the book"
-    cluster = outcome.cluster
+    cluster, context = outcome.cluster, axes.slice
     if found.different:
-        different = ", ".join(map(str, found.different))
-        text = f"replicas have parted: the parameters of rank {different} are not those of rank {context.group.rank}"
+        different, others = (", ".join(map(str, dict.fromkeys(ranks))) for ranks in (found.different, found.different.values()))
+        text = f"replicas have parted: the parameters of rank {different} are not those of rank {others}"
         outcome.event(text)
         context.announce(f"{text} at the end; was something changed on some workers only?")
     steps = max(totals.steps, 1)
@@ -87,7 +91,7 @@ def _write(outcome: RunOutcome, context: SyncContext, folder: RunFolder, totals:
     verdicts = [judge(facts, step, totals.steps) for facts in zip(*found.codecs, strict=True)]
     RunSummary(
         sync=spell(outcome.strategy),
-        workers=context.group.size,
+        workers=axes.everyone.group.size,
         hosts=len(cluster.hosts),
         totals=totals,
         bytes_sent={"within": sum(s[0] for s in found.sent) / steps, "between": sum(s[1] for s in found.sent) / steps},

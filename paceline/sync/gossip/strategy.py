@@ -124,7 +124,7 @@ class GossipSync:
     def attach(self, slots: Sequence[Slot]) -> None:
         self.converge()
         self._slots = list(slots)
-        shapes = [BucketShape.of(slot.parameter)._replace(kind="gossip") for slot in slots]
+        shapes = [BucketShape.of(slot.parameter)._replace(kind=("gossip", slot.shard)) for slot in slots]
         runs = cut(shapes, range(len(shapes)), int(self._plan.bucket_mb * 1e6))
         self._buckets = build(shapes, runs, lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device))
         if self._account is not None:
@@ -146,7 +146,7 @@ class GossipSync:
 
         before = group.traffic + Traffic()
         account.rate = measure(group, self._buckets[0].flat.device, send)
-        self._context.probe_traffic += group.traffic - before
+        self._context.probe_traffic.count(group.traffic - before)
 
     def _forget(self) -> None:
         """Begin anew from equal replicas: all neighbours know each other."""

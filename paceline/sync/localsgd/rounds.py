@@ -64,7 +64,8 @@ class LocalSGDSync:
     def _lay_out(self, rounds: list[Fragment]) -> None:
         """Cut the model into these fragments, of about the same size, and those into buckets; all replicas are equal now. Collective."""
         kinds = [None if self._coded is None else self._coded.kind(slot) for slot in self._slots]
-        shapes = [BucketShape.of(slot.parameter)._replace(kind=kind) for slot, kind in zip(self._slots, kinds, strict=True)]
+        layouts = [None if kind is None else (kind, slot.shard) for slot, kind in zip(self._slots, kinds, strict=True)]
+        shapes = [BucketShape.of(slot.parameter)._replace(kind=kind) for slot, kind in zip(self._slots, layouts, strict=True)]
         whole, before, count = sum(shape.numel for shape in shapes) or 1, 0, self._options.fragments
         members = [list[int]() for _ in range(count)]
         for number, shape in enumerate(shapes):

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.errors import UsageError
 from paceline.formatting import spell
 from paceline.sync.context import SyncContext
+from paceline.sync.localsgd.fragment import adaptive
 from paceline.sync.localsgd.options import RoundOptions
 from paceline.sync.localsgd.rounds import LocalSGDSync
 
@@ -35,4 +37,9 @@ class LocalSGD(RoundOptions):
     __repr__ = spell
 
     def begin(self, context: SyncContext) -> LocalSGDSync:
+        if context.cut_axes and isinstance(self.every, adaptive):
+            raise UsageError(
+                f"{self!r}: rounds adapt to how far replicas drift apart, and each part of a cut model would find another length; "
+                "give a number of steps"
+            )
         return LocalSGDSync(context, self)

@@ -104,7 +104,7 @@ class PushPullCodec:
             before = connections.traffic + Traffic()
             found = measure(self._context.group, torch.device("cpu"), lambda x: LinkEcho(connections, x, seconds))
             self.account.rate = ExactRate(found.latency, found.per_byte, 2.0)  # there and back
-            self._context.probe_traffic += connections.traffic - before
+            self._context.probe_traffic.count(connections.traffic - before)
 
     @property
     def coded(self) -> list[TransferUnit]:

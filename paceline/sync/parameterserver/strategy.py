@@ -85,6 +85,11 @@ class ParameterServer:
             raise UsageError("requeue=True deals again what backup workers have dropped: give backup_workers=1 or more with it")
 
     def begin(self, context: SyncContext) -> Sync:
+        if context.cut_axes:
+            raise UsageError(
+                f"{self!r}: servers keep whole parameters, and the mesh cuts along {' and '.join(context.cut_axes)}; use AllReduce, "
+                "LocalSGD or Gossip, which work on the parts"
+            )
         if self.backup_workers >= max(context.group.size, 2):
             raise UsageError(f"backup_workers={self.backup_workers} of {context.group.size} workers leaves none to wait for; give fewer")
         if self.pull == "forward" and context.survives:

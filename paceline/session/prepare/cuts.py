@@ -1,0 +1,126 @@
+"""The cuts of a run: applied to models before anything else looks at their parameters, and known by what they have made of them."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from paceline import notation
+from paceline.errors import UsageError
+from paceline.formatting import spell
+from paceline.parallel.cut import CutContext, CutGradients, ModelCut
+from paceline.parallel.placement import Placements
+from paceline.parallel.repoint import refuse_memory, repoint
+from paceline.session.axes import RunAxes
+from paceline.sync.base import Slot
+
+Asked = ModelCut | str | Sequence[ModelCut]
+
+
+class ModelCuts:
+    """Applies cuts, and keeps what became of each parameter. `override`: those of `paceline run --cut`, in the place of the script's."""
+
+    def __init__(self, axes: RunAxes, seed: int, override: str | None = None) -> None:
+        self._axes = axes
+        self._override = None if override is None else read(override)
+        self.placements = Placements()
+        self._seed = seed
+        self._used: set[str] = set()
+        self._endings: list[Callable[[], None]] = []
+        self._renewed: dict[int, tuple[weakref.ref[Parameter], Parameter]] = {}  # by the id of what was cut
+
+    def choose(self, asked: Asked | None) -> tuple[ModelCut, ...]:
+        """Return the cuts for models that are prepared now. Raises `UsageError` for one along an axis that the mesh doesn't have."""
+        cuts = self._override if self._override is not None else () if asked is None else read(asked)
+        mesh = self._axes.mesh
+        for cut in cuts:
+            if cut.axis not in mesh.names:
+                raise UsageError(
+                    f"cut={spell(cut)} is along `{cut.axis}`, and the mesh ({mesh}) doesn't have that: say pl.start(mesh={cut.axis!r}), or "
+                    f"paceline run --mesh {cut.axis}, and all workers are along it (mesh='data, {cut.axis}=2': two of each replica)"
+                )
+        return cuts
+
+    def apply(
+        self, models: Sequence[tuple[str, nn.Module]], cuts: Sequence[ModelCut], optimizers: Sequence[Optimizer]
+    ) -> list[CutGradients]:
+        """Cut models, which have these prefixes in names. Return where gradients of their parts come from. Collective."""
+        axes, sources = self._axes, list[CutGradients]()
+        for optimizer, (_, model) in itertools.product(optimizers, models if cuts else ()):
+            refuse_memory(optimizer, model.parameters())
+        for prefix, model in models:
+            for cut in cuts:
+                before = dict(model.named_parameters())
+                for name, parameter in before.items():
+                    self.placements.add(parameter, self.placements.of(parameter, prefix + name))
+                context = CutContext(axes.mesh, axes.groups, axes.slice.step_state, self.placements, self._seed, axes.slice.announce)
+                cut.apply(model, context)
+                self._note(before, dict(model.named_parameters()), context.renewed)
+                self._used.add(cut.axis)
+                sources += context.sources
+                self._endings += context.endings
+        return sources
+
+    def _note(self, before: dict[str, Parameter], now: dict[str, Parameter], renewed: dict[Parameter, Parameter]) -> None:
+        replaced = {old: now[name] for name, old in before.items() if name in now and now[name] is not old}
+        for old, new in {**replaced, **renewed}.items():
+            self._renewed[id(old)] = weakref.ref(old), new
+
+    def renewed(self, parameter: Parameter) -> Parameter | None:
+        """Return what is trained in the place of a parameter that was cut; None for all others."""
+        found = None
+        while (entry := self._renewed.get(id(parameter))) is not None and entry[0]() is parameter:
+            found = parameter = entry[1]
+        return found
+
+    def trained(self, parameter: Parameter) -> Parameter:
+        """Return what is trained in the place of a parameter, or the parameter itself."""
+        found = self.renewed(parameter)
+        return parameter if found is None else found
+
+    def repoint(self, optimizers: Iterable[Optimizer]) -> None:
+        """Let optimizers step what is trained in the place of their parameters."""
+        for optimizer in optimizers if self._renewed else ():
+            repoint(optimizer, self.renewed)
+
+    def slots(self, found: Iterable[Slot]) -> Iterator[Slot]:
+        """Yield slots with what is trained in the place of parameters that were cut, each once, under its logical name."""
+        if not len(self.placements):
+            yield from found
+            return
+        seen = set[int]()
+        for slot in found:
+            parameter = self.trained(slot.parameter)
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                placement = self.placements.of(parameter, slot.name)
+                yield slot._replace(name=placement.name, parameter=parameter, shard=placement.axes)
+
+    def end(self) -> None:
+        """End what cuts have begun, as the run is over."""
+        while self._endings:
+            self._endings.pop()()
+
+    def check_used(self, *_: Any) -> None:
+        """Raise `UsageError` where the mesh has an axis that no cut has used: its workers would all do the same."""
+        unused = [name for name in self._axes.cut if name not in self._used]
+        if unused:
+            raise UsageError(
+                f"the mesh ({self._axes.mesh}) has the axis `{unused[0]}`, and nothing is cut along it: its workers would all do the same. "
+                f"Give prepare(..., cut=[...]) a cut along `{unused[0]}`, or leave it out of the mesh"
+            )
+
+
+def read(asked: Asked) -> tuple[ModelCut, ...]:
+    """Return the cuts that a script, or a text in notation, asks for."""
+    found = notation.cuts(asked) if isinstance(asked, str) else tuple(asked) if isinstance(asked, list | tuple) else (asked,)
+    wrong = next((each for each in found if not (hasattr(each, "axis") and hasattr(each, "apply"))), None)
+    if wrong is not None:
+        raise UsageError(f"cut={wrong!r} is no cut; write e.g. cut=[shard('blocks.*')]")
+    return tuple(found)

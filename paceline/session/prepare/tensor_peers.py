@@ -1,0 +1,80 @@
+"""Workers that differ along `tensor` alone: they run the same script on the same samples, with the same random numbers.
+
+tensor 0   batch 17   dropout 0.31 0.77 ...
+tensor 1   batch 17   dropout 0.31 0.77 ...      what either of them draws or reads otherwise would be another training
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from paceline.comm.group import Group
+from paceline.data import rng
+from paceline.data.serialization import pack, unpack
+from paceline.errors import DataError, UsageError
+from paceline.session.axes import RunAxes
+from paceline.state.snapshot import raw
+
+EARLY, OFTEN = 3, 100  # batches that are compared: the first ones, and one in so many
+
+
+def check(options: Mapping[str, Any], axes: RunAxes) -> None:
+    """Raise `UsageError` for options of a loader that can't be had where workers have the same samples."""
+    if axes.mesh.extent("tensor") == 1:
+        return
+    if options["readers"] == "host":
+        axes.refuse('readers="host"', "leave it out, and each worker reads the stream")
+    if options["shard"] == "mine":
+        raise UsageError(
+            f'shard="mine" has each rank read samples of its own, and workers along `tensor` of the mesh ({axes.mesh}) need the same ones: '
+            "leave it out, and deal the whole stream"
+        )
+
+
+def share_randomness(axes: RunAxes) -> None:
+    """Let torch, Python and numpy draw on all workers along `tensor` what they draw on the first of them. Collective."""
+    group = axes.groups.along("tensor")
+    if group.size > 1:
+        states = group.agree(pack(rng.shared_state(), what="the state of random generators") if group.rank == 0 else b"")
+        rng.put_shared(unpack(states[0]))
+
+
+def compared(move: Callable[[Any], Any] | None, axes: RunAxes) -> Callable[[Any], Any] | None:
+    """Return what brings a batch to its device, after some of them have been compared along `tensor`."""
+    group = axes.groups.along("tensor")
+    return move if group.size == 1 else BatchComparer(group, move)
+
+
+def checksum(batch: Any, before: int = 0) -> int:
+    """Return a number that tells a batch from others, by the tensors in its dicts, lists and tuples."""
+    if isinstance(batch, Tensor):
+        return zlib.crc32(raw(batch.detach()).numpy().data, zlib.crc32(f"{tuple(batch.shape)} {batch.dtype}".encode(), before))
+    for part in batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ():
+        before = checksum(part, before)
+    return before
+
+
+class BatchComparer:
+    """Compares batches over `group`, whose workers should have the same ones. All of them call it for each batch."""
+
+    def __init__(self, group: Group, move: Callable[[Any], Any] | None) -> None:
+        self._group, self._move, self._seen = group, move, 0
+
+    def __call__(self, batch: Any) -> Any:
+        """Return the batch on its device. Raises `DataError`, on all workers, where they have different ones."""
+        self._seen += 1
+        if self._seen <= EARLY or self._seen % OFTEN == 0:
+            mine = checksum(batch)
+            found = [int.from_bytes(body, "little") for body in self._group.agree(mine.to_bytes(4, "little"))]
+            other = next((rank for rank, value in enumerate(found) if value != found[0]), None)
+            if other is not None:
+                one, two = self._group.global_rank(0), self._group.global_rank(other)
+                raise DataError(
+                    f"batch {self._seen} of a loader is not the same on ranks {one} and {two}, which differ along `tensor` alone: read and "
+                    "augment samples by a seed that both have (run.seed), and not by rank or time"
+                )
+        return batch if self._move is None else self._move(batch)

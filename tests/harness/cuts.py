@@ -1,0 +1,93 @@
+"""Small cuts of tests' own: a linear layer cut by columns along `tensor`, and gradients that are summed along `shard`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.nn import functional as F
+
+from paceline.comm.group import Group
+from paceline.formatting import spell
+from paceline.parallel.cut import CutContext
+
+
+class _Enter(torch.autograd.Function):
+    """The input of a cut layer: whole on all workers, and so is its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.group.all_reduce(grads[0].contiguous(), name="gradient of the input").wait(), None
+
+
+class _Leave(torch.autograd.Function):
+    """The outputs of all workers side by side."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        parts = group.all_gather(y.movedim(-1, 0).contiguous(), name="outputs").wait()
+        return torch.cat(parts).movedim(0, -1).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0].chunk(ctx.group.size, -1)[ctx.group.rank].contiguous(), None
+
+
+class ColumnsOfLinear(nn.Module):
+    """This worker's columns of a linear layer, whose outputs are whole."""
+
+    def __init__(self, weight: Tensor, bias: Tensor, group: Group) -> None:
+        super().__init__()
+        self.weight, self.bias, self.group = Parameter(weight), Parameter(bias), group
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole: Tensor = _Leave.apply(F.linear(_Enter.apply(x, self.group), self.weight, self.bias), self.group)
+        return whole
+
+
+@dataclass(frozen=True)
+class columns:
+    """Cut the linear layer `name` of a Sequential by columns along `tensor`."""
+
+    name: str = "0"
+    axis: str = "tensor"
+
+    __repr__ = spell
+
+    def apply(self, model: nn.Module, context: CutContext) -> None:
+        group, whole = context.groups.along(self.axis), model.get_submodule(self.name)
+        length = whole.weight.shape[0] // group.size
+        rows = [(group.rank * length, (group.rank + 1) * length)]
+        found = {key: context.placements.of(parameter).narrow(0, rows, self.axis) for key, parameter in whole.named_parameters()}
+        cut = ColumnsOfLinear(*(found[key].take(getattr(whole, key).detach()) for key in ("weight", "bias")), group)
+        for key, placement in found.items():
+            context.renew(getattr(whole, key), getattr(cut, key), placement)
+        setattr(model, self.name, cut)
+
+
+@dataclass(frozen=True)
+class summed:
+    """Sum all gradients along `shard` before anything else sees them: what strategies get is what a sharded model would give them."""
+
+    axis: str = "shard"
+
+    __repr__ = spell
+
+    def apply(self, model: nn.Module, context: CutContext) -> None:
+        group, state = context.groups.along(self.axis), context.step_state
+
+        def add_up(grad: Tensor) -> Tensor:
+            scale = state.scale  # above 0: these tests have no ghosts
+            return group.all_reduce((grad * scale).contiguous(), name="gradient").wait() / scale
+
+        for parameter in model.parameters():
+            parameter.register_hook(add_up)

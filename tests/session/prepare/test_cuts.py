@@ -1,0 +1,94 @@
+"""Cuts of a run: read as objects and as text, applied one after the other, and known by what they have made of parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+import paceline as pl
+from paceline.cluster.mesh import lay_out
+from paceline.cluster.topology import HostRanks, Topology
+from paceline.comm.agreement import Agreement
+from paceline.comm.solo import SoloGroup
+from paceline.errors import NotationError, UsageError
+from paceline.parallel.cut import CutContext
+from paceline.session.axes import RunAxes
+from paceline.session.prepare.cuts import ModelCuts, read
+from paceline.sync.base import Slot
+from paceline.sync.context import SyncContext
+
+ALONE = Topology((HostRanks("here", (0,), "127.0.0.1"),))
+
+
+class half:
+    """Replaces a layer's weight by its first rows, or has optimizers step a piece of it while the whole stays."""
+
+    def __init__(self, axis: str, *, piece: bool = False) -> None:
+        self.axis, self.piece, self.ended = axis, piece, 0
+
+    def apply(self, model: nn.Module, context: CutContext) -> None:
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                old = module.weight
+                rows = old.shape[0] // 2
+                new = Parameter(old.detach()[:rows].clone())
+                placement = context.placements.of(old).narrow(0, [(0, rows)], self.axis)
+                if self.piece:
+                    context.renew(old, new, placement)
+                else:
+                    context.placements.move(old, new, placement)
+                    module.weight = new
+        context.endings.append(self.end)
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def cuts(override: str | None = None) -> ModelCuts:
+    context = SyncContext(SoloGroup(), Agreement(SoloGroup()))
+    mesh = lay_out({"data": 1, "shard": 1, "tensor": 1}, ALONE)
+    return ModelCuts(RunAxes.of(mesh, context, ALONE), 3, override)
+
+
+def test_cuts_are_read_as_objects_and_as_text() -> None:
+    shard, tensor = pl.shard("blocks.*", zero=2), pl.tensor({"a.*": pl.column(parts=3)}, divide=["a.heads"])
+    assert read(shard) == (shard,) and read([tensor, shard]) == (tensor, shard)
+    assert read(f"{tensor}, {shard}") == (tensor, shard) and read(repr(shard)) == (shard,)
+    with pytest.raises(NotationError, match="AllReduce is not a word of the notation"):
+        read("AllReduce()")
+    with pytest.raises(UsageError, match=r"cut=column\(parts=1, gather=False\) is no cut|cut=column\(\) is no cut"):
+        read("column()")
+
+
+def test_the_command_line_replaces_what_the_script_says() -> None:
+    assert cuts('shard("0")').choose(pl.shard("1")) == (pl.shard("0"),)
+    assert cuts().choose(pl.shard("1")) == (pl.shard("1"),) and cuts().choose(None) == ()
+
+
+def test_one_after_the_other_and_optimizers_follow() -> None:
+    model = nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 4))
+    weights = [model[0].weight, model[1].weight]
+    optimizer = torch.optim.SGD([{"params": weights}, {"params": [model[0].bias, model[1].bias], "lr": 3.0}], lr=0.1)
+    made, first, second = cuts(), half("tensor"), half("shard", piece=True)
+    assert made.apply([("m.", model)], [first, second], [optimizer]) == []
+    made.repoint([optimizer])
+    pieces = optimizer.param_groups[0]["params"]
+    assert [tuple(piece.shape) for piece in pieces] == [(2, 2), (1, 8)]
+    assert [tuple(layer.weight.shape) for layer in model] == [(4, 2), (2, 8)]
+    assert [(p.name, p.axes, p.local) for p in map(made.placements.of, pieces)] == [
+        ("m.0.weight", ("tensor", "shard"), (2, 2)),
+        ("m.1.weight", ("tensor", "shard"), (1, 8)),
+    ]
+    assert made.renewed(weights[0]) is pieces[0] is made.trained(model[0].weight) and made.renewed(model[0].bias) is None
+    assert optimizer.param_groups[1] == {**optimizer.param_groups[1], "lr": 3.0, "params": [model[0].bias, model[1].bias]}
+
+    slots = list(made.slots([Slot("x", model[0].weight, None), Slot("y", pieces[0], None), Slot("m.0.bias", model[0].bias, None)]))
+    assert [(slot.name, slot.parameter is pieces[0], slot.shard) for slot in slots] == [
+        ("m.0.weight", True, ("tensor", "shard")),
+        ("m.0.bias", False, ()),
+    ]
+    made.end()
+    made.end()
+    assert (first.ended, second.ended) == (1, 1)

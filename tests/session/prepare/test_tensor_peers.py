@@ -1,0 +1,59 @@
+"""Workers that differ along `tensor` alone have the same samples and the same random numbers, and a difference is found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from paceline.errors import DataError
+from paceline.session.prepare.tensor_peers import checksum
+from paceline.session.run import Run
+from tests.harness.cuts import columns
+from tests.harness.jobs import Jobs
+from tests.harness.runs import Numbered, workers
+
+
+def test_batches_that_differ_along_tensor_are_found() -> None:
+    class Apart(Numbered):
+        def __init__(self, rank: int) -> None:
+            super().__init__()
+            self.x = self.x + rank
+
+    def body(run: Run) -> None:
+        model = nn.Sequential(nn.Linear(6, 8)).double()
+        loader = DataLoader(Apart(run.rank), batch_size=4)
+        model, loader = run.prepare(model, loader, cut=columns())
+        for x, _ in loader:
+            model(x)
+
+    with pytest.raises(DataError, match="batch 1 of a loader is not the same on ranks 0 and 1, which differ along `tensor` alone"):
+        workers(2, body, mesh="tensor=2")
+
+
+def test_a_batch_is_known_by_its_tensors_wherever_they_are() -> None:
+    x = torch.arange(6.0)
+    assert checksum({"x": [x, ("name", x + 1)]}) == checksum({"x": [x.clone(), ("other", x + 1)]})
+    assert len({checksum(x), checksum(x.view(2, 3)), checksum(x.double()), checksum(x + 1), checksum([x, x])}) == 5
+    assert checksum("words") == checksum(None) == 0
+
+
+@pytest.mark.preloaded
+def test_random_numbers_after_prepare_are_those_of_the_first_along_tensor(job: Jobs) -> None:
+    body = """
+import random
+import numpy as np
+from tests.harness.cuts import columns
+
+with pl.start(mesh="data=2, tensor=2") as run:
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(run.rank)
+    model = nn.Sequential(nn.Linear(4, 8))
+    run.prepare(model, torch.optim.SGD(model.parameters(), 0.1), cut=columns())
+    drawn = [float(torch.rand(())), random.random(), float(np.random.rand())]
+    found = run.group.gather_objects(drawn)
+    assert found[0] == found[1] != found[2] == found[3], found
+"""
+    ended = job.run(body, 4).end()
+    assert ended.code == 0, ended.err

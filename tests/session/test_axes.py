@@ -1,0 +1,286 @@
+"""A run by a mesh: each slice trains on the same samples, and counts them once; all of it equals one worker."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import paceline as pl
+from paceline.cluster.mesh import Mesh, lay_out
+from paceline.cluster.topology import HostRanks, Topology
+from paceline.comm.agreement import Agreement
+from paceline.comm.group import Group
+from paceline.comm.threads import spawn
+from paceline.errors import UsageError
+from paceline.session.axes import RunAxes
+from paceline.session.run import Run
+from paceline.sync.context import SyncContext
+from tests.harness.cuts import columns, summed
+from tests.harness.runs import Numbered, alone, batches, distance, parameters, workers
+
+ONE_HOST = Topology((HostRanks("here", (0, 1), "127.0.0.1"),))
+
+
+def network() -> nn.Sequential:
+    torch_state = torch.Generator().manual_seed(5)
+    made = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    with torch.no_grad():
+        for p in made.parameters():
+            p.copy_(torch.randn(p.shape, generator=torch_state, dtype=p.dtype) / 3)
+    return made
+
+
+def whole(run: Run, model: nn.Module) -> Tensor:
+    """All parameters as one vector, cut ones put together."""
+    group, found = run._axes.groups.along("tensor"), []
+    for parameter in model.parameters():
+        axes = run._prepared.cuts.placements.of(parameter).axes
+        parts = group.all_gather(parameter.detach().contiguous(), name="parameter").wait() if "tensor" in axes else [parameter.detach()]
+        found.append(torch.cat(parts).reshape(-1))
+    return torch.cat(found)
+
+
+def train(*cuts: Any, epochs: int = 2, **options: Any) -> Callable[[Run], tuple[Tensor, list[float]]]:
+    """Train some epochs of an uneven number of batches; return the parameters, and means of an evaluation of 21 samples."""
+
+    def body(run: Run) -> tuple[Tensor, list[float]]:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model, optimizer, loader = run.prepare(model, optimizer, batches(43, 8), cut=list(cuts), **options)
+        evaluation = run.prepare(DataLoader(Numbered(21), batch_size=4), train=False)
+        means = []
+        for _ in run.epochs(epochs):
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(x), y)
+                loss.backward()
+                optimizer.step()
+                run.log(loss=loss)
+            with torch.no_grad():
+                rows = torch.cat([run.gather(model(x)[:, 0]) for x, _ in evaluation])
+                means += [float(rows.sum()), float(len(rows)), run.mean(float(run._context.group.rank), weight=1.0)]
+        return whole(run, model), means
+
+    return body
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "test" / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("shares", [None, [3, 1]], ids=["even", "3 to 1"])
+def test_two_replicas_of_two_workers_train_as_one_worker_does(tmp_path: Path, shares: list[int] | None) -> None:
+    cut = workers(4, train(columns(), shares=shares), mesh="data=2, tensor=2", folder=tmp_path / "cut")
+    (one, means), *_ = workers(1, train(), folder=tmp_path / "one")
+    assert max(distance(found, one) for found, _ in cut) < 1e-12
+    for _, found in cut:
+        assert found[1::3] == means[1::3] == [21.0, 21.0]
+        assert found[2::3] == [0.5, 0.5]  # ranks 0 and 1 of the slice
+        assert found[0::3] == pytest.approx(means[0::3], rel=1e-12)
+    mine, theirs = lines(tmp_path / "cut"), lines(tmp_path / "one")
+    assert [line["samples"] for line in mine] == [line["samples"] for line in theirs] == [8, 8, 8, 8, 8, 3] * 2
+    assert [line["loss"] for line in mine] == pytest.approx([line["loss"] for line in theirs], rel=1e-12)
+    summary = json.loads((tmp_path / "cut" / "test" / "summary.json").read_text())
+    assert (summary["workers"], summary["samples"], summary["events"]) == (4, 86, [])
+
+
+def test_a_cut_that_forgets_its_sum_is_seen() -> None:
+    """The equality above would fail if slices trained on other samples, or gradients of a replica were left out."""
+    one, _ = alone(train())
+    replicas = workers(2, train(), mesh="data=2")
+    halves = workers(4, train(columns()), mesh="data=2, tensor=2", strategy=pl.LocalSGD(1000))
+    assert distance(replicas[0][0], one) < 1e-12
+    assert distance(halves[0][0], one) > 1e-3
+
+
+def test_workers_along_tensor_alone_have_all_samples_each() -> None:
+    one, _ = alone(train())
+    assert max(distance(found, one) for found, _ in workers(2, train(columns()), mesh="tensor")) < 1e-12
+
+
+@pytest.mark.parametrize("mesh", ["data=2, shard=2", "data=1, shard=2, tensor=2", "data=2, shard=2, tensor=2"])
+def test_strategies_work_along_data_and_batches_are_dealt_along_shard_too(mesh: str) -> None:
+    def body(run: Run) -> Tensor:
+        sizes = {name: run.mesh.extent(name) for name in ("data", "shard", "tensor")}
+        assert run._axes.replicas.group.size == sizes["data"]
+        assert run._context.group.size == sizes["data"] * sizes["shard"]
+        model = network()
+        cuts = [*([columns()] if sizes["tensor"] > 1 else []), summed()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model, optimizer, loader = run.prepare(model, optimizer, batches(40, 8), cut=cuts)
+        for x, y in loader:
+            assert len(x) == 8 // run._context.group.size
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+        return whole(run, model)
+
+    size = {"data=2, shard=2": 4, "data=1, shard=2, tensor=2": 4, "data=2, shard=2, tensor=2": 8}[mesh]
+    one, _ = alone(train(epochs=0))  # parameters before
+    expected = alone(_one_epoch)
+    found = workers(size, body, mesh=mesh)
+    assert distance(expected, one) > 1e-2
+    assert max(distance(each, expected) for each in found) < 1e-12
+
+
+def _one_epoch(run: Run) -> Tensor:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer, loader = run.prepare(model, optimizer, batches(40, 8))
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return parameters(model)
+
+
+def test_ranks_are_those_of_all_workers_and_the_line_at_the_start_says_how_axes_are_dealt() -> None:
+    said: list[str] = []
+
+    def body(run: Run) -> tuple[int, int, int, Mesh]:
+        train(columns(), epochs=1)(run)
+        run.barrier()
+        return run.rank, run.size, run.group.size, run.mesh
+
+    mesh = Mesh((("data", 2), ("tensor", 2)), (0, 2, 1, 3))
+    found = workers(4, body, mesh="tensor=2, data", hosts=(0, 1, 0, 1), said=said)
+    assert found == [(rank, 4, 4, mesh) for rank in range(4)]
+    line = "4 workers on 2 hosts, mesh data=2, tensor=2 (tensor inside hosts, data between hosts), AllReduce(), global batch 8 = 2 x 4"
+    assert line in said
+
+
+def test_one_worker_of_any_slice_stops_all() -> None:
+    def body(run: Run) -> int:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = run.prepare(model, optimizer, batches(), cut=columns())
+        for _ in run.epochs(5):
+            for x, y in loader:
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+            if run.rank == 3:
+                run.stop()
+        return run.steps
+
+    assert workers(4, body, mesh="data=2, tensor=2") == [5] * 4
+
+
+def prepared(*cuts: Any, loader: DataLoader[Any] | None = None, **options: Any) -> Callable[[Run], None]:
+    def body(run: Run) -> None:
+        model = network()
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), *([] if loader is None else [loader]), cut=list(cuts), **options)
+
+    return body
+
+
+def saved(run: Run) -> None:
+    prepared(columns())(run)
+    run.save()
+
+
+def stepped(run: Run) -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 6, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    run.prepare(model, optimizer, cut=columns())
+
+
+REFUSED: list[tuple[str, Callable[[Run], Any], Any, str]] = [
+    ("tensor=2", prepared(), None, r"the mesh \(tensor=2\) has the axis `tensor`, and nothing is cut along it: its workers would all"),
+    ("data=2", prepared(columns()), None, r"cut=columns\(\) is along `tensor`, and the mesh \(data=2\) doesn't have that: say pl.start"),
+    ("tensor=2", prepared("columns"), None, "cut='columns' is no cut; write e.g. cut="),
+    ("tensor=2", prepared(3), None, "cut=3 is no cut; write e.g. cut="),
+    ("tensor=2", saved, None, r"run.save can't be had yet where the mesh \(tensor=2\) has tensor: a"),
+    ("tensor=2", lambda run: run.resume(), None, "run.resume can't be had yet where the mesh"),
+    ("tensor=2", lambda run: run.prepare(batches(), readers="host"), None, 'readers="host" can\'t be had yet where the mesh'),
+    ("tensor=2", lambda run: run.prepare(batches(), shard="mine"), None, 'shard="mine" has each rank read samples of its own, and workers'),
+    ("tensor=2", prepared(), pl.ParameterServer(), r"ParameterServer\(\): servers keep whole parameters, and the mesh cuts along tensor"),
+    ("tensor=2", prepared(), pl.LocalSGD(pl.adaptive()), "each part of a cut model would find another length; give a number of steps"),
+    (
+        "tensor=2",
+        prepared(),
+        pl.AllReduce(codec="auto"),
+        "codec='auto' decides by measured times, and each part of a cut model would decide",
+    ),
+    ("tensor=2", stepped, None, "the AdamW remembers something of parameters that are cut now"),
+    ("data=2, tensor=2", prepared(), None, r"doesn't fit 2 workers; what fits is data=1, tensor=2 \| data=2, tensor=1"),
+]
+
+
+@pytest.mark.parametrize(("mesh", "body", "strategy", "why"), REFUSED, ids=[case[3][:40] for case in REFUSED])
+def test_what_cannot_be_had_is_refused_on_all_workers(mesh: str, body: Callable[[Run], Any], strategy: Any, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        workers(2, body, mesh=mesh, strategy=strategy)
+
+
+def test_an_axis_that_nothing_uses_is_found_at_the_first_step_at_the_latest() -> None:
+    def body(run: Run) -> None:
+        model = run.prepare(network())
+        optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+        model(torch.ones(1, 6, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(UsageError, match="nothing is cut along it"):
+        workers(2, body, mesh="tensor=2")
+
+
+def test_other_orders_of_two_samplers_are_those_of_the_first_worker() -> None:
+    def body(run: Run) -> list[float]:
+        own = DataLoader(Numbered(), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(run.rank))
+        _, loader = run.prepare(network(), own, cut=columns(), train=True)
+        return [float(x[:, 0].sum()) for x, _ in loader]
+
+    found = workers(4, body, mesh="data=2, tensor=2")
+    assert found[0] == found[1] != found[2] == found[3]
+
+
+def test_different_meshes_are_named() -> None:
+    def body(group: Group) -> None:
+        context = SyncContext(group, Agreement(group))
+        sizes: dict[str, int | None] = {"tensor": 2} if group.rank else {"shard": 2}
+        RunAxes.of(lay_out(sizes, ONE_HOST), context, ONE_HOST)
+
+    with pytest.raises(UsageError, match=r"workers were given different meshes \(rank 0: shard=2; rank 1: tensor=2\); call start"):
+        spawn(2, body)
+
+
+LAYERS = {"0": pl.column(), "2": pl.row()}
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("mesh", ["data=2, shard=2", "shard=2, tensor=2", "data=2, shard=2, tensor=2"])
+def test_real_cuts_train_as_one_worker_does(mesh: str, zero: Any) -> None:
+    cuts = [*([pl.tensor(LAYERS)] if "tensor" in mesh else []), pl.shard(("0", "2"), zero=zero)]
+    size = 8 if mesh.count("=2") == 3 else 4
+
+    def losses(*cuts: Any) -> Callable[[Run], list[float]]:
+        def body(run: Run) -> list[float]:
+            model = network()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            model, optimizer, loader = run.prepare(model, optimizer, batches(43, 8), cut=list(cuts))
+            found = []
+            for _ in run.epochs(2):
+                for x, y in loader:
+                    optimizer.zero_grad()
+                    loss = F.mse_loss(model(x), y)
+                    loss.backward()
+                    norm = run.clip(model, 0.5)
+                    assert norm is not None
+                    optimizer.step()
+                    found += [run.mean(float(loss.detach())), float(norm)]
+            return found
+
+        return body
+
+    one = alone(losses())
+    for found in workers(size, losses(*cuts), mesh=mesh):
+        assert found == pytest.approx(one, rel=1e-9)
