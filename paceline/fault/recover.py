@@ -26,6 +26,8 @@ class WorkerProgress:
     origin: int  # its rank at the start, or its number when it was let in; -1: it has just come, and has no state
     calls: int = 0  # that it has completed
     turn: int = 0  # the turn of training that is under way, from 1 on; 0: none
+    asked: int = 0  # how often its loaders have asked who takes part, since its last completed call
+    admits: bool = False  # it is letting others in, or about to
 
     def dump(self) -> list[int]:
         """Write as the arguments of `WorkerProgress(*...)`."""
@@ -43,6 +45,8 @@ class RecoveryPlan:
     behind: frozenset[int]  # those that get the result of the last call
     teller: int  # the origin that hands that result over
     turn: int  # the turn in which no exchange of gradients can be completed any more; 0: none
+    asked: int = 0  # how often loaders of those that are `behind` are still told what was before, as those of the others were
+    admits: bool = False  # all let others in at their next turn, or find that nobody has come
 
 
 def decide(reaches: Mapping[int, WorkerProgress]) -> RecoveryPlan:
@@ -61,7 +65,9 @@ def decide(reaches: Mapping[int, WorkerProgress]) -> RecoveryPlan:
     ahead = [worker for worker in members if old[worker].calls == calls]
     fresh = tuple(sorted(worker for worker in reaches if worker not in old))
     origins = tuple(old[worker].origin for worker in members)
-    return RecoveryPlan(members, origins, fresh, calls, frozenset(members) - {*ahead}, ahead[0], max(old[worker].turn for worker in ahead))
+    turn, asked = max(old[worker].turn for worker in ahead), max(old[worker].asked for worker in ahead)
+    admits = bool(fresh) or any(old[worker].admits for worker in ahead)
+    return RecoveryPlan(members, origins, fresh, calls, frozenset(members) - {*ahead}, ahead[0], turn, asked, admits)
 
 
 def nearest(rank: int, sources: Sequence[int], hosts: Sequence[int]) -> int:

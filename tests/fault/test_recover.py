@@ -72,6 +72,18 @@ def test_the_turn_that_is_cut_is_that_of_who_is_ahead() -> None:
     )  # it was the end of the turn that one of them completed
 
 
+def test_who_is_behind_answers_loaders_as_those_ahead_did() -> None:
+    plan = decide({5: WorkerProgress(0, 7, 0, 2, False), 6: WorkerProgress(1, 8, 0, 6, False)})
+    assert plan.behind == {5} and plan.asked == 6 and not plan.admits
+
+
+def test_all_let_others_in_where_one_that_is_ahead_does() -> None:
+    """Though nobody may be left to be let in: then all find so."""
+    assert decide({5: WorkerProgress(0, 7, 0, 2, False), 6: WorkerProgress(1, 8, 0, 0, True)}).admits
+    assert not decide({5: WorkerProgress(0, 7, 0, 2, True), 6: WorkerProgress(1, 8, 0, 0, False)}).admits, "who is ahead has done so"
+    assert decide({5: WorkerProgress(0, 8), 9: WorkerProgress(-1)}).admits
+
+
 def test_who_has_just_come_is_let_in_later() -> None:
     plan = decide({9: WorkerProgress(-1), 3: WorkerProgress(1, 5), 4: WorkerProgress(0, 5)})
     assert plan.members == (4, 3) and plan.fresh == (9,) and plan.calls == 5 and not plan.behind
@@ -88,7 +100,7 @@ def test_workers_that_had_come_apart_are_told() -> None:
 
 
 def test_a_reach_is_its_text() -> None:
-    assert WorkerProgress(*WorkerProgress(2, 5, 3).dump()) == WorkerProgress(2, 5, 3)
+    assert WorkerProgress(*WorkerProgress(2, 5, 3, 4, True).dump()) == WorkerProgress(2, 5, 3, 4, True)
 
 
 def test_states_come_from_near_and_not_all_from_one() -> None:

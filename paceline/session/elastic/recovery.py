@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from paceline.comm.cancellation import CancelScope
 from paceline.comm.group import Group
 from paceline.errors import LOSSES, DeadlineExceeded, Mismatch, PacelineError, ServerLost, ViewChanged, WorkerLost
 from paceline.fault.recover import RecoveryPlan, WorkerProgress, decide
+from paceline.session.elastic.catch_up import CatchUp
 from paceline.session.elastic.handover import WholeState, hand_over_result, hand_over_state
 from paceline.session.elastic.view_store import moved, open_store, serve
 from paceline.session.groups import WorkerContext, everyone
@@ -114,6 +115,7 @@ class Recovery:
         self.fresh = place.joining  # this worker has no state yet
         self.pending = 0  # the view in which a worker waits to be let in, as all know; 0: none
         self._worker_context, self._agreement, self._heart = worker_context, agreement, heart
+        self.catch_up = CatchUp(lambda: agreement.calls, answer=int(place.joining))  # as of when it is let in
         self._server = serve(place)
         self._before = self.members  # as of the last event
 
@@ -158,7 +160,8 @@ class Recovery:
         worker_context = moved(self._worker_context, roster, here, plan.members, cancel_scope)
         group = everyone(worker_context)
         self._found(ViewGroups(worker_context, group, plan.members, plan.origins, plan.turn))
-        self.pending = roster.number if plan.fresh else 0
+        self.pending = roster.number if plan.admits else 0
+        self.catch_up.begin(plan.asked if self.worker in plan.behind else 0)
         return hand_over_result(group, plan, self._agreement.last)
 
     def _found(self, founded: ViewGroups) -> None:
@@ -173,7 +176,8 @@ class Recovery:
         """
         agreement, keys = self._agreement, [f"reach/{worker}" for worker in roster.workers]
         origin = -1 if self.fresh else agreement.origins[agreement.group.rank]
-        here.put(f"reach/{self.worker}", WorkerProgress(origin, agreement.calls, self._heart.turn()).dump())
+        mine = WorkerProgress(origin, agreement.calls, self._heart.turn(), self.catch_up.asked, self.catch_up.admits)
+        here.put(f"reach/{self.worker}", mine.dump())
         word, end = "", time.monotonic() + self._worker_context.deadline
         while not word:
             if here.has(keys):
@@ -187,10 +191,8 @@ class Recovery:
     def _say(self, seconds: float, error: PacelineError) -> None:
         before, self._before = self._before, self.members
         gone = [str(rank) for rank, member in enumerate(before) if member not in self.members]
-        names = [f"rank{'s' * (len(gone) > 1)} {', '.join(gone)}"] * bool(gone) + self._heart.servers_lost()
-        were = "were" if len(gone) > 1 or len(names) > 1 else "was"
         others = " and ".join(f"{name} has begun" for name in self._heart.servers_begun()) or f"a connection broke ({error})"
-        who = f"{', '.join(names)} {were} lost" if names else others
+        who = _lost(gone, self._heart.servers_lost()) or others
         workers = f"{len(self.members)} worker{'s' * (len(self.members) > 1)}"
         self._heart.lost(f"{who}: {workers} went on after {seconds:.2f} s (view {self.view}){self._heart.fates(before)}")
 
@@ -237,9 +239,11 @@ class Recovery:
             self.orders.newer(self.orders.latest, self._timings.look)
         self.note(min(int(body) for body in self._agreement.meet("enough workers", str(self.orders.latest).encode())))
 
-    def admit(self) -> None:
-        """Let waiting workers in, between two turns. Collective."""
-        self._agreement.attempt(self._admit)
+    def admit(self, prepare: Callable[[], None]) -> None:
+        """Let waiting workers in, between two turns, after `prepare`, which makes calls of all. Collective."""
+        with self.catch_up.admission():
+            prepare()
+            self._agreement.attempt(self._admit)
 
     def _admit(self) -> None:
         number, self.pending = max(self.view, self.pending), 0
@@ -328,8 +332,7 @@ class Recovery:
             door.here = open_store(self._worker_context, door.roster, door.cancel_scope).sub(f"view{door.roster.number}")
             door.here.put(f"form/{self.worker}", self._heart.form())
             door.here.put(f"reach/{self.worker}", WorkerProgress(-1).dump())
-        reaches = [f"reach/{worker}" for worker in door.roster.workers]
-        if door.here.has(reaches):  # as all say after a loss
+        if door.here.has([f"reach/{worker}" for worker in door.roster.workers]):  # as all say after a loss
             decide({worker: WorkerProgress(*door.here.take(f"reach/{worker}")) for worker in door.roster.workers})  # or raises
         return door.here.has(["admitted"])
 
@@ -337,10 +340,8 @@ class Recovery:
         assert door.here is not None
         found = door.here.take("admitted")
         roster, members = door.roster, tuple(found["members"])
-        if self.worker not in members and self.worker not in found["refused"]:
-            raise DeadlineExceeded(f"those who run waited {self._timings.form:g} s for this worker, and went on without it: start it again")
         if self.worker not in members:
-            raise Mismatch("this worker trains another model than those who run, or has another version of paceline: they go on without it")
+            raise _turned_away(self._timings.form, refused=self.worker in found["refused"])
         self.orders.arm(roster.number, frozenset(members), lambda: _trip(door.cancel_scope))
         worker_context = moved(self._worker_context, roster, door.here.sub("let in"), members, door.cancel_scope)
         self._agreement.catch_up(found["calls"])
@@ -349,6 +350,19 @@ class Recovery:
         self._hand_over(found["old"])
         self._welcome(found["old"])
         self._survive()
+
+
+def _turned_away(seconds: float, *, refused: bool) -> PacelineError:
+    """Return the error of a worker that was not let in: it was refused, or those who run waited so long for it."""
+    if refused:
+        return Mismatch("this worker trains another model than those who run, or has another version of paceline: they go on without it")
+    return DeadlineExceeded(f"those who run waited {seconds:g} s for this worker, and went on without it: start it again")
+
+
+def _lost(ranks: Sequence[str], servers: list[str]) -> str:
+    """Say which ranks and servers were lost; empty if none were."""
+    names = [f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"] * bool(ranks) + servers
+    return f"{', '.join(names)} {'were' if len(ranks) > 1 or len(names) > 1 else 'was'} lost" if names else ""
 
 
 def _trip(cancel_scope: CancelScope) -> None:

@@ -158,8 +158,7 @@ class LogCollector:
             self._history.tell(text)
             recovery.wait()
         if recovery.pending:
-            loop.abilities.converge()
-            recovery.admit()
+            recovery.admit(loop.abilities.converge)
 
     def _come_together(self) -> None:
         loop, agreement = self._loop, self._everyone

@@ -246,6 +246,59 @@ def test_another_dies_while_new_groups_are_formed(job: Jobs) -> None:
     assert (out / "while new groups are formed").exists() and found.logged == list(range(1, 3 * SAMPLES // BATCH + 1))
 
 
+# Rank 2 dies in a call once it is there for it; rank 0 hears of that before rank 1 has come, and rank 1 only in its next call.
+AHEAD = """
+from paceline.comm.cancellation import CancelScope
+from paceline.comm.shm.group import SharedGroup
+from paceline.comm.shm.waiting import RankWaiter
+agree, wait, trip, me, inside = SharedGroup.agree, RankWaiter.wait, CancelScope.trip, run.rank, []
+def until(mark):
+    while not (out / mark).exists(): time.sleep(0.001)
+def agreeing(group, payload):
+    if (out / "cut off").exists():
+        (out / "next call").touch()
+    elif {what!r} in payload and run.steps == 4 and group.size == 3:
+        inside.append(me)
+        if me == 1: until("cut off")
+    try:
+        return agree(group, payload)
+    except Exception:
+        if inside == [0]: (out / "cut off").touch()
+        raise
+    finally:
+        inside.clear()
+def waiting(waiter, *given):
+    if inside == [0]: (out / "waits").touch()
+    if inside == [2]:
+        until("waits")
+        die(True, "came")
+    return wait(waiter, *given)
+def hearing(scope, error):
+    if me == 1: until("next call")
+    trip(scope, error)
+SharedGroup.agree, RankWaiter.wait, CancelScope.trip = agreeing, waiting, hearing
+"""
+BEHIND = {
+    "LocalSGD(4)": (b"comparing replicas", "pass"),
+    "AllReduce()": (b"settled", "run.mean(loss)"),
+    "ParameterServer()": (b"settled", "pass"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", BEHIND)
+def test_who_is_cut_off_takes_the_turns_that_others_have_taken_since(job: Jobs, alone: Callable[..., Outcome], sync: str) -> None:
+    what, before = BEHIND[sync]
+    prepared = AHEAD.strip().replace("\n", "\n    ").format(what=what)
+    more = "compare=4" if "Local" in sync else "compare=None"
+    found = play(job, "killed", "--min-workers", "1", "--sync", sync, workers=3, nap=0, more=more, prepared=prepared, before=before)
+    assert (job.folder / "killed" / "next call").exists() and [event.split(":")[0] for event in found.events] == ["rank 2 was lost"]
+    if "Local" in sync:
+        assert found.logged == list(range(1, 3 * SAMPLES // BATCH + 1)) and found.size == 2
+    else:
+        check(found, alone())
+
+
 def three_hosts(job: Jobs, out: Path) -> list[Job]:
     """The launchers of a run of three hosts with two workers each."""
     options = ("--min-workers", "1", "--hosts", "3", "--join", f"127.0.0.1:{free_port()}")
