@@ -13,6 +13,7 @@ from tests.harness.jobs import Jobs
 LIBRARIES = Path(__file__).parent / "harness" / "programs" / "torch_libraries.py"
 
 
+@pytest.mark.preloaded
 def test_libraries_give_what_they_give_on_gloo(job: Jobs) -> None:
     ended = job.program(LIBRARIES, 3, args=("gloo", "paceline")).end()
     assert ended.code == 0, ended.err

@@ -62,7 +62,9 @@ def combine(op: str, total: Tensor, x: Tensor) -> Tensor:
 
 def finish(op: str, total: Tensor, size: int) -> Tensor:
     """Return the result, in place, once all `size` contributions are in `total`."""
-    return total.div_(size) if op == "mean" else total
+    if op != "mean":
+        return total
+    return total.div_(size) if size & (size - 1) else total.mul_(1.0 / size)  # the same of a power of two, in half the time
 
 
 def reduce(op: str, parts: Sequence[Tensor]) -> Tensor:

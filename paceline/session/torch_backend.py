@@ -41,7 +41,11 @@ def create(options: Any, chosen: Any = None) -> GroupBackend:
     store = Store(options.store, place.secret, path=NAME, deadline=seconds)
 
     def meet() -> Members:
-        cluster = hosts(store, place)
+        try:
+            cluster = hosts(store, place)
+        except DeadlineExceeded as error:
+            who = f"the ranks of this process group are, among all, {', '.join(map(str, names))}"
+            raise DeadlineExceeded(f"{error}; {who}", tuple(names[other] for other in error.missing)) from None
         if len(cluster.hosts) > 1 and place.meeting is None and place.interface is None:
             text = f"these {size} workers are on {len(cluster.hosts)} hosts, and meet at no address that would tell which interface to use"
             raise PlaceError(f"{text}: {network.advice()}, or give init_process_group a TCPStore or init_method='tcp://...'")
@@ -118,7 +122,7 @@ def replace_gloo() -> None:
         chosen = dist.Backend(NAME) if ours else backend
         return make(group_size, group_rank, global_ranks, chosen, *args, **options)
 
-    def wait_for_all(group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    def wait_for_all(group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
         """Wait as torch does, which asks for Gloo by its name."""
         waiting = dist.group.WORLD if group is None else group
         if isinstance(waiting, GroupBackend):

@@ -145,6 +145,14 @@ def test_a_lazy_group_waits_for_nobody_when_it_is_made() -> None:
     assert threads(2, body) == [pytest.approx(float((mine(0, 4) + mine(1, 4)).sum()))] * 2
 
 
+def test_ranks_that_never_use_a_group_are_named_among_all() -> None:
+    group = made(0, 2, HashStore(), seconds=0.3, names=[4, 9], chosen=torch_backend.LAZY)
+    with pytest.raises(DeadlineExceeded, match="the ranks of this process group are, among all, 4, 9") as caught:
+        group.barrier().wait()
+    assert caught.value.missing == (9,)
+    group.shutdown()
+
+
 def test_hosts_that_meet_at_no_address_are_told_what_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
     apart = Topology((HostRanks("left", (0,), "127.0.0.1"), HostRanks("right", (1,), "127.0.0.1")))
     monkeypatch.setattr(torch_backend, "hosts", lambda store, place: apart)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from paceline.comm.backend.issue import Issuer, Members
 from paceline.comm.backend.work import BackendWork, Completer, JoinedWork
@@ -153,7 +154,14 @@ class BackendBase(ProcessGroup):
 
 
 def one(tensors: Any, what: str) -> Any:
-    """Return the one of `tensors`: torch asks for a list, from when a process had several GPUs."""
+    """Return the one of `tensors`: torch gives a list, from when a process had several GPUs; some callers give the tensor itself."""
+    if isinstance(tensors, Tensor):
+        return tensors
     if len(tensors) != 1:
         raise UsageError(f"{what}: {len(tensors)} tensors, and the backend paceline takes one on each rank")
     return tensors[0]
+
+
+def root_of(opts: Any) -> int:
+    """Return the rank that an operation begins or ends at: that of torch's options, or the options themselves; the first without any."""
+    return int(getattr(opts, "rootRank", 0 if opts is None else opts))

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.backend.base import one
+from paceline.comm.backend.base import one, root_of
 from paceline.comm.backend.reductions import ReducingBackend
 from paceline.comm.backend.work import BackendWork, PairWork
 from paceline.comm.group import Group, Work, WritesResults
 from paceline.errors import UsageError
+
+SHORTEST = 1e-3  # seconds of a wait that was given none
 
 
 class GroupBackend(ReducingBackend):
@@ -34,7 +36,7 @@ class GroupBackend(ReducingBackend):
         x, outs = one(inputs, "all_gather"), one(outputs, "all_gather")
         if len(outs) != self._size:
             raise UsageError(f"all_gather: {len(outs)} tensors for the results of {self._size} ranks; give one for each rank")
-        return self._all_gather(outs, x, opts, outputs)
+        return self._all_gather(outs, x, opts, outs)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> BackendWork:
         """Gather several tensors, each into a list; `outputs` has a list for each rank."""
@@ -71,23 +73,23 @@ class GroupBackend(ReducingBackend):
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
         """Give all ranks the values of one, in place."""
-        x, root = one(tensors, "broadcast"), opts.rootRank if opts is not None else 0
-        return self._begin(lambda group: group.broadcast(x, root=root), None, opts, tensors)
+        x, root = one(tensors, "broadcast"), root_of(opts)
+        return self._begin(lambda group: group.broadcast(x, root=root), None, opts, [x])
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
         """Gather the tensors of all ranks at one."""
-        x, root, me = one(inputs, "gather"), opts.rootRank if opts is not None else 0, self._rank
+        x, root, me = one(inputs, "gather"), root_of(opts), self._rank
         if me != root:
             return self._begin(lambda group: group.exchange([(root, x)], []), None, opts, outputs)
         outs = one(outputs, "gather")
         if len(outs) != self._size:
             raise UsageError(f"gather: {len(outs)} tensors for the results of {self._size} ranks; give one for each rank")
         outs[me].copy_(x)
-        return self._begin(lambda group: group.exchange([], [(r, out) for r, out in enumerate(outs) if r != me]), None, opts, outputs)
+        return self._begin(lambda group: group.exchange([], [(r, out) for r, out in enumerate(outs) if r != me]), None, opts, outs)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
         """Give each rank its tensor of a list that one rank has."""
-        out, root, me = one(outputs, "scatter"), opts.rootRank if opts is not None else 0, self._rank
+        out, root, me = one(outputs, "scatter"), root_of(opts), self._rank
         if me != root:
             return self._begin(lambda group: group.exchange([], [(root, out)]), None, opts, outputs)
         parts = one(inputs, "scatter")
@@ -121,9 +123,10 @@ class GroupBackend(ReducingBackend):
         """Wait for all ranks."""
         return self._begin(lambda group: group.barrier(), None, opts, [])
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks, at most `timeout`; `DeadlineExceeded` names those that didn't come."""
-        self.barrier().wait(timeout)
+    def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks, at most `timeout` (a float: seconds); `DeadlineExceeded` names those that didn't come, always all."""
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        self.barrier().complete(None if seconds is None else max(seconds, SHORTEST))
 
     # ---- between two ranks
 

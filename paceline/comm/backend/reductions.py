@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.backend.base import BackendBase, one
+from paceline.comm.backend.base import BackendBase, one, root_of
 from paceline.comm.backend.work import BackendWork, CompositeWork, GlooResult
 from paceline.comm.group import Group, Op, Work, WritesResults
 from paceline.errors import UsageError
@@ -33,9 +33,10 @@ class ReducingBackend(BackendBase):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
         """Reduce the one tensor given, in place."""
-        if one(tensors, "all_reduce").is_sparse:
-            return self._follow(GlooResult(self._pairs.allreduce(tensors, opts), tensors), None, opts, tensors)
-        return self._all_reduce(tensors, opts, tensors)
+        x = one(tensors, "all_reduce")
+        if x.is_sparse:
+            return self._follow(GlooResult(self._pairs.allreduce([x], opts), [x]), None, opts, [x])
+        return self._all_reduce([x], opts, [x])
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:
         """Reduce several tensors, in place."""
@@ -68,8 +69,9 @@ class ReducingBackend(BackendBase):
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
         """Reduce to one rank, in place there; the tensors of others stay."""
-        x, op = one(tensors, "reduce"), reduction(opts)
-        root = opts.rootRank if opts is not None else 0
+        x, op, root = one(tensors, "reduce"), reduction(opts), root_of(opts)
+        if not 0 <= root < self._size:
+            raise UsageError(f"reduce: root {root} is not one of the ranks 0 to {self._size - 1}")
         if callable(op):
             held = x if self._rank == root else x.clone()
             return self._bitwise([held], op, opts, tensors)
@@ -135,7 +137,7 @@ class ReducingBackend(BackendBase):
 
 def reduction(opts: Any) -> Op | Callable[..., Tensor]:
     """Return which reduction torch asks for: one that groups have, or a function of two tensors."""
-    op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
+    op = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
     for known, name in REDUCTIONS.items():
         if op == known:
             return name

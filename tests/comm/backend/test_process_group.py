@@ -126,6 +126,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
         (lambda group: group.all_to_all_single(torch.empty(3), torch.empty(3), [], []), "3 rows can't be dealt evenly"),
         (lambda group: group.gather([[torch.empty(2)]], [torch.empty(2)], rooted(dist.GatherOptions, group.rank())), "gather: 1 tensors"),
         (lambda group: group.scatter([torch.empty(2)], [[torch.empty(2)]], rooted(dist.ScatterOptions, group.rank())), "scatter: 1"),
+        (lambda group: group.reduce(torch.empty(2), rooted(dist.ReduceOptions, 2)), "root 2 is not one of the ranks 0 to 1"),
         (lambda group: group._get_backend(torch.device("cuda")), "processor's memory"),
     ],
 )
@@ -155,3 +156,48 @@ def test_the_names_of_older_versions_of_torch_do_the_same() -> None:
         torch.testing.assert_close(found[2], summed[2 * rank : 2 * rank + 2])
         assert torch.equal(found[2], found[3])
         assert torch.equal(found[4], torch.cat([mine(r, 4)[2 * rank : 2 * rank + 2] for r in range(2)]))
+
+
+def test_tensors_and_roots_are_taken_without_lists_and_options() -> None:
+    def body(group: GroupBackend) -> Any:
+        rank = group.rank()
+        summed, largest, same, kept = mine(rank, 3), mine(rank, 3), mine(rank, 3), mine(rank, 3)
+        group.allreduce(summed).wait()  # type: ignore[arg-type]
+        group.allreduce(largest, dist.ReduceOp.MAX).wait()  # type: ignore[arg-type]
+        group.broadcast(same, 1).wait()  # type: ignore[arg-type]
+        group.reduce(kept, rooted(dist.ReduceOptions, 1)).wait()  # type: ignore[arg-type]
+        return summed, largest, same, kept
+
+    parts = [mine(r, 3) for r in range(2)]
+    for rank, (summed, largest, same, kept) in enumerate(on_threads(2, body)):
+        assert torch.equal(summed, sum(parts)) and torch.equal(largest, torch.maximum(*parts)) and torch.equal(same, parts[1])
+        assert torch.equal(kept, sum(parts) if rank == 1 else parts[0])
+
+
+def test_futures_of_what_is_gathered_hold_its_tensors() -> None:
+    """Hooks of DDP read them so."""
+
+    def body(group: GroupBackend) -> Any:
+        whole, apart = [torch.zeros(2) for _ in range(2)], [torch.zeros(2) for _ in range(2)]
+        at_first = group.gather([apart] if group.rank() == 0 else [], [mine(group.rank(), 2)], rooted(dist.GatherOptions, 0))
+        gathered = group.allgather([whole], [mine(group.rank(), 2)]).get_future().wait()
+        return gathered, at_first.get_future().wait()
+
+    (gathered, at_first), (other, _) = on_threads(2, body)
+    assert all(torch.equal(x, mine(r, 2)) for found in (gathered, other, at_first) for r, x in enumerate(found))
+
+
+def test_a_monitored_barrier_takes_seconds_too() -> None:
+    def body(rank: int, size: int, store: Store) -> None:
+        group = SharedGroup.from_store(store, rank, size, deadline=20)
+        ours = backend(group)
+        ours.monitored_barrier(20.0)
+        if rank == 0:
+            for none in (0.0, timedelta(0)):
+                with pytest.raises(DeadlineExceeded, match="rank 1"):
+                    ours.monitored_barrier(none)
+        store.put(f"done{rank}", True)
+        store.take(f"done{1 - rank}", 20)
+        group.close()
+
+    threads(2, body)
