@@ -26,7 +26,7 @@ from torch.nn import Parameter
 
 from paceline.errors import UsageError
 from paceline.parallel.meta import Birth, WriteLog, birth
-from paceline.parallel.placement import Placements, local
+from paceline.parallel.placement import Placement, Placements, local
 from paceline.state.versioned import SHOWN, Randomness
 
 Init = Callable[[nn.Module], Any]
@@ -101,7 +101,7 @@ class Blueprint:
                 _seed(seed, self._prefix + unit.root.name)
                 for unborn, value in self._made(unit):
                     name = self._prefix + unborn.name
-                    _fill(kept[name], placements, name, value)
+                    _fill(kept[name], placements.of(kept[name], name), value)
 
     # ---- the model as it is
 
@@ -259,12 +259,16 @@ def _real(stand_in: Parameter) -> Parameter:
     return Parameter(torch.empty_like(stand_in, device="cpu"), requires_grad=stand_in.requires_grad)
 
 
-def _fill(parameter: Tensor, placements: Placements, name: str, value: Tensor) -> None:
-    """Copy this worker's part of a logical parameter to where it is held; it gets memory if it has none yet."""
-    placement = placements.of(parameter, name)
+def give_memory(parameter: Tensor, placement: Placement) -> None:
+    """Give memory to a parameter that has none, for the part of it that this worker holds; it stays the same object."""
     if parameter.is_meta:
         memory = torch.empty(placement.local, dtype=parameter.dtype, device="cpu")
         torch.utils.swap_tensors(parameter, Parameter(memory, requires_grad=parameter.requires_grad))
+
+
+def _fill(parameter: Tensor, placement: Placement, value: Tensor) -> None:
+    """Copy this worker's part of a logical parameter to where it is held."""
+    give_memory(parameter, placement)
     mine = local(parameter)
     for region in placement.regions:
         region.of_local(mine).copy_(region.of_logical(value))
