@@ -107,7 +107,7 @@ class _Assembly:
         self.history = RunHistory(collectives.seed(axes.everyone, seed, arguments), began, context.announce)
         cuts = ModelCuts(axes, self.history.seed, worker.place.cut)
         self.prepared = Prepared(axes, self.loop.backward, self.loop, worker.device, subgroups, cuts=cuts)
-        self.layout = StateLayout(axes.mesh, axes.everyone.group.rank, cuts.placements)
+        self.layout = StateLayout(axes.mesh, axes.everyone.group.rank, cuts.placements, cuts.renewed)
         self.own = WorkerState(
             Randomness(worker.device), self.sync, self.abilities, self.prepared.optimizers, self.layout, context.announce
         )

@@ -43,8 +43,6 @@ from paceline.session.replicas.compare import ReplicaComparer
 from paceline.state.versioned import Stateful
 from paceline.sync.base import Strategy
 
-CHECKPOINTS = "a checkpoint has whole models so far; train without cuts to save"
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunParts:
@@ -291,7 +289,6 @@ class Run:
 
         Raises `CheckpointError` where the disk refuses: for what was written in the background at the next save, `resume` or `close`.
         """
-        self._axes.refuse("run.save", CHECKPOINTS)
         step = self.steps + (self._loop.led is not None and self._loop.led.last_micro)
         folder = self.folder.checkpoints
         if self._loop.transaction.failed:  # this turn is dealt again, and saves then
@@ -306,7 +303,6 @@ class Run:
 
         Raises `CheckpointError` if there are some and none can be used.
         """
-        self._axes.refuse("run.resume", CHECKPOINTS)
         asked = [self.folder.path, *self.folder.earlier] if folder is None else [Path(folder)]
         places = [place if place.name == "checkpoints" else place / "checkpoints" for place in asked]
         found = self._saving.resume(places, named=self.folder.named or folder is not None)

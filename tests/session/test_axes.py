@@ -181,11 +181,6 @@ def prepared(*cuts: Any, loader: DataLoader[Any] | None = None, **options: Any) 
     return body
 
 
-def saved(run: Run) -> None:
-    prepared(columns())(run)
-    run.save()
-
-
 def stepped(run: Run) -> None:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -199,8 +194,6 @@ REFUSED: list[tuple[str, Callable[[Run], Any], Any, str]] = [
     ("data=2", prepared(columns()), None, r"cut=columns\(\) is along `tensor`, and the mesh \(data=2\) doesn't have that: say pl.start"),
     ("tensor=2", prepared("columns"), None, "cut='columns' is no cut; write e.g. cut="),
     ("tensor=2", prepared(3), None, "cut=3 is no cut; write e.g. cut="),
-    ("tensor=2", saved, None, r"run.save can't be had yet where the mesh \(tensor=2\) has tensor: a"),
-    ("tensor=2", lambda run: run.resume(), None, "run.resume can't be had yet where the mesh"),
     ("tensor=2", lambda run: run.prepare(batches(), readers="host"), None, 'readers="host" can\'t be had yet where the mesh'),
     ("tensor=2", lambda run: run.prepare(batches(), shard="mine"), None, 'shard="mine" has each rank read samples of its own, and workers'),
     ("tensor=2", prepared(), pl.ParameterServer(), r"ParameterServer\(\): servers keep whole parameters, and the mesh cuts along tensor"),

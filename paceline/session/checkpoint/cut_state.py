@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.errors import CheckpointError
 from paceline.fault.block_files import BlockReader, LocalBlocks
-from paceline.parallel.placement import Placement, Placements
+from paceline.parallel.placement import Placement, Placements, local
 from paceline.state.blocks import StoredTensor
 from paceline.state.snapshot import Json, Snapshot, contiguous, entries, path_of
 from paceline.state.versioned import SHOWN, Stateful
@@ -27,24 +28,35 @@ from paceline.state.versioned import SHOWN, Stateful
 
 @dataclass(frozen=True)
 class CutEntry:
-    """A tensor in a state that belongs to a parameter that is cut: its path, and where the parameter is. `own`: the parameter itself."""
+    """A tensor in a state that belongs to a parameter that is cut: its path, and where the parameter is. `own`: the parameter itself.
+
+    `piece`: what optimizers step in the place of a parameter that is whole here as well, and may be newer than it.
+    """
 
     path: str
     placement: Placement
     what: str  # in words
     own: bool
+    piece: Tensor | None = None
 
 
-def cut_entries(parts: Mapping[str, Stateful], placements: Placements, tree: Json) -> Iterator[CutEntry]:
-    """Find in the tree of a state what belongs to parameters that are cut: these themselves, and what optimizers keep of them."""
+Renewed = Callable[[Parameter], Parameter | None]
+
+
+def cut_entries(parts: Mapping[str, Stateful], placements: Placements, tree: Json, renewed: Renewed | None = None) -> Iterator[CutEntry]:
+    """Find in the tree of a state what belongs to parameters that are cut: these themselves, and what optimizers keep of them.
+
+    `renewed` says what is trained in the place of a parameter; without it, parameters that are whole here count as not cut.
+    """
     trees = entries(tree)
     for name, part in parts.items():
         known = entries(trees.get(name))
         if isinstance(part, nn.Module):
             for key, parameter in part.named_parameters(remove_duplicate=False):
-                placement = placements.of(parameter, key)
+                piece = None if renewed is None else renewed(parameter)
+                placement = placements.of(parameter if piece is None else piece, key)
                 if placement.axes and (path := path_of(known.get(key))) is not None:
-                    yield CutEntry(path, placement, f"{name}.{key}", own=True)
+                    yield CutEntry(path, placement, f"{name}.{key}", own=True, piece=None if piece is None else local(piece))
         elif isinstance(part, Optimizer):
             parameters = [parameter for group in part.param_groups for parameter in group["params"]]
             for number, node in entries(known.get("state")).items():
@@ -55,7 +67,11 @@ def cut_entries(parts: Mapping[str, Stateful], placements: Placements, tree: Jso
 
 
 def split(
-    state: Snapshot, parts: Mapping[str, Stateful], placements: Placements, writes: Callable[[Placement], bool]
+    state: Snapshot,
+    parts: Mapping[str, Stateful],
+    placements: Placements,
+    writes: Callable[[Placement], bool],
+    renewed: Renewed | None = None,
 ) -> tuple[Snapshot, dict[str, LocalBlocks]]:
     """Divide a state into what is not cut, with the tree of all, and the blocks that this worker writes of what is.
 
@@ -63,8 +79,8 @@ def split(
     """
     blocks: dict[str, LocalBlocks] = {}
     cut: set[str] = set()
-    for entry in cut_entries(parts, placements, state.tree):
-        tensor, at = state.tensors[entry.path], entry.placement
+    for entry in cut_entries(parts, placements, state.tree, renewed):
+        tensor, at = state.tensors[entry.path] if entry.piece is None else entry.piece, entry.placement
         if not _is_part(entry, tuple(tensor.shape), at.local):
             continue
         cut.add(entry.path)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from torch.nn import Parameter
 
 from paceline.cluster.mesh import Mesh
 from paceline.parallel.placement import Placement, Placements
@@ -12,11 +15,15 @@ from paceline.parallel.placement import Placement, Placements
 
 @dataclass(frozen=True)
 class StateLayout:
-    """The workers of a run as a grid, and the parameters that are cut between them. `rank`: this worker."""
+    """The workers of a run as a grid, and the parameters that are cut between them. `rank`: this worker.
+
+    `renewed` says what is trained in the place of a parameter that is whole on each worker; None for all others.
+    """
 
     mesh: Mesh
     rank: int
     placements: Placements
+    renewed: Callable[[Parameter], Parameter | None] = lambda parameter: None
 
     @property
     def is_cut(self) -> bool:

@@ -93,7 +93,7 @@ class CutParts:
 
         def look() -> int:
             nonlocal mine, rest
-            rest, blocks = split(state.snapshot(copy=False), parts, layout.placements, layout.writes)
+            rest, blocks = split(state.snapshot(copy=False), parts, layout.placements, layout.writes, layout.renewed)
             if rank in writers:
                 if not place.is_dir():
                     raise CheckpointError(f"worker {rank} doesn't see {place}, and its part of the model goes there: {SHARED}")

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+import paceline as pl
 from paceline.cluster.mesh import Mesh
 from paceline.comm.agreement import Agreement
 from paceline.comm.group import Group
@@ -24,7 +26,10 @@ from paceline.session.checkpoint.layout import StateLayout
 from paceline.session.checkpoint.parts import CutParts
 from paceline.session.checkpoint.saving import CheckpointSaver, SaveRequest
 from paceline.session.checkpoint.state import WorkerState
+from paceline.session.run import Run
 from paceline.state.versioned import Randomness, Versioned
+from tests.harness.runs import batches
+from tests.harness.runs import workers as run_workers
 
 torch.set_num_threads(1)
 PLAIN = "data=1"
@@ -290,3 +295,96 @@ def test_an_optimizer_whose_state_is_not_of_its_parameters_shape(tmp_path: Path)
 
     workers("tensor=2", body)
     assert list(tmp_path.iterdir()) == []
+
+
+# Whole runs --------------------------------------------------------------------------------------------------------------------
+
+
+def network() -> nn.Sequential:
+    numbers = torch.Generator().manual_seed(5)
+    made = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=numbers, dtype=parameter.dtype) / 3)
+    return made
+
+
+COLUMNS = pl.tensor({"0": pl.column(), "2": pl.row()})
+RUNS: dict[str, tuple[int, str | None, list[Any]]] = {
+    "one": (1, None, []),
+    "replicas": (3, None, []),
+    "tensor": (2, "tensor=2", [COLUMNS]),
+    "zero 1": (2, "shard=2", [pl.shard(zero=1)]),
+    "zero 2": (4, "data=2, shard=2", [pl.shard(zero=2)]),
+    "zero 3 of replicas": (4, "data=2, shard=2", [pl.shard(zero=3)]),
+    "zero 3": (3, "shard=3", [pl.shard("2", zero=3)]),
+    "both": (4, "shard=2, tensor=2", [COLUMNS, pl.shard("0", zero=3)]),
+}
+
+
+def train(folder: Path, layout: str, *, until: int | None = None, background: bool = False, strategy: Any = None) -> list[str]:
+    """Train two epochs of six steps, and save at the end, or after a number of steps in all."""
+    size, axes, cuts = RUNS[layout]
+    said: list[str] = []
+
+    def body(run: Run) -> None:
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        model, optimizer, schedule, loader = run.prepare(model, optimizer, schedule, batches(43, 8), cut=cuts)
+        run.resume()
+        for _ in run.epochs(2):
+            for x, y in loader:
+                optimizer.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+                schedule.step()
+                if run.steps + 1 == until:
+                    run.save(background=background)
+                    return
+        run.save()
+
+    run_workers(size, body, mesh=axes, folder=folder, said=said, strategy=strategy)
+    return said
+
+
+def last(folder: Path) -> dict[str, Tensor]:
+    """The model of the newest checkpoint of the newest run."""
+    runs = sorted(folder.glob("test*"), key=lambda path: path.stat().st_mtime_ns)
+    return export.state_dict(runs[-1])
+
+
+PAIRS = [
+    ("both", "zero 3"),
+    ("zero 3", "replicas"),
+    ("zero 1", "tensor"),
+    ("zero 2", "both"),
+    ("tensor", "one"),
+    ("replicas", "zero 2"),
+    ("one", "zero 1"),
+]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    folder = tmp_path_factory.mktemp("one")
+    train(folder, "one")
+    return last(folder)
+
+
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_a_run_goes_on_in_another_layout(tmp_path: Path, before: str, after: str, uninterrupted: dict[str, Tensor]) -> None:
+    train(tmp_path, before, until=4, background=before in ("both", "zero 1"))
+    said = train(tmp_path, after)
+    assert any("resumed from" in text and "step 4" in text for text in said), said
+    found = last(tmp_path)
+    for name, tensor in uninterrupted.items():
+        assert torch.allclose(found[name], tensor, rtol=0, atol=1e-12), name
+
+
+def test_replicas_of_pieces_that_differ_are_saved_as_the_pieces_are(tmp_path: Path) -> None:
+    """With LocalSGD whole parameters follow their pieces at the next forward, and a checkpoint comes before that."""
+    for layout in ("zero 2", "zero 3 of replicas"):
+        train(tmp_path / layout, layout, until=4, strategy=pl.LocalSGD(2))
+    pieces, wholes = last(tmp_path / "zero 3 of replicas"), last(tmp_path / "zero 2")
+    assert all(torch.allclose(wholes[name], tensor, rtol=0, atol=1e-12) for name, tensor in pieces.items())
