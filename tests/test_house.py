@@ -79,6 +79,7 @@ OF_MORE = {  # test file without a module of its name: what it is about instead
     "lab/test_every_strategy": "every strategy on hosts",
     "session/checkpoint/test_saving_processes": "checkpoints of processes that are killed",
     "session/test_axes_processes": "a mesh of real processes",
+    "session/test_sharded": "runs whose models are shared out",
     "session/test_coming_processes": "parameters that arrive during forward, on processes",
     "session/replicas/test_compare_processes": "comparison of replicas on processes that die",
     "session/test_equivalence": "the loss curve belongs to the script, on threads",

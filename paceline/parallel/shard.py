@@ -27,9 +27,9 @@ from paceline.formatting import choices, spell
 from paceline.parallel.cut import CutContext
 from paceline.parallel.sharding.gradients import ShardGradients
 from paceline.parallel.sharding.memory import FlatMemory, Held
-from paceline.parallel.sharding.optimizers import refuse_partial_norms
+from paceline.parallel.sharding.optimizers import is_refused, refuse_partial_norms
 from paceline.parallel.sharding.steps import ShardSteps
-from paceline.parallel.sharding.units import GatheredUnit, RootUnits, in_backward
+from paceline.parallel.sharding.units import GatheredModel, GatheredUnit, in_backward
 
 Half = Literal["bfloat16", "float16"]
 HALVES = ("bfloat16", "float16")
@@ -74,7 +74,7 @@ class shard:
         if groups.along(self.axis).size == 1:
             return
         before = {id(parameter): context.placements.of(parameter, name) for name, parameter in model.named_parameters()}
-        if again := [placement.name for placement in before.values() if self.axis in placement.axes]:
+        if again := [before[id(parameter)].name for parameter in model.parameters() if is_refused(parameter)]:
             raise UsageError(f"{again[0]} is cut by shard() already; cut each model once")
         made = ShardedModel(model, self, groups.another(self.axis), groups.another(self.axis))
         for held, piece, (start, stop) in made.pieces():
@@ -120,13 +120,13 @@ class ShardedModel:
         refuse_partial_norms((one.name, found) for one, *both in cut_ones for found in both)
 
     def _hook(self, model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> list[GatheredUnit]:
-        root, made = RootUnits(), list[GatheredUnit]()
+        whole, made = GatheredModel(), list[GatheredUnit]()
         for name, module in [*units, ("", model)]:
             mine = [memory for memory in self.memories if memory.unit == name]
-            unit = GatheredUnit(module, mine, name, root=root if module is model else None)
+            unit = GatheredUnit(module, mine, name, model=whole)
             self.gradients.observe(unit)
             made.append(unit)
-        root.units += made
+        whole.units += made
         return made
 
     def _follow(self, model: nn.Module, args: object) -> None:

@@ -87,3 +87,16 @@ def test_an_axis_that_the_mesh_lacks_has_this_worker_alone() -> None:
 def test_a_mesh_of_other_workers_is_refused() -> None:
     with pytest.raises(UsageError, match="the mesh data=2, tensor=2 has 4 workers, and this group has 1; give the group of all workers"):
         AxisGroups(SQUARE, SoloGroup())
+
+
+def test_another_group_of_the_same_workers_has_an_order_of_its_own() -> None:
+    def body(group: Group) -> float:
+        groups = AxisGroups(SQUARE, group)
+        first, second = groups.another("data"), groups.another("data")
+        assert groups.another("stage").size == 1 and first is not groups.along("data") and first is not second
+        mine = torch.tensor([float(group.rank)])
+        turns = [first, second] if group.rank < 2 else [second, first]
+        sums = [(turn, turn.all_reduce(mine)) for turn in turns]
+        return sum(float(work.wait()) * (1 if turn is first else 100) for turn, work in sums)
+
+    assert spawn(4, body) == [101.0 * sum(SQUARE.group(rank, ["data"])) for rank in range(4)]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.cluster.mesh import lay_out
+from paceline.cluster.mesh import SAMPLED, lay_out
 from paceline.cluster.store import Store
 from paceline.cluster.topology import HostRanks, Topology
 from paceline.comm.agreement import Agreement
@@ -21,7 +21,7 @@ from paceline.comm.group import Group
 from paceline.comm.shm.group import SharedGroup
 from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import UsageError
-from paceline.parallel.cut import CutContext
+from paceline.parallel.cut import CutContext, ModelCut
 from paceline.parallel.placement import Placements
 from paceline.parallel.shard import ShardedModel, shard
 from paceline.session.prepare.abilities import resolve
@@ -71,12 +71,13 @@ def trainee(
     *,
     strategy: Strategy,
     data: int,
+    first: ModelCut | None,
 ) -> Trainee:
-    """Prepare one worker of a mesh of `data` x shard, by hand."""
-    size, rank = group.size, group.rank
+    """Prepare one worker of a mesh of `data` x shard, by hand; of `data` x shard x 2 if another cut comes `first`."""
+    sizes = {"data": data, "shard": None, "tensor": 1 if first is None else 2}
+    axes = AxisGroups(lay_out(sizes if cut is not None and group.size > 1 else {"data": None}, one_host(group.size)), group)
+    size, rank = axes.along(*SAMPLED).size, axes.mesh.index(group.rank, SAMPLED)
     state = StepState(scale=1 / size)
-    sharded = cut is not None and size > 1
-    axes = AxisGroups(lay_out({"data": data, "shard": None} if sharded else {"data": None}, one_host(size)), group)
     outer = axes.along("data")
     context = SyncContext(outer, Agreement(outer, step=lambda: state.step), state, announce=lambda text: None)
     sync = strategy.begin(context)
@@ -84,32 +85,38 @@ def trainee(
     model = build()
     opt = optimizer(model.parameters())
     around = CutContext(axes.mesh, axes, state, Placements())
-    if cut is not None:
-        cut.apply(model, around)
+    for each in (first, cut):
+        if each is not None and axes.mesh.extent(each.axis) > 1:
+            each.apply(model, around)
     slots = [Slot(name, around.renewed.get(p, p), opt) for name, p in model.named_parameters() if p.requires_grad]
     for one in opt.param_groups:
         one["params"] = [around.renewed.get(p, p) for p in one["params"]]
     for source in around.sources:
         tracker.follow(source)
-    if size > 1:
+    if group.size > 1:
         tracker.watch(slots)
     return Trainee(model, opt, rank, size, state, tracker, around)
 
 
 def values(one: Trainee) -> Tensor:
-    """All parameters, whole, in the order of the model: put together from where the parts of all workers along `shard` are."""
-    group, found = one.cut.groups.along("shard"), []
-    for name, parameter in one.model.named_parameters():
-        part = one.cut.renewed.get(parameter, parameter)
-        placement = one.cut.placements.of(part, name)
+    """All parameters, whole, in the order of the model."""
+    return put_together(one.model, one.cut.groups.everyone, one.cut.placements, lambda p: one.cut.renewed.get(p, p))
+
+
+def put_together(model: nn.Module, group: Group, placements: Placements, trained: Callable[[Any], Any]) -> Tensor:
+    """All parameters in the order of the model, each put together from where the parts of all workers of `group` are."""
+    found = []
+    for name, parameter in model.named_parameters():
+        part = trained(parameter)
+        placement = placements.of(part, name)
         logical = torch.full(placement.shape, torch.nan, dtype=torch.float64)
-        regions = [[r.logical, part[slice(*r.local[0])].tolist()] for r in placement.regions] if placement.axes else []
+        regions = [[r.logical, r.of_local(part.detach()).reshape(-1).tolist()] for r in placement.regions] if placement.axes else []
         if not placement.axes:
             logical.copy_(part.detach())
         for rectangle, numbers in [region for regions in group.gather_objects(regions) for region in regions] if placement.axes else []:
             place = logical[tuple(slice(*ends) for ends in rectangle)]
             place.copy_(torch.tensor(numbers, dtype=torch.float64).view(place.shape))
-        if one.cut.renewed and part is not parameter:
+        if placement.axes == ("shard",) and part is not parameter:
             assert torch.equal(logical, parameter.detach().double()), f"{name} is not what its pieces are"
         found.append(logical.reshape(-1))
     return torch.cat(found)
@@ -127,11 +134,12 @@ def train(
     strategy: Callable[[], Strategy] = AllReduce,
     ended: Callable[[Trainee], Any] = lambda one: None,
     shared: bool = False,
+    first: ModelCut | None = None,
 ) -> list[tuple[Tensor, Any]]:
     """Each worker's parameters after some steps, and what `ended` says of it; in `shared` memory, or on groups of threads."""
 
     def body(group: Group) -> tuple[Tensor, Any]:
-        one = trainee(group, build, optimizer, cut, strategy=strategy(), data=data)
+        one = trainee(group, build, optimizer, cut, strategy=strategy(), data=data, first=first)
         for number in range(steps):
             step(one, number)
             one.step_state.step += 1

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import paceline as pl
 from paceline.apps.gpt import next_token_loss
 from paceline.codec.dense import int8
 from paceline.errors import Mismatch, UsageError
@@ -34,6 +35,21 @@ MODELS = {
 def test_as_one_process(model: str, zero: Any, size: int, data: int) -> None:
     build, step, units = MODELS[model]
     same(build, step, shard(units, zero=zero), size, data=data)
+
+
+@STAGES
+@pytest.mark.parametrize(("size", "data"), [(4, 1), (8, 2)])
+def test_after_a_cut_of_layers(zero: Any, size: int, data: int) -> None:
+    layers = pl.tensor(
+        {
+            "blocks.*.attention.qkv": pl.column(parts=3),
+            "blocks.*.attention.out": pl.row(),
+            "blocks.*.up": pl.column(),
+            "blocks.*.down": pl.row(),
+        },
+        divide=["blocks.*.attention.heads"],
+    )
+    same(gpt, fitting(texts, next_token_loss), shard("blocks.*", zero=zero), size, data=data, first=layers)
 
 
 @STAGES

@@ -54,3 +54,16 @@ def test_what_cannot_be_had_is_said_and_nothing_is_left(job: Jobs, options: tupl
     ended = job.run("import json\n" + BODY, 2, *options).end()
     assert ended.code != 0 and why in ended.err
     assert job.left() == []
+
+
+@pytest.mark.preloaded
+@pytest.mark.parametrize(("mesh", "cut"), [("data=2, shard=2", "shard('*', zero=3)"), ("shard", "shard(zero=2)")])
+def test_the_state_of_a_model_is_shared_out_between_processes(job: Jobs, tmp_path: Path, mesh: str, cut: str) -> None:
+    ended = job.run("import json\n" + BODY, 4, "--mesh", mesh, "--cut", cut).end()
+    assert ended.code == 0, ended.err
+    one = job.run("import json\n" + BODY.replace('name="cut"', 'name="one"'), 1).end()
+    assert one.code == 0, one.err
+    found, alone = (json.loads((tmp_path / "runs" / name / "summary.json").read_text()) for name in ("cut", "one"))
+    assert (found["samples"], found["steps"]) == (86, 12)
+    assert found["final_loss"] == pytest.approx(alone["final_loss"], rel=1e-9)
+    assert job.left() == []

@@ -55,3 +55,9 @@ def refuse_partial_norms(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -
         setattr(clip_grad, "_clip_grads_with_norm_", guard)  # noqa: B010  clip_grad_norm_ looks it up there
     for name, parameter in parameters:
         guard.names[parameter] = name
+
+
+def is_refused(parameter: Tensor) -> bool:
+    """Whether torch's clip_grad_norm_ is refused for a parameter, as it is cut already."""
+    guard = clip_grad._clip_grads_with_norm_
+    return isinstance(guard, ClipGuard) and parameter in guard.names

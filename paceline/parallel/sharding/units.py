@@ -4,6 +4,8 @@
     backward    the gradient of an output comes: gather   all of the unit's gradients and those of its inputs have come: release
     the end     all that is still whole is released
 
+While a unit runs, the one that came after it in the forward before is on its way; in backward, the one that came before it.
+
 A forward in the middle of a backward pass (activation checkpoints) finds the unit whole, or makes it so until the pass ends.
 """
 
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from paceline.comm.group import Work
 from paceline.errors import UsageError
 from paceline.parallel.sharding.memory import FlatMemory
 
@@ -29,10 +32,12 @@ class UnitCall:
 
 
 class GatheredUnit:
-    """A module whose parameters lie in `memories`, gathered before it runs. The root unit is told of the beginning of each forward."""
+    """A module whose parameters lie in `memories`, gathered before it runs. The root unit, which has no name, is the `model` itself."""
 
-    def __init__(self, module: nn.Module, memories: Sequence[FlatMemory], name: str, *, root: RootUnits | None = None) -> None:
-        self.module, self.memories, self.name, self._root = module, list(memories), name, root
+    def __init__(self, module: nn.Module, memories: Sequence[FlatMemory], name: str, *, model: GatheredModel) -> None:
+        self.module, self.memories, self.name, self.model = module, list(memories), name, model
+        self._is_root = not name
+        self._coming: list[tuple[FlatMemory, Work[list[Tensor]]]] = []
         self._waits: dict[int, int] = {}  # of each memory: gradients that haven't come in the pass under way
         self._entered: set[UnitCall] = set()
         self._stays = False  # until the end of the pass
@@ -59,9 +64,11 @@ class GatheredUnit:
                 "parameters alone; call the model itself"
             )
         inside = in_backward()
-        if self._root is not None and not inside and not self._calls:
-            self._root.forward_begins()
+        if self._is_root and not inside and not self._calls:
+            self.model.forward_begins()
         self.gather()
+        if not inside:
+            self.model.ran(self)
         if inside and not self._entered:
             self._stays = True
         self._show(whole=True)
@@ -94,7 +101,7 @@ class GatheredUnit:
                     leaf.register_hook(partial(self._entering, call))
                     kept = True
             output = tree_unflatten(leaves, spec)
-        if not self._calls and not (kept and self._root is not None):
+        if not self._calls and not (kept and self._is_root):
             self.release()
         return output
 
@@ -113,6 +120,7 @@ class GatheredUnit:
             call.missing = call.inputs
             self._entered.add(call)
         self.gather()
+        self.model.entered(self)
 
     def _left(self, call: UnitCall, _: Tensor) -> None:
         call.missing -= 1
@@ -128,7 +136,7 @@ class GatheredUnit:
                 self._release_used()
 
     def _release_used(self) -> None:
-        if self._root is None and not self._entered and not self._stays and not any(self._waits.values()):
+        if not self._is_root and not self._entered and not self._stays and not any(self._waits.values()):
             self.release()
 
     def pass_ended(self) -> None:
@@ -142,16 +150,25 @@ class GatheredUnit:
 
     # ---- memory
 
+    def begin(self) -> None:
+        """Begin to gather all parameters that are not whole; they travel at once."""
+        if not self._coming:
+            absent = [memory for memory in self.memories if not memory.whole]
+            for memory in absent:
+                memory.check()
+            self._coming = [(memory, memory.begin_gather()) for memory in absent]
+
     def gather(self) -> None:
-        """Make all parameters whole, those that aren't; all of them travel at once."""
-        absent = [memory for memory in self.memories if not memory.whole]
-        for memory in absent:
-            memory.check()
-        for memory, work in [(memory, memory.begin_gather()) for memory in absent]:
+        """Make all parameters whole."""
+        self.begin()
+        for memory, work in self._coming:
             memory.end_gather(work)
+        self._coming = []
 
     def release(self) -> None:
-        """Free whole parameters."""
+        """Free whole parameters, and those that are on their way once they have come."""
+        if self._coming:
+            self.gather()
         for memory in self.memories:
             if memory.whole:
                 memory.release()
@@ -161,16 +178,33 @@ class GatheredUnit:
             memory.show(whole=whole)
 
 
-class RootUnits:
-    """The units of one model, which begin each forward of it without anything that an earlier one has left whole."""
+class GatheredModel:
+    """The units of one model, and the order in which its last forward has used them: what will be used next is gathered ahead."""
 
     def __init__(self) -> None:
         self.units: list[GatheredUnit] = []
+        self._order: list[GatheredUnit] = []
+        self._before: list[GatheredUnit] = []  # the order of the forward before
+        self._place: dict[int, int] = {}  # of each unit in the last forward
 
     def forward_begins(self) -> None:
-        """Release what is whole: its values may be those before a step."""
+        """Release what an earlier forward has left whole: its values may be those before a step."""
         for unit in self.units:
             unit.release()
+        self._order, self._before = [], self._order
+
+    def ran(self, unit: GatheredUnit) -> None:
+        """Note that a unit is used in a forward, and gather the one that comes next, if it was as well in the forward before."""
+        self._place[id(unit)] = at = len(self._order)
+        self._order.append(unit)
+        if at + 1 < len(self._before) and self._before[at] is unit:
+            self._before[at + 1].begin()
+
+    def entered(self, unit: GatheredUnit) -> None:
+        """Gather the unit that came before this one in the last forward, as it comes next in the backward pass."""
+        at = self._place.get(id(unit), 0)
+        if at > 1 and at < len(self._order) and self._order[at] is unit:  # the root, at 0, is there
+            self._order[at - 1].begin()
 
 
 def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ from paceline.session.axes import RunAxes
 from paceline.session.groups import Subgroups
 from paceline.session.loop import forward_turn
 from paceline.session.loop.turns import TrainingLoop
-from paceline.session.prepare import checks, clipping, hooks, lazy, metrics, tensor_peers
+from paceline.session.prepare import checks, clipping, hooks, lazy, metrics, scaling, tensor_peers
 from paceline.session.prepare.cuts import ModelCuts
 from paceline.session.prepare.device import mover
 from paceline.session.prepare.options import PrepareOptions
@@ -89,7 +89,7 @@ class Prepared:
             self._replicate(by_kind["model"], by_kind["optimizer"], options)
         for metric in [*by_kind["metric"], *(metric for model in by_kind["model"] for metric in metrics.within(model))]:
             self._count_in(metric)
-        for kind, bind in (("scheduler", hooks.bind_scheduler), ("scaler", hooks.bind_scaler)):
+        for kind, bind in (("scheduler", hooks.bind_scheduler), ("scaler", functools.partial(scaling.bind_scaler, axes=self.axes))):
             for thing in self._fresh(by_kind[kind]):
                 if self._remote is not None:
                     checks.check_elsewhere(thing)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.comm.threads import ThreadGroup, spawn
@@ -108,3 +108,14 @@ def test_a_copy_of_gathered_units_is_refused() -> None:
             copy.deepcopy(one.model)(vectors(0)[0])
 
     train(2, odd_net, fitting(vectors), shard("blocks.*"), steps=1, ended=ended)
+
+
+@STAGES
+def test_compiled_units(zero: Any) -> None:
+    def build() -> nn.Module:
+        model = OddNet()
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+        return fill(model.double())
+
+    same(build, fitting(vectors), shard("blocks.*", zero=zero), 2)
