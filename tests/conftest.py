@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 from collections import Counter
@@ -74,6 +75,11 @@ def _tier(item: pytest.Item) -> str:
 def _uses(item: pytest.Item) -> tuple[set[str], set[str]]:
     """Return the names of a test's markers and of its fixtures."""
     return {mark.name for mark in item.iter_markers()}, set(getattr(item, "fixturenames", ()))
+
+
+def pytest_collectstart() -> None:
+    """Have torch before any test module asks for it, and without its compiler: optimizers load that only to be left alone."""
+    importlib.import_module("tests.harness.brisk")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

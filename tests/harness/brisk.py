@@ -1,4 +1,4 @@
-"""Imported first by the scripts of jobs under test, whose processes then start and end in half the time.
+"""Imported first by the tests and by the scripts of jobs under test, whose processes then start and end in half the time.
 
 Of the 2.6 s of processor time that a worker takes which trains hardly anything, one goes into importing torch's compiler: optimizers
 load `torch._dynamo` only to tell it to leave them alone. Until a script asks that module for anything more, one that does nothing
