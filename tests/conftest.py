@@ -78,8 +78,9 @@ def _uses(item: pytest.Item) -> tuple[set[str], set[str]]:
 
 
 def pytest_collectstart() -> None:
-    """Have torch before any test module asks for it, and without its compiler: optimizers load that only to be left alone."""
-    importlib.import_module("tests.harness.brisk")
+    """Have torch before any test module asks for it, whole but for its compiler: optimizers load that only to be left alone."""
+    for name in ("torch", "tests.harness.brisk"):
+        importlib.import_module(name)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

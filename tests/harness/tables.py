@@ -94,7 +94,7 @@ def train(
     kind: str = "adagrad",
     *,
     each: Callable[..., None] = step,
-    epochs: int = 3,
+    epochs: int = 2,
     rate: float = 1.0,
     mode: str = "mean",
     dtype: torch.dtype = torch.float64,

@@ -42,7 +42,7 @@ ALL = product((1, 2, 3, 4), (1, 2, 3), OPTIMIZERS, ("sum", "mean"))
 
 @pytest.mark.parametrize(("size", "servers", "kind", "mode"), [pytest.param(*c, marks=() if c in FEW else pytest.mark.soak) for c in ALL])
 def test_numbers_are_those_of_embedding_bag(size: int, servers: int, kind: str, mode: str) -> None:
-    """18 steps of 8 samples, of 4 at the ends of epochs: 3 workers have uneven shares."""
+    """12 steps of 8 samples, of 4 at the ends of epochs: 3 workers have uneven shares."""
     assert distance(several(size, servers, kind, mode=mode), one(kind, mode=mode)) < 1e-9
 
 

@@ -52,8 +52,10 @@ class Mixed(nn.Module):
         return total
 
 
-def train(run: Run, *, lr: float = 0.05, dtypes: tuple[torch.dtype, ...] = DTYPES, rows: int = 3, apart: bool = False) -> list[Tensor]:
-    """The parameters after ten steps; `apart`: they differ in the beginning."""
+def train(
+    run: Run, *, lr: float = 0.05, dtypes: tuple[torch.dtype, ...] = DTYPES, rows: int = 3, apart: bool = False, epochs: int = 2
+) -> list[Tensor]:
+    """The parameters after epochs of five steps; `apart`: they differ in the beginning."""
     net = Mixed(dtypes, rows)
     net, opt, loader = run.prepare(net, torch.optim.SGD(net.parameters(), lr), batches(batch=8))
     if apart:
@@ -61,7 +63,7 @@ def train(run: Run, *, lr: float = 0.05, dtypes: tuple[torch.dtype, ...] = DTYPE
             for p in net.parameters():
                 p.mul_(1 + run.rank)
     before = [p.detach().clone() for p in net.parameters()]
-    for _ in run.epochs(2):
+    for _ in run.epochs(epochs):
         for x, _y in loader:
             opt.zero_grad()
             net(x).backward()
@@ -134,7 +136,7 @@ def test_codecs_come_to_the_same_whatever_the_default_dtype(codec: Any) -> None:
     found = []
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         with default(dtype):
-            found.append(ends(AllReduce(codec=codec), 3))
+            found.append(ends(AllReduce(codec=codec), 3, epochs=1))
     for other in found[1:]:
         assert all(torch.equal(one, mine) for one, mine in zip(found[0], other, strict=True))
     assert all(bool(one.isfinite().all()) for one in found[0])
@@ -146,5 +148,5 @@ def test_strategies_come_to_the_same_whatever_the_default_dtype(make: Any, codec
     found = []
     for dtype in (torch.float32, torch.float64):
         with default(dtype):
-            found.append(ends(make(codec), 2))
+            found.append(ends(make(codec), 2, epochs=1))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

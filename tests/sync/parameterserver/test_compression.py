@@ -36,8 +36,8 @@ def net(dtype: torch.dtype = torch.float32) -> nn.Module:
     return made.to(dtype)
 
 
-def served(codec: Any, servers: int = 2, **options: Any) -> ParameterServer:
-    return ParameterServer(servers=servers, bucket_mb=0.05, codec=codec, **options)
+def served(codec: Any, servers: int = 2, bucket_mb: float = 0.05, **options: Any) -> ParameterServer:
+    return ParameterServer(servers=servers, bucket_mb=bucket_mb, codec=codec, **options)
 
 
 def client(run: Run) -> ParameterServerSync:
@@ -115,7 +115,8 @@ def test_the_loss_is_that_of_exact_gradients() -> None:
     """200 steps of int8; of topk, that it gets there."""
     curves: dict[Any, list[float]] = {None: [], FINE: [], COARSE: []}
     for each, losses in curves.items():
-        workers(2, lambda run, into=losses: train(run, 40, losses=[] if run.rank else into, lr=0.01), strategy=served(each, servers=1))
+        strategy = served(each, servers=1, bucket_mb=1)  # a message a step: how much is in one is not what is looked at
+        workers(2, lambda run, into=losses: train(run, 40, losses=[] if run.rank else into, lr=0.01), strategy=strategy)
     plain = torch.tensor(curves[None])
     assert len(plain) == 200 and float(plain[-20:].mean()) < 0.2 * float(plain[:5].mean())
     for codec, off, end in ((FINE, 0.01, 0.2), (COARSE, math.inf, 0.4)):
