@@ -252,10 +252,14 @@ def test_an_older_iterator_has_ended():
     assert len(next(new)) == 64
 
 
+SIZES_AND_READERS = [((1, 0), (3, 2)), ((3, 2), (2, 0)), ((2, 0), (1, 2))]
+STOPS = {1: [SIZES_AND_READERS[1]], 5: [], 12: SIZES_AND_READERS, 13: [SIZES_AND_READERS[2]]}  # in a soak at each of them for all
+PLACES = [(*sizes, stop) for stop in STOPS for sizes in SIZES_AND_READERS]
+
+
 @pytest.mark.parametrize(
-    "stop", [pytest.param(1, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.soak), 12, pytest.param(13, marks=pytest.mark.slow)]
+    ("before", "after", "stop"), [pytest.param(*at, marks=() if at[:2] in STOPS[at[2]] else pytest.mark.soak) for at in PLACES]
 )
-@pytest.mark.parametrize(("before", "after"), [((1, 0), (3, 2)), ((3, 2), (2, 0)), ((2, 0), (1, 2))])
 def test_the_position_is_exact_for_other_numbers_of_workers(before, after, stop):
     size, workers = before
 

@@ -123,10 +123,12 @@ FORKING = tuple(name for name in CASES if name.endswith("workers") or name == "p
 
 
 def several(cases, few):
-    """All of them; where processes are started it takes longer: those that end as one of `few` says, and the others in a soak."""
+    """All of them; where processes are started it takes longer: those that end as one of `few` says, by turns, and the others in a soak."""
 
     def marks(case):
-        return () if case[0] not in FORKING else pytest.mark.slow if case[1:] in few else pytest.mark.soak
+        if case[0] not in FORKING:
+            return ()
+        return pytest.mark.slow if case[1:] == few[FORKING.index(case[0]) % len(few)] else pytest.mark.soak
 
     return [pytest.param(*case, marks=marks(case)) for case in cases]
 

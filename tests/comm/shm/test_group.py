@@ -59,7 +59,7 @@ def same(x: Tensor, wanted: Tensor, op: str = "sum") -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(5, marks=pytest.mark.soak)])
 def test_every_reduction_of_every_dtype_is_that_of_one_process(size: int) -> None:
     def body(rank: int, size: int, store: Store) -> None:
         group = join(store, rank, size)
