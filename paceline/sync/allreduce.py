@@ -378,7 +378,7 @@ class AllReduceSync:
 
     def regroup(self, context: SyncContext, layout: Any = None) -> None:
         """Make new buckets, of the same parameters if a codec has kept something of them."""
-        self._moving = layout = self.join_info() if layout is None else layout  # another worker may be lost before there are buckets again
+        self._moving = layout = self.join_info() if layout is None else layout  # another worker may leave before there are buckets again
         self._buckets, self._shelves = [], None  # in memory of the old group, which Gloo may still write to
         self._context, self._reducer = context, self._reducing(context)
         self._held.clear()
