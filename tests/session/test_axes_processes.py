@@ -40,6 +40,19 @@ def test_what_the_command_line_says_is_what_the_run_has(job: Jobs, tmp_path: Pat
 
 
 @pytest.mark.preloaded
+def test_cuts_of_the_command_line_are_those_of_the_run(job: Jobs, tmp_path: Path) -> None:
+    body = BODY.replace('cut = [columns()] if "tensor" in run.mesh.names else []', "cut = None").replace('name="cut"', "name=sys.argv[1]")
+    cut = """tensor({"0": column(), "2": row()}), shard("0", zero=2)"""
+    ended = job.run("import json\n" + body, 4, "--mesh", "shard=2, tensor=2", "--cut", cut, args=("cut",)).end()
+    assert ended.code == 0, ended.err
+    one = job.run("import json\n" + body, 1, args=("one",)).end()
+    assert one.code == 0, one.err
+    found, alone = (json.loads((tmp_path / "runs" / name / "summary.json").read_text()) for name in ("cut", "one"))
+    assert found["final_loss"] == pytest.approx(alone["final_loss"], rel=1e-9)
+    assert (found["events"], job.left()) == ([], [])
+
+
+@pytest.mark.preloaded
 @pytest.mark.parametrize(
     ("options", "why"),
     [
