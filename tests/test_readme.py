@@ -73,6 +73,7 @@ def documents() -> Iterator[Any]:
         yield pytest.param(page, id=page.name, marks=marks)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("page", documents())
 def test_scripts_in_docs_run(page: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(BRISK + (ROOT / "examples" / "train.py").read_text())
@@ -82,6 +83,7 @@ def test_scripts_in_docs_run(page: Path, tmp_path: Path) -> None:
         assert answer.returncode == 0, f"{block}\n{answer.stderr}"
 
 
+@pytest.mark.jobs
 def test_the_first_script_of_checkpoints_resumes(tmp_path: Path) -> None:
     (script, *_) = blocks(TEXTS["checkpoints.md"], "python")
     (tmp_path / "train.py").write_text(BRISK + script.replace("run.epochs(3)", "run.epochs(2)"))
@@ -108,6 +110,7 @@ def test_commands_parse(line: str) -> None:
     parse(shlex.split(line)[1:])
 
 
+@pytest.mark.jobs
 def test_the_picture_of_the_readme() -> None:
     line = next(line for line in command_lines() if "--draw" in line)
     answer = subprocess.run([sys.executable, "-m", "paceline.cli", *shlex.split(line)[1:]], capture_output=True, text=True, check=False)

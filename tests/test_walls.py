@@ -182,7 +182,8 @@ def declared(source: str) -> set[str]:
 
 def foreign(source: str, ours: set[str]) -> list[str]:
     """The attributes in `ours` (of all our classes) that a module assigns to objects of classes that are not its own."""
-    return [name for name in stores(parsed(source)) if name in ours - declared(source) - THEIRS]
+    others = ours - declared(source) - THEIRS
+    return [name for name in stores(parsed(source)) if name in others]
 
 
 def test_objects_are_changed_by_their_own_module() -> None:
