@@ -27,7 +27,7 @@ from paceline.formatting import choices, spell
 from paceline.parallel.cut import CutContext
 from paceline.parallel.sharding.gradients import ShardGradients
 from paceline.parallel.sharding.memory import FlatMemory, Held
-from paceline.parallel.sharding.optimizers import is_refused, refuse_partial_norms
+from paceline.parallel.sharding.optimizers import clear_pieces_too, is_refused, refuse_idle_clipping, refuse_partial_norms
 from paceline.parallel.sharding.steps import ShardSteps
 from paceline.parallel.sharding.units import GatheredModel, GatheredUnit, in_backward
 
@@ -118,6 +118,9 @@ class ShardedModel:
         model.register_forward_pre_hook(self._follow, prepend=True)
         cut_ones = [one for memory in self.memories for one in zip(memory.held, memory.pieces, memory.wholes, strict=True)]
         refuse_partial_norms((one.name, found) for one, *both in cut_ones for found in both)
+        if not frees:
+            refuse_idle_clipping(whole for _, _, whole in cut_ones)
+            clear_pieces_too(model, {id(whole): piece for _, piece, whole in cut_ones})
 
     def _hook(self, model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> list[GatheredUnit]:
         whole, made = GatheredModel(), list[GatheredUnit]()

@@ -5,6 +5,7 @@ Clipping by torch's own norm is refused for pieces too, as a worker has a part o
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -55,6 +56,48 @@ def refuse_partial_norms(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -
         setattr(clip_grad, "_clip_grads_with_norm_", guard)  # noqa: B010  clip_grad_norm_ looks it up there
     for name, parameter in parameters:
         guard.names[parameter] = name
+
+
+class ValueGuard:
+    """Stands before torch's own clipping by value, which finds no gradients at whole parameters whose pieces have them."""
+
+    def __init__(self, before: Callable[..., Any]) -> None:
+        self.before = before
+        self.wholes = WeakIdKeyDictionary()
+
+    def __call__(self, lists: Any, *args: Any, **options: Any) -> Any:
+        if self.wholes and not any(lists):
+            raise UsageError(
+                "torch's clip_grad_value_ was given parameters without gradients, and a model is cut by shard(zero=1) or (zero=2), where "
+                "pieces have them: give it what the optimizer steps, [p for group in optimizer.param_groups for p in group['params']]"
+            )
+        return self.before(lists, *args, **options)
+
+
+def refuse_idle_clipping(wholes: Iterable[torch.nn.Parameter]) -> None:
+    """Have torch's clip_grad_value_ raise where it would do nothing, as long as these parameters live."""
+    guard: Any = vars(clip_grad)["_group_tensors_by_device_and_dtype"]  # clip_grad_value_ alone gives it empty lists
+    if not isinstance(guard, ValueGuard):
+        guard = ValueGuard(guard)
+        setattr(clip_grad, "_group_tensors_by_device_and_dtype", guard)  # noqa: B010
+    for whole in wholes:
+        guard.wholes[whole] = True
+
+
+def clear_pieces_too(model: torch.nn.Module, pieces: dict[int, torch.nn.Parameter]) -> None:
+    """Let `zero_grad` of a model and its modules clear the gradients of pieces, by the ids of their whole parameters; copies stay plain."""
+
+    def zero_grad(self: torch.nn.Module, set_to_none: bool = True) -> None:
+        type(self).zero_grad(self, set_to_none)
+        for parameter in self.parameters():
+            piece = pieces.get(id(parameter))
+            if piece is not None and set_to_none:
+                piece.grad = None
+            elif piece is not None and piece.grad is not None:
+                piece.grad = torch.zeros_like(piece.grad)
+
+    for module in model.modules():
+        setattr(module, "zero_grad", types.MethodType(zero_grad, module))  # noqa: B010
 
 
 def is_refused(parameter: Tensor) -> bool:

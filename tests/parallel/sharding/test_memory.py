@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
+from paceline.cluster.mesh import lay_out
+from paceline.comm.axes import AxisGroups
 from paceline.comm.threads import ThreadGroup, spawn
+from paceline.parallel.cut import CutContext
+from paceline.parallel.initialise import Blueprint, materialise
+from paceline.parallel.meta import meta
+from paceline.parallel.placement import Placements
 from paceline.parallel.shard import shard
+from paceline.sync.context import StepState
 from tests.harness.models import fill
 from tests.harness.runs import distance
-from tests.harness.sharded import Kept, Trainee, alone_with, refused, train
+from tests.harness.sharded import Kept, Trainee, alone_with, one_host, put_together, refused, train
 from tests.harness.sharded_models import OddNet, odd_net, vectors
 
 STAGES = pytest.mark.parametrize("zero", [1, 2, 3])
@@ -72,3 +80,28 @@ def test_what_changes_after_the_cut_is_refused() -> None:
         one.model(vectors(0)[0])
 
     refused(shard("blocks.*"), "inward.weight was trained when the model was cut by shard.., and is not any more", step=step)
+
+
+@STAGES
+def test_models_that_were_built_without_memory(zero: Any) -> None:
+    def build() -> nn.Module:
+        with meta():
+            return OddNet()
+
+    plain = build()
+    materialise(plain, Placements(), seed=7)
+    wanted = torch.cat([p.detach().double().reshape(-1) for p in plain.parameters()])
+    models, alone = [build() for _ in range(3)], threading.Lock()  # threads share torch's generator
+
+    def body(group: ThreadGroup) -> Tensor:
+        axes = AxisGroups(lay_out({"shard": None}, one_host(3)), group)
+        model, around = models[group.rank], CutContext(axes.mesh, axes, StepState(), Placements())
+        with alone:
+            blueprint = Blueprint(model)
+        shard("blocks.*", zero=zero).apply(model, around)
+        with alone:
+            blueprint.make(model, around.placements, 7)
+        group.barrier().wait()
+        return put_together(model, group, around.placements, lambda p: around.renewed.get(p, p))
+
+    assert all(torch.equal(found, wanted) for found in spawn(3, body))

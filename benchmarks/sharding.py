@@ -1,0 +1,92 @@
+"""Sharded training against FSDP2 by hand, both on paceline's backend: the same GPT, AdamW and samples, steps in turn in the same processes.
+
+    paceline run --workers 2 benchmarks/sharding.py [--rounds 30] [--width 256]
+
+Losses of all variants have to be equal, to the bit. A step of `pl.shard(zero=3)` takes at most 1.03 of FSDP2's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline as pl
+from paceline.apps.gpt import GPT, GPTShape, next_token_loss
+
+BAR = 1.03  # of FSDP2's step, at most
+BATCH, CONTEXT, VOCAB = 8, 64, 256
+WARMUP = 3
+
+
+def model(width: int) -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(GPTShape(d=width, layers=4, heads=4, context=CONTEXT, vocab=VOCAB))
+
+
+def by_hand(width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Shard a model as the tutorial of FSDP2 does: each block, then the rest."""
+    made: Any = model(width)
+    for block in made.blocks:
+        fully_shard(block)
+    fully_shard(made)
+    return made, torch.optim.AdamW(made.parameters(), lr=1e-3)
+
+
+def stepping(made: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Any, Any], float]:
+    def step(x: Any, y: Any) -> float:
+        optimizer.zero_grad()
+        loss = next_token_loss(made(x), y)
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--width", type=int, default=256)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    torch.set_num_threads(1)
+    count = BATCH * (options.rounds + WARMUP)
+    tokens = torch.randint(VOCAB, (count, CONTEXT + 1), generator=torch.Generator().manual_seed(1))
+    with pl.start(mesh="shard", name="sharding") as run:
+        steps = {"fsdp2": stepping(*by_hand(options.width))}
+        for zero in (3, 2, 1):
+            made = model(options.width)
+            optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3)
+            steps[f"zero={zero}"] = stepping(*run.prepare(made, optimizer, cut=pl.shard("blocks.*", zero=zero)))
+        loader = run.prepare(DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=BATCH))
+        seconds: dict[str, list[float]] = {name: [] for name in steps}
+        for x, y in loader:
+            losses = set()
+            for name, step in steps.items():
+                dist.barrier()
+                began = time.perf_counter()
+                losses.add(step(x, y))
+                dist.barrier()
+                seconds[name].append(time.perf_counter() - began)
+            if len(losses) > 1:
+                raise RuntimeError(f"losses differ: {sorted(losses)}")
+        for name, taken in seconds.items():
+            ratios = [mine / theirs for mine, theirs in zip(taken[WARMUP:], seconds["fsdp2"][WARMUP:], strict=True)]
+            run.print(f"{name:8} {statistics.median(taken[WARMUP:]) * 1e3:8.1f} ms   {statistics.median(ratios):.3f} of FSDP2's step")
+        ours = statistics.median(a / b for a, b in zip(seconds["zero=3"][WARMUP:], seconds["fsdp2"][WARMUP:], strict=True))
+        if ours > BAR:
+            raise SystemExit(f"zero=3 takes {ours:.3f} of FSDP2's step, more than {BAR}")
+
+
+if __name__ == "__main__":
+    main()
