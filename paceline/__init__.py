@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from paceline.codec.sparse import randomk, topk
     from paceline.fault.export import state_dict
     from paceline.parallel.embedding import SparseEmbedding
+    from paceline.parallel.meta import meta
     from paceline.parallel.shard import shard
     from paceline.parallel.tensor.cut import tensor
     from paceline.parallel.tensor.styles import column, row, sequence, summed, vocab
@@ -73,6 +74,7 @@ __all__ = [
     "half",
     "int4",
     "int8",
+    "meta",
     "named",
     "nesterov",
     "powersgd",
@@ -99,6 +101,7 @@ _NAMES: Final = {
     "paceline.codec.powersgd": ("powersgd",),
     "paceline.codec.sparse": ("randomk", "topk"),
     "paceline.parallel.embedding": ("SparseEmbedding",),
+    "paceline.parallel.meta": ("meta",),
     "paceline.parallel.shard": ("shard",),
     "paceline.parallel.tensor.cut": ("tensor",),
     "paceline.parallel.tensor.styles": ("column", "row", "sequence", "summed", "vocab"),

@@ -14,10 +14,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from paceline.parallel.placement import Placement, Placements, local
 from paceline.state.versioned import SHOWN, Randomness
 
 Init = Callable[[nn.Module], Any]
+_GENERATORS: Final = threading.Lock()
 RESETS = ("reset_parameters", "_reset_parameters")  # the second one is what torch's own attention has
 
 
@@ -284,13 +286,14 @@ def _seed(seed: int, name: str) -> None:
 
 @contextlib.contextmanager
 def _kept_randomness() -> Iterator[None]:
-    """Leave generators where they were before."""
-    kept = Randomness()
-    state = kept.state_dict()
-    try:
-        yield
-    finally:
-        kept.load_state_dict(state)
+    """Leave generators where they were before; one thread at a time, as all threads draw from the same ones."""
+    with _GENERATORS:
+        kept = Randomness()
+        state = kept.state_dict()
+        try:
+            yield
+        finally:
+            kept.load_state_dict(state)
 
 
 def _listed(prefix: str, names: Sequence[str]) -> str:

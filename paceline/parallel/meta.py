@@ -11,12 +11,12 @@ A parameter of such a model knows the module that it was made for, and what was 
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,32 +26,36 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.errors import UsageError
 
+_MADE: Final[ContextVar[list[Parameter] | None]] = ContextVar("made without memory", default=None)  # by this thread
+_COPIES: Final = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
 BIRTH: Final = "_paceline_birth"  # an attribute of parameters: a weak reference to one would keep it from being made real
 
 
 class WriteLog(TorchDispatchMode):
-    """Notes what is written to tensors while it is on: the calls, by the storage that they write to."""
+    """Notes what is written to tensors without memory while it is on: the calls, by the storage that they write to."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls: defaultdict[int, set[str]] = defaultdict(set)
+        self._alive: dict[int, torch.UntypedStorage] = {}  # or another one would come to the address of one that is gone
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         given = {**dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)), **(kwargs or {})}
         for argument in func._schema.arguments:
             target = given.get(argument.name)
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(target, Tensor):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(target, Tensor) and target.is_meta:
+                self._alive[_storage(target)] = target.untyped_storage()
                 others = [repr(value) for name, value in given.items() if name != argument.name and not isinstance(value, Tensor)]
                 self._calls[_storage(target)].add(f"{func} {' '.join(others)}")
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if func in _COPIES and args[0].is_meta and isinstance(out, Tensor) and out.is_meta:  # as of model.bfloat16()
+            self._alive[_storage(out)] = out.untyped_storage()
+            self._calls[_storage(out)] |= self.of(args[0])
+        return out
 
     def of(self, tensor: Tensor) -> set[str]:
         """Return the calls that have written to a tensor, or to a view of it."""
         return self._calls.get(_storage(tensor), set())
-
-    def forget(self, tensor: Tensor) -> None:
-        """Begin anew for a tensor, whose storage may have the address of one that is gone."""
-        self._calls.pop(_storage(tensor), None)
 
 
 @dataclass
@@ -72,32 +76,36 @@ def meta() -> Iterator[None]:
 
     Example: `with pl.meta(): model = GPT(shape)`.
     """
-    here, log, made = threading.get_ident(), WriteLog(), list[Parameter]()
-
-    def bear(module: nn.Module, name: str, parameter: Parameter | None) -> Parameter | None:
-        if parameter is None or parameter.is_meta or threading.get_ident() != here:
-            return parameter
-        if is_lazy(parameter):
-            raise UsageError(
-                f"{type(module).__qualname__}.{name} gets its shape from the first batch, and under pl.meta() shapes have to be known: use "
-                "the module that isn't lazy"
-            )
-        unborn = Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-        log.forget(unborn)
-        setattr(unborn, BIRTH, Birth(weakref.ref(module)))
-        made.append(unborn)
-        return unborn
-
-    hook: Callable[..., Any] = bear
-    handle = register_module_parameter_registration_hook(hook)
+    log, made = WriteLog(), list[Parameter]()
+    token = _MADE.set(made)
     try:
         with log:
             yield
     finally:
-        handle.remove()
+        _MADE.reset(token)
         for parameter in made:
-            birth: Birth = getattr(parameter, BIRTH)
-            birth.writes, birth.version = set(log.of(parameter)), parameter._version
+            known: Birth = getattr(parameter, BIRTH)
+            known.writes, known.version = set(log.of(parameter)), parameter._version
+
+
+def _bear(module: nn.Module, name: str, parameter: Parameter | None) -> Parameter | None:
+    """Put one without memory in the place of a parameter that a module is given, where `meta` is on."""
+    made = _MADE.get()
+    if made is None or parameter is None or parameter.is_meta:
+        return parameter
+    if is_lazy(parameter):
+        raise UsageError(
+            f"{type(module).__qualname__}.{name} gets its shape from the first batch, and under pl.meta() shapes have to be known: use "
+            "the module that isn't lazy"
+        )
+    unborn = Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+    setattr(unborn, BIRTH, Birth(weakref.ref(module)))
+    made.append(unborn)
+    return unborn
+
+
+# Once and for good: torch goes through its hooks while other threads build modules, and must not find them changed.
+register_module_parameter_registration_hook(cast(Callable[..., None], _bear))
 
 
 def birth(parameter: Tensor) -> Birth | None:

@@ -13,6 +13,7 @@ Checkpoints, counts of bytes, norms and initial values ask a placement, and not 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -119,6 +120,7 @@ class Placements:
 
     def __init__(self) -> None:
         self._by_id: dict[int, tuple[Tensor, Placement]] = {}  # the tensor is kept, so that its id stays its own
+        self._former: dict[int, tuple[weakref.ref[Tensor], Placement]] = {}  # of tensors that others stand for now
 
     def __iter__(self) -> Iterator[Placement]:
         return (placement for _, placement in self._by_id.values())
@@ -131,14 +133,19 @@ class Placements:
         self._by_id[id(parameter)] = parameter, placement
 
     def move(self, old: Tensor, new: Tensor, placement: Placement) -> None:
-        """Note that `new` holds a part of what `old` held."""
-        self._by_id.pop(id(old), None)
+        """Note that `new` holds a part of what `old` held, and counts in its place; `of(old)` stays what it was."""
+        before = self._by_id.pop(id(old), None)
+        if before is not None:
+            self._former[id(old)] = weakref.ref(old), before[1]
         self.add(new, placement)
 
     def of(self, parameter: Tensor, name: str = "") -> Placement:
         """Return where a parameter is; one that nothing was noted of is whole, under this name."""
         found = self._by_id.get(id(parameter))
-        return Placement.whole(name, parameter.shape) if found is None else found[1]
+        if found is not None:
+            return found[1]
+        former = self._former.get(id(parameter))
+        return former[1] if former is not None and former[0]() is parameter else Placement.whole(name, parameter.shape)
 
     def parameters(self) -> Iterator[tuple[Tensor, Placement]]:
         """Yield each parameter that was noted, with its placement."""

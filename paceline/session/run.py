@@ -31,6 +31,7 @@ from paceline.session.groups import CurrentView
 from paceline.session.loop import collectives
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.cuts import Asked
+from paceline.session.prepare.initial import Init
 from paceline.session.prepare.optimizers import OptimizerWatch
 from paceline.session.prepare.registry import Prepared
 from paceline.session.record.collector import LogCollector, LogMeetings
@@ -174,6 +175,7 @@ class Run:
         readers: Readers | None = None,
         shard: Sharding | None = None,
         cut: Asked | None = None,
+        init: Init | None = None,
     ) -> Any:
         """Make models, optimizers, DataLoaders, schedulers, GradScalers and metrics ready; return them in the order they were given.
 
@@ -184,13 +186,14 @@ class Run:
         of the global batch) or "local". `train`: whether loaders are for training (default: what torch.is_grad_enabled() is when iterated).
         `pad`: in evaluation a worker without samples gets the batch's first (left out by `gather`, `mean` and `log`), and not 0 rows.
         `readers`, `shard`: see `paceline.data.loader.deal`. `cut`: a cut or several, by which workers along an axis of the mesh get their
-        parts of the models (`paceline run --cut` overrides it). An option that is said where there is no loader (or model) yet is kept for
-        those of later calls, unless they say something else.
+        parts of the models (`paceline run --cut` overrides it). `init`: what a model begins with, as a file of weights, a state dict, or a
+        function of each module of a model that was built under `pl.meta()`. An option that is said where there is no loader (or model) yet
+        is kept for those of later calls, unless they say something else.
 
         Raises `UsageError` for what can't be prepared, on every worker if their models differ.
         """
         options = {"loss": loss, "weigh": weigh, "accumulate": accumulate, "shares": shares, "readers": readers, "shard": shard}
-        ready = self._prepared.prepare(objects, {**options, "batchnorm": batchnorm, "cut": cut, "train": train, "pad": pad})
+        ready = self._prepared.prepare(objects, {**options, "batchnorm": batchnorm, "cut": cut, "init": init, "train": train, "pad": pad})
         self._hints.introduce(self._axes, spell(self.strategy))
         return ready[0] if len(ready) == 1 else tuple(ready)
 

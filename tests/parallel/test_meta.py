@@ -58,5 +58,7 @@ def test_writes_are_noted_whatever_they_go_through() -> None:
         torch.add(x, 1, out=y)
     assert sorted(log.of(x)) == ["aten.normal_.default 0.0 0.02", "aten.zero_.default "]
     assert len(log.of(y)) == 1
-    log.forget(x)
-    assert log.of(x) == set()
+    with log:
+        copy_of_it = x.double()
+        real = torch.ones(2).zero_()
+    assert log.of(copy_of_it) == log.of(x) and log.of(real) == set()

@@ -97,7 +97,9 @@ def test_placements_follow_a_parameter_that_is_replaced() -> None:
     assert placements.of(old, "w") == Placement.whole("w", (4, 2))
     placements.add(old, Placement.whole("w", (4, 2)))
     half = placements.of(old).narrow(0, [(2, 4)], "tensor")
+    placements.add(old, whole_of_old := placements.of(old, "w"))
     placements.move(old, new, half)
+    assert placements.of(old) is whole_of_old and [*placements] == [half], "the old one is where it was, and counts no more"
     assert placements.of(new) == half and list(placements) == [half] and len(placements) == 1
     assert [parameter is new for parameter, _ in placements.parameters()] == [True]
 

@@ -184,8 +184,9 @@ def same_everywhere(
 ) -> None:
     """Compare what is prepared on all workers, and give all of them the first one's values; `say` if values differed. Collective."""
     names = {id(x): name for name, x in tensors}
-    layout = [f"{name} {list(x.shape)} {x.dtype}{_frozen(x)}" for name, x in tensors]
+    layout = [f"{name} {list(x.shape)} {x.dtype}{_frozen(x)}{' without memory' if x.is_meta else ''}" for name, x in tensors]
     _same_layout(agreement, [*layout, *(line for optimizer in optimizers for line in _described(optimizer, names))])
+    tensors = [(name, x) for name, x in tensors if not x.is_meta]  # those are made alike by all
     digest = hashlib.sha256()
     for _, x in tensors:
         digest.update(x.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data if x.numel() else b"")

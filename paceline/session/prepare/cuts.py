@@ -18,6 +18,7 @@ from paceline.parallel.cut import CutContext, CutGradients, ModelCut
 from paceline.parallel.placement import Placements
 from paceline.parallel.repoint import refuse_memory, repoint
 from paceline.session.axes import RunAxes
+from paceline.session.prepare.initial import InitialValues
 from paceline.sync.base import Slot
 
 Asked = ModelCut | str | Sequence[ModelCut]
@@ -30,7 +31,7 @@ class ModelCuts:
         self._axes = axes
         self._override = None if override is None else read(override)
         self.placements = Placements()
-        self._seed = seed
+        self.seed = seed
         self._used: set[str] = set()
         self._endings: list[Callable[[], None]] = []
         self._renewed: dict[int, tuple[weakref.ref[Parameter], Parameter]] = {}  # by the id of what was cut
@@ -48,10 +49,15 @@ class ModelCuts:
         return cuts
 
     def apply(
-        self, models: Sequence[tuple[str, nn.Module]], cuts: Sequence[ModelCut], optimizers: Sequence[Optimizer]
+        self,
+        models: Sequence[tuple[str, nn.Module]],
+        cuts: Sequence[ModelCut],
+        optimizers: Sequence[Optimizer],
+        initial: InitialValues,
     ) -> list[CutGradients]:
-        """Cut models, which have these prefixes in names. Return where gradients of their parts come from. Collective."""
+        """Cut models, which have these prefixes in names, and give their parts values. Return where gradients come from. Collective."""
         axes, sources = self._axes, list[CutGradients]()
+        initial.check_device(cuts)
         for optimizer, (_, model) in itertools.product(optimizers, models if cuts else ()):
             refuse_memory(optimizer, model.parameters())
         for prefix, model in models:
@@ -59,12 +65,13 @@ class ModelCuts:
                 before = dict(model.named_parameters())
                 for name, parameter in before.items():
                     self.placements.add(parameter, self.placements.of(parameter, prefix + name))
-                context = CutContext(axes.mesh, axes.groups, axes.slice.step_state, self.placements, self._seed, axes.slice.announce)
+                context = CutContext(axes.mesh, axes.groups, axes.slice.step_state, self.placements, self.seed, axes.slice.announce)
                 cut.apply(model, context)
                 self._note(before, dict(model.named_parameters()), context.renewed)
                 self._used.add(cut.axis)
                 sources += context.sources
                 self._endings += context.endings
+        initial.give(self.placements, axes.everyone)
         return sources
 
     def _note(self, before: dict[str, Parameter], now: dict[str, Parameter], renewed: dict[Parameter, Parameter]) -> None:

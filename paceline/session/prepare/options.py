@@ -15,8 +15,9 @@ DEFAULTS: Mapping[str, Any] = {
     **{"loss": "mean", "weigh": None, "accumulate": 1, "shares": None, "readers": "worker", "shard": None, "train": None, "pad": False},
     "batchnorm": "sync",
     "cut": None,
+    "init": None,
 }
-OF_MODELS = frozenset({"batchnorm", "cut"})
+OF_MODELS = frozenset({"batchnorm", "cut", "init"})
 OF_STREAMS = frozenset({"readers", "shard"})
 
 

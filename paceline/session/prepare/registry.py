@@ -25,6 +25,7 @@ from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare import checks, clipping, hooks, lazy, metrics, scaling, tensor_peers
 from paceline.session.prepare.cuts import ModelCuts
 from paceline.session.prepare.device import mover
+from paceline.session.prepare.initial import InitialValues, check_asked, move
 from paceline.session.prepare.options import PrepareOptions
 from paceline.session.prepare.remote import RemoteSteps
 from paceline.session.tables import RunTables
@@ -82,9 +83,9 @@ class Prepared:
         for value, kind in zip(objects, kinds, strict=True):
             if not any(value is other for other in by_kind[kind]):
                 by_kind[kind].append(value)
-        loaders, models = bool(by_kind["loader"]), bool(by_kind["model"])
         tensor_peers.share_randomness(self.axes)
-        options = self._wishes.hear(given, self.context.group.size, loaders=loaders, models=models)
+        options = self._wishes.hear(given, self.context.group.size, loaders=bool(by_kind["loader"]), models=bool(by_kind["model"]))
+        check_asked(given["init"], by_kind["model"], self._fresh(by_kind["model"]))
         if by_kind["model"] or by_kind["optimizer"]:
             self._replicate(by_kind["model"], by_kind["optimizer"], options)
         for metric in [*by_kind["metric"], *(metric for model in by_kind["model"] for metric in metrics.within(model))]:
@@ -106,8 +107,7 @@ class Prepared:
 
     def _replicate(self, models: list[nn.Module], optimizers: list[Optimizer], options: dict[str, Any]) -> None:
         fresh = self._fresh(models)
-        for model in models if self._device.type == "cuda" else ():
-            model.to(self._device)
+        move(models, self._device)
         for model in fresh:
             prefix = f"model{len(self.models)}." if self.models or len(models) > 1 else ""
             self.models.append((prefix, model))
@@ -117,7 +117,8 @@ class Prepared:
         new = [(prefix, model) for prefix, model in self.models if model in fresh]
         unknown = checks.unknown(self.cuts.slots(checks.slots(self.models, optimizers)), self.slots)
         checks.level(self.axes.everyone, list(unknown), new, optimizers, self.context.announce)
-        for source in self.cuts.apply(new, self.cuts.choose(options["cut"]), optimizers):
+        initial = InitialValues(new, options["init"], self.cuts.seed, self._device)
+        for source in self.cuts.apply(new, self.cuts.choose(options["cut"]), optimizers, initial):
             self._backward.follow(source)
         self.cuts.repoint(optimizers)
         slots = list(self.cuts.slots(checks.slots(self.models, optimizers)))

@@ -319,6 +319,7 @@ RUNS: dict[str, tuple[int, str | None, list[Any]]] = {
     "zero 3 of replicas": (4, "data=2, shard=2", [pl.shard(zero=3)]),
     "zero 3": (3, "shard=3", [pl.shard("2", zero=3)]),
     "both": (4, "shard=2, tensor=2", [COLUMNS, pl.shard("0", zero=3)]),
+    "both, zero 1": (4, "shard=2, tensor=2", [COLUMNS, pl.shard(zero=1)]),
 }
 
 
@@ -361,7 +362,8 @@ PAIRS = [
     ("zero 2", "both"),
     ("tensor", "one"),
     ("replicas", "zero 2"),
-    ("one", "zero 1"),
+    ("one", "both, zero 1"),
+    ("both, zero 1", "zero 1"),
 ]
 
 

@@ -1,0 +1,84 @@
+"""Values that models begin with: what `run.prepare(init=...)` says, or their own modules where they were built without memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.comm.agreement import Agreement
+from paceline.errors import PacelineError, UsageError
+from paceline.parallel.initialise import Blueprint, is_unborn
+from paceline.parallel.placement import Placements
+from paceline.parallel.weights import Source, load, opened
+
+Init = Callable[[nn.Module], Any] | Source
+
+
+def check_asked(init: Init | None, models: Sequence[nn.Module], fresh: Sequence[nn.Module]) -> None:
+    """Raise `UsageError` where a call says `init` for models that were prepared before."""
+    if init is not None and models and not fresh:
+        raise UsageError("init= is for models that are prepared for the first time, and these were prepared before: say it then")
+
+
+def move(models: Sequence[nn.Module], device: torch.device) -> None:
+    """Move models to a GPU; those without memory come when they have it."""
+    for model in models if device.type == "cuda" else ():
+        if not is_unborn(model):
+            model.to(device)
+
+
+class InitialValues:
+    """The values of models that are prepared together, which have these prefixes in names: known before they are cut, and given after that.
+
+    Raises `UsageError` where `init` says nothing that could be done.
+    """
+
+    def __init__(self, models: Sequence[tuple[str, nn.Module]], init: Init | None, seed: int, device: torch.device) -> None:
+        init = init if models else None
+        self._seed, self._device = seed, device
+        self._source: Source | None = None if init is None or callable(init) else init
+        unborn = [(prefix, model) for prefix, model in models if is_unborn(model)]
+        if callable(init) and not unborn:
+            raise UsageError(
+                "init=function gives values to models that were built under pl.meta(), and these have values already: build them so, or "
+                "give a file or a state dict, init='model.safetensors'"
+            )
+        if self._source is not None and len(models) != 1:
+            raise UsageError(f"init= has weights of one model, and {len(models)} models are prepared here: prepare each with its own")
+        self._models, self._unborn = list(models), bool(unborn)
+        self._plans = [] if self._source is not None else [(model, Blueprint(model, init, prefix=prefix)) for prefix, model in unborn]  # type: ignore[arg-type]
+
+    def check_device(self, cuts: Sequence[object]) -> None:
+        """Raise `UsageError` for models without memory that are cut, on a GPU: their parts are made on the processor."""
+        if self._unborn and cuts and self._device.type == "cuda":
+            raise UsageError("a model that was built under pl.meta() can be cut on processors only so far: build it without pl.meta()")
+
+    def give(self, placements: Placements, agreement: Agreement) -> None:
+        """Give each worker its part of the values. Collective, where weights are read: if one worker can't, all raise."""
+        for model, blueprint in self._plans:
+            blueprint.make(model, placements, self._seed)
+        if self._source is not None:
+            self._read(self._source, placements, agreement)
+        move([model for _, model in self._models], self._device)
+
+    def _read(self, source: Source, placements: Placements, agreement: Agreement) -> None:
+        (prefix, model), own = self._models[0], list[PacelineError]()
+        with contextlib.ExitStack() as files:
+            try:
+                weights = files.enter_context(opened(source))
+                answer = b"+" + weights.digest.encode()
+            except UsageError as error:
+                own.append(error)
+                answer = b"-" + str(error).encode()
+            answers = agreement.meet("weights of prepare", answer)
+            failed = next((rank for rank, body in enumerate(answers) if body.startswith(b"-")), None)
+            if failed is not None:
+                raise own[0] if own else UsageError(f"rank {failed}: {answers[failed][1:].decode()}")
+            other = next((rank for rank, body in enumerate(answers) if body != answers[0]), None)
+            if other is not None:
+                raise UsageError(f"ranks 0 and {other} were given different weights by init=; give all workers the same file or dict")
+            load(model, weights, placements, prefix=prefix)
