@@ -52,7 +52,7 @@ def trains(job: Jobs, launched: Job, workers: int = 2) -> None:
 
 class TestAWorkerGoes:
     @pytest.mark.slow
-    @pytest.mark.parametrize("rank", [1, 0])
+    @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.preloaded)])
     def test_killed(self, job, rank):
         launched = job.run(endless())
         trains(job, launched)
@@ -75,6 +75,7 @@ class TestAWorkerGoes:
         assert ended.code == 139 and ended.last.startswith(f"paceline: rank 1 on {HOST} was killed by SIGSEGV"), ended.err
 
     @pytest.mark.slow
+    @pytest.mark.preloaded
     def test_a_reader_of_its_loader_is_killed(self, job):
         launched = job.run(endless())
         trains(job, launched)

@@ -190,6 +190,7 @@ class TestOneRankGoesItsOwnWay:
 
 class TestData:
     @pytest.mark.slow
+    @pytest.mark.preloaded
     def test_a_loader_shorter_than_a_batch(self, job):
         body = loop().replace("parts(run)", "parts(run, samples=7, batch=8, drop_last=True)")
         ended = job.run(body, 1).end()
@@ -197,6 +198,7 @@ class TestData:
         assert "drop_last" in ended.said and "7" in ended.said, ended.err
 
     @pytest.mark.slow
+    @pytest.mark.preloaded
     def test_a_data_set_without_length(self, job):
         body = """
 class Endless:
@@ -261,6 +263,7 @@ class TestStart:
         assert "\n" not in str(caught.value) and all(word in str(caught.value) for word in words), caught.value
 
     @pytest.mark.slow
+    @pytest.mark.preloaded
     def test_an_argument_that_there_is_not(self, job):
         ended = job.run(loop(), 2, "--sync", "AllReduce(vai='ring')").end()
         assert ended.code == 2 and "did you mean via?" in ended.last and "ring" in ended.last, ended.err

@@ -242,6 +242,7 @@ class TestTwoHosts:
             assert ended.code == 1 and ended.said == "ValueError: boom" and "rank 2 on" in ended.last, ended.err
 
     @pytest.mark.slow
+    @pytest.mark.preloaded
     def test_a_launcher_that_is_killed_ends_both_hosts(self, job):
         script = job.write(LONG.format(inside="if run.steps == 5: Path(f'ready{rank}').touch()"))
         first, second = self.launch(job, script)

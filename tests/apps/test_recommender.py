@@ -37,6 +37,7 @@ def train(run: Run, model: recommender.Recommender, *, ahead: bool = False) -> f
     return after
 
 
+@pytest.mark.slow
 def test_tables_on_servers_learn_the_same() -> None:
     wanted = workers(1, lambda run: train(run, recommender.build(LOG, 4, served=False, servers=None)))[0]
     for strategy, ahead in ((None, False), (None, True), (ParameterServer(), False)):

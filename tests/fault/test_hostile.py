@@ -347,6 +347,7 @@ def hurt(path: Path, draw: random.Random) -> str:
     return file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.soak)])
 def test_any_change_is_used_rightly_or_passed_over(tmp_path: Path, count: int) -> None:
     path, draw, used = two(tmp_path), random.Random(20), 0

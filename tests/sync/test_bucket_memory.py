@@ -343,6 +343,7 @@ def shared(group: Group, keeps: set[int], hosts: tuple[int, ...]) -> tuple[bool,
     return all(torch.equal(g, then) for g, then in held), parameters(model).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keeps", [{0}, {1}, {0, 1, 2}])
 def test_in_shared_memory_whoever_keeps_and_after_the_run(keeps: set[int]) -> None:
     def body(rank: int, size: int, store: Store) -> tuple[bool, list[float]]:
@@ -353,6 +354,7 @@ def test_in_shared_memory_whoever_keeps_and_after_the_run(keeps: set[int]) -> No
         assert stayed and distance(torch.tensor(found, dtype=torch.float64), wanted) < 1e-12
 
 
+@pytest.mark.slow
 def test_over_two_hosts() -> None:
     def body(rank: int, size: int, store: Store) -> tuple[bool, list[float]]:
         flat = SharedGroup.from_store(store, rank, size, deadline=60)

@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {"dense": (DENSE, {})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dense", "tables", pytest.param("both", marks=SOAK)])
+@pytest.mark.parametrize("kind", [pytest.param("dense", marks=SOAK), pytest.param("tables", marks=SOAK), "both"])
 def test_hosts_leave_one_after_another_until_none_of_the_first_is_left(job: Jobs, alone: Callable[..., Outcome], kind: str) -> None:
     options, more = KINDS[kind]
     hosts = Hosts(job, *options)

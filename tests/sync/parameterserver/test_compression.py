@@ -111,6 +111,7 @@ def test_workers_are_equal_after_each_step(codec: Any) -> None:
     assert bool(found.isfinite().all()) and 0 < distance(found, last(None, **options)) < 0.3
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_exact_gradients() -> None:
     """200 steps of int8; of topk, that it gets there."""
     curves: dict[Any, list[float]] = {None: [], FINE: [], COARSE: []}
