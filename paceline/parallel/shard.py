@@ -102,6 +102,12 @@ class ShardedModel:
                 "shard(): workers have different models (names, shapes or requires_grad of parameters); build the same one everywhere"
             )
         self.cut, frees = cut, cut.zero == 3
+        hooked = [one.name for _, one in held if one.parameter._backward_hooks or one.parameter._post_accumulate_grad_hooks]
+        if frees and hooked:
+            raise UsageError(
+                f"{hooked[0]} has a hook of the script for its gradient, which is not called: zero=3 makes the whole parameter anew "
+                "each time; take the hook out, or say zero=2, where it sees this worker's gradient"
+            )
         dtype = getattr(torch, cut.params) if cut.params else None
         self.memories = [
             FlatMemory(unit, part, gathering, frees=frees, dtype=dtype if part[0].parameter.is_floating_point() else None)

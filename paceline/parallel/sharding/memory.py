@@ -124,7 +124,10 @@ class FlatMemory:
         """Put the whole parameters into the modules that use them, or the pieces again."""
         for one, parameter in zip(self.held, self.wholes if whole else self.pieces, strict=True):
             for module, name in one.places:
-                module._parameters[name] = parameter
+                if type(module).__setattr__ is nn.Module.__setattr__:
+                    module._parameters[name] = parameter
+                else:  # it keeps its parameters elsewhere too, as nn.LSTM does
+                    setattr(module, name, parameter)
 
 
 def _become(parameter: Parameter, memory: Tensor) -> Parameter:

@@ -15,7 +15,7 @@ from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import UsageError
 from paceline.parallel.shard import shard
 from tests.harness.models import fill
-from tests.harness.sharded import Kept, Trainee, alone_with, fitting, same, train
+from tests.harness.sharded import Kept, Trainee, alone_with, fitting, refused, same, train
 from tests.harness.sharded_models import OddNet, odd_net, vectors
 
 STAGES = pytest.mark.parametrize("zero", [1, 2, 3])
@@ -119,3 +119,27 @@ def test_compiled_units(zero: Any) -> None:
         return fill(model.double())
 
     same(build, fitting(vectors), shard("blocks.*", zero=zero), 2)
+
+
+@STAGES
+def test_modules_that_keep_their_parameters_elsewhere_too(zero: Any) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inward, self.cell, self.out = nn.Linear(7, 5), nn.LSTM(5, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.out(self.cell(self.inward(x).unsqueeze(0))[0][0])
+            return out
+
+    same(lambda: fill(Recurrent().double()), fitting(vectors), shard(("cell", "inward"), zero=zero), 3)
+
+
+def test_hooks_that_would_not_be_called_are_refused() -> None:
+    def build() -> nn.Module:
+        model = odd_net()
+        next(model.parameters()).register_hook(lambda grad: 2 * grad)
+        return model
+
+    same(build, fitting(vectors), shard("blocks.*", zero=2), 2)
+    refused(shard("blocks.*"), "inward.weight has a hook of the script for its gradient", build)
