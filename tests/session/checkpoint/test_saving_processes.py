@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import paceline as pl
 from paceline.fault import checkpoint
 from tests.harness.jobs import Jobs, wait_for
 from tests.harness.survivors import outcome, script
@@ -156,3 +157,36 @@ def test_what_failed_in_the_background_ends_the_job_in_words(job: Jobs, tmp_path
     assert "step 3 was not saved, the disk is full" in ended.said
     assert (tmp_path / "runs" / "run" / "summary.json").exists()
     wait_for(lambda: not job.left(0))
+
+
+CUT = """
+with pl.start(name="cut") as run:
+    torch.set_default_dtype(torch.float64)
+    with pl.meta():
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.05)
+    data = TensorDataset(torch.randn(43, 4, generator=torch.Generator().manual_seed(1)), torch.ones(43, 1))
+    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, batch_size=8))
+    run.resume()
+    for _ in run.epochs(2):
+        for x, y in loader:
+            step(run, model, optimizer, x, y)
+            if run.steps + 1 == int(sys.argv[1]):
+                run.save(background=True)
+                sys.exit(0)
+    run.save()
+"""
+
+
+def test_processes_go_on_in_another_layout(job: Jobs, tmp_path: Path) -> None:
+    both = ("--mesh", "shard=2, tensor=2", "--cut", """tensor({"0": column(), "2": row()}), shard("0", zero=3)""")
+    said = ""
+    for folder, size, options, until in (("a", 4, both, 5), ("a", 2, ("--cut", 'shard("2", zero=1)'), 0), ("b", 1, (), 0)):
+        body = CUT.replace('name="cut"', f'name="{folder}", seed=7')
+        ended = job.run("import sys\n" + body, size, *options, args=(str(until),)).end()
+        assert ended.code == 0, ended.err
+        said += ended.err
+    assert "resumed from runs/a/checkpoints/step-00000005 at step 5" in said
+    found, alone = (pl.state_dict(tmp_path / "runs" / name) for name in ("a-2", "b"))
+    assert all(torch.allclose(found[name], tensor, rtol=0, atol=1e-12) for name, tensor in alone.items())
+    assert job.left() == []
