@@ -151,7 +151,8 @@ def _meet_others(
 
 
 def _join(worker: WorkerContext, late_after: float | None, undo: ExitStack, asked: str | None) -> Joined:
-    mesh = None if asked is None else choose(asked, worker.cluster, survives=worker.place.worker is not None)
+    known = asked is None or worker.place.joining  # one that comes later is a replica of those that were all there
+    mesh = None if known or asked is None else choose(asked, worker.cluster, survives=worker.place.worker is not None)
     context, default = _context(worker, undo)
     undo.callback(_close, context.extra_groups)
     view = CurrentView(worker)

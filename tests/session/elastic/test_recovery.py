@@ -132,7 +132,7 @@ def test_a_worker_comes_back(job: Jobs, alone: Callable[..., Outcome]) -> None:
     out = job.folder / "killed"
     out.mkdir()
     text = script(start="name='run', folder='killed/runs'", epochs=8, nap=until(2))
-    launched = job.run(text, 3, "--min-workers", "1", "--restarts", "1", OUT=str(out))
+    launched = job.run(text, 3, "--min-workers", "1", "--restarts", "1", "--mesh", "data=3", OUT=str(out))
     trains(launched, out, 3)
     kill(launched, random.Random(1))
     ended = launched.end()
