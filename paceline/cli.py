@@ -45,7 +45,9 @@ Sync = Annotated[str | None, typer.Option(help="Strategy as text, such as 'AllRe
 Mesh = Annotated[str | None, typer.Option(help="The workers as a grid, such as 'data=2, tensor=2'; replaces the script's own.")]
 Cut = Annotated[str | None, typer.Option(help="Cuts of the model as text, such as 'shard(\"blocks.*\")'; they replace the script's own.")]
 MinWorkers = Annotated[int | None, typer.Option(help="Go on when workers die, as long as there are so many in all.")]
-Restarts = Annotated[int, typer.Option(help="How many workers of each host are started again, with --min-workers.")]
+Restarts = Annotated[
+    int, typer.Option(help="How often all workers start again after a loss; with --min-workers: how many of each host do.")
+]
 Patience = Annotated[float, typer.Option(help="Seconds that fewer than --min-workers wait, or a host that was cut off looks for others.")]
 
 

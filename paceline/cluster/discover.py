@@ -10,7 +10,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import overload
 
 from paceline.cluster import secret as secrets
@@ -22,6 +22,26 @@ Environ = Mapping[str, str]
 # Ports derived from a job's id lie below the ephemeral range of Linux (32768...).
 _FIRST_PORT, _PORTS = 20_000, 12_000
 _NEEDED = -(2**63)  # stands for "no default"
+
+
+@dataclass(frozen=True)
+class JobStart:
+    """One start of a job that may start again: the run that earlier ones have opened, and why they ended; empty for the first."""
+
+    folder: str | None = None
+    seed: int = 0
+    began: float = 0.0
+    events: tuple[tuple[float, str], ...] = ()  # when each ended, and why
+
+    def dump(self) -> str:
+        """Return the text for `load`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def load(cls, text: str) -> JobStart:
+        """Read what `dump` has written."""
+        fields = json.loads(text)
+        return cls(**{**fields, "events": tuple((when, what) for when, what in fields["events"])})
 
 
 @dataclass(frozen=True)
@@ -62,6 +82,7 @@ class Place:
     run: tuple[str, int] | None = None  # the folder and the seed of the run that it joins
     stack_fd: int | None = None  # where its stack is written when the launcher asks for it (paceline run)
     job: str | None = None  # what tells its job from all others (paceline run)
+    job_start: JobStart | None = None  # where the job may start again (`paceline run --restarts`)
     timings: Timings = DEFAULTS
 
 
@@ -131,7 +152,13 @@ def _paceline(environ: Environ) -> Place | None:
         run=_run(environ),
         stack_fd=_integer(environ, "PACELINE_STACK_FD", None),
         job=environ.get("PACELINE_JOB") or None,
+        job_start=job_start(environ),
     )
+
+
+def job_start(environ: Environ) -> JobStart | None:
+    """Return which start of its job this is; None where the job never starts again."""
+    return JobStart.load(environ["PACELINE_JOB_START"]) if environ.get("PACELINE_JOB_START") else None
 
 
 def _run(environ: Environ) -> tuple[str, int] | None:

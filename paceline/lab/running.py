@@ -155,6 +155,10 @@ def run(cluster: RunTarget, start: LabRequest, folder: Path) -> Outcome:
 
 def check(start: LabRequest) -> None:
     """Raise `UsageError` for a request that makes no sense, before anything is built."""
+    if start.restarts and start.min_workers is None:
+        raise UsageError(
+            f"--restarts {start.restarts} in a lab needs --min-workers N: a job of several hosts doesn't start again as a whole"
+        )
     script = start.script if start.folder is None else str(Path(start.folder) / start.script)
     launch.check(
         launch.LaunchRequest(

@@ -23,6 +23,7 @@ from paceline.formatting import spell
 from paceline.session.axes import RunAxes
 from paceline.session.checkpoint.layout import StateLayout
 from paceline.session.checkpoint.parts import CutParts
+from paceline.session.checkpoint.resumption import RunResumption
 from paceline.session.checkpoint.saving import CheckpointSaver, SaveRequest, patience
 from paceline.session.checkpoint.state import RunProgress, WorkerState
 from paceline.session.elastic.adapter import ElasticRun, check_elastic, keepers
@@ -108,9 +109,6 @@ class _Assembly:
         cuts = ModelCuts(axes, self.history.seed, worker.place.cut)
         self.prepared = Prepared(axes, self.loop.backward, self.loop, worker.device, subgroups, cuts=cuts)
         self.layout = StateLayout(axes.mesh, axes.everyone.group.rank, cuts.placements, cuts.renewed)
-        self.own = WorkerState(
-            Randomness(worker.device), self.sync, self.abilities, self.prepared.optimizers, self.layout, context.announce
-        )
         check_comparison(comparison, self.sync, self.abilities.replicated)
         if self.elastic:
             check_elastic(worker.device, self.abilities)
@@ -123,12 +121,25 @@ class _Assembly:
         worker = self.view.worker
         self.progress = RunProgress(loop, prepared.loaders)
         prepared.state.add("progress", self.progress)
-        tables, pinned = prepared.tables, worker.device.type == "cuda"
+        tables, pinned, start = prepared.tables, worker.device.type == "cuda", worker.place.job_start
+        log = None if start is None else self.log
+        self.own = WorkerState(
+            Randomness(worker.device), self.sync, self.abilities, prepared.optimizers, self.layout, context.announce, log=log
+        )
         parts = CutParts(self.axes.everyone, self.layout, patience(worker.deadline))
         self.saving = CheckpointSaver(
             prepared.state, self.own, context, history.note, parts=parts, tables=tables, deadline=worker.deadline, pinned=pinned
         )
         self.records, self.hints = RunRecords(history, self.log, LogMeetings()), StartupHints(prepared, loop)
+        self.resumption = RunResumption(
+            self.saving,
+            everyone=self.axes.everyone,
+            announce=context.announce,
+            loop=loop,
+            records=self.records,
+            folder=self.folder,
+            start=start,
+        )
         self.tally = StepCount(lambda: loop.steps, waits=self.view.waits)
         by_hand = ManualGradients(loop, self.records.meetings)
         self.watch = OptimizerWatch(prepared, loop, by_hand, self.tally, self.hints.strange)
@@ -156,13 +167,14 @@ class _Assembly:
             survival = self._survive(body, recovery, leaving, collector)
         plan = TotalSteps(total_steps, log.expect)
         observer = self.abilities.observer
+        restart = () if self.view.worker.place.job_start is None else (self.resumption.training_begins,)
 
         def begin_comparing() -> None:
             comparer.begin(loop.steps)
 
         loop.observe(
             LoopObservers(
-                training_begins=(*(() if survival is None else (survival.begin,)), begin_comparing),
+                training_begins=(*restart, *(() if survival is None else (survival.begin,)), begin_comparing),
                 epoch_began=(collector.part,),
                 lead_taken=(plan.led,),
                 first_step=(self.prepared.cuts.check_used, self.hints.prepared),
@@ -197,7 +209,7 @@ class _Assembly:
                 hints=self.hints,
                 watch=self.watch,
                 collector=collector,
-                meetings=self.records.meetings,
+                resumption=self.resumption,
                 comparer=comparer,
                 survival=survival,
                 ending=self.ending,

@@ -23,6 +23,7 @@ from paceline.errors import UsageError
 from paceline.fault import checkpoint
 from paceline.formatting import spell
 from paceline.session.axes import RunAxes
+from paceline.session.checkpoint.resumption import RunResumption
 from paceline.session.checkpoint.saving import CheckpointSaver, SaveRequest
 from paceline.session.checkpoint.state import RunProgress, WorkerState
 from paceline.session.elastic.survival import Survival
@@ -34,7 +35,7 @@ from paceline.session.prepare.cuts import Asked
 from paceline.session.prepare.initial import Init
 from paceline.session.prepare.optimizers import OptimizerWatch
 from paceline.session.prepare.registry import Prepared
-from paceline.session.record.collector import LogCollector, LogMeetings
+from paceline.session.record.collector import LogCollector
 from paceline.session.record.folder import RunFolder
 from paceline.session.record.hints import StartupHints
 from paceline.session.record.history import RunHistory
@@ -64,7 +65,7 @@ class RunParts:
     hints: StartupHints
     watch: OptimizerWatch
     collector: LogCollector
-    meetings: LogMeetings
+    resumption: RunResumption
     comparer: ReplicaComparer
     survival: Survival | None  # where the run goes on when workers are lost
     ending: RunEnding
@@ -81,7 +82,7 @@ class Run:
         self._view, self._axes, self._context, self._agreement = parts.view, parts.axes, parts.axes.slice, parts.axes.slice.agreement
         self._history, self._log, self._loop, self._prepared = parts.history, parts.log, parts.loop, parts.prepared
         self._own, self._progress, self._plan, self._saving = parts.own, parts.progress, parts.plan, parts.saving
-        self._hints, self._watch, self._collector, self._meetings = parts.hints, parts.watch, parts.collector, parts.meetings
+        self._hints, self._watch, self._collector, self._resumption = parts.hints, parts.watch, parts.collector, parts.resumption
         self._comparer, self._survival, self._ending = parts.comparer, parts.survival, parts.ending
         self._backward = parts.loop.backward
         worker = parts.view.worker
@@ -207,6 +208,7 @@ class Run:
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield 0, 1, ... count - 1; after `resume` from the epoch that was under way. Ends early when all have agreed to `stop`."""
+        self._resumption.epochs_begin()
         self._loop.begin_training()
         self._plan.begin(count, self._prepared.loaders)
         if not self._progress.enter():
@@ -220,6 +222,7 @@ class Run:
             yield self._progress.epoch
             self._loop.end_broken()
             self._progress.end()
+            self._resumption.epoch_ended()
             self._hints.ended()
 
     def event(self, what: str) -> None:
@@ -296,24 +299,18 @@ class Run:
         folder = self.folder.checkpoints
         if self._loop.transaction.failed:  # this turn is dealt again, and saves then
             return next(iter(checkpoint.newest(folder)), folder)
+        self._resumption.before_save()
         return self._saving.save(SaveRequest(folder, step, keep, background))
 
     def resume(self, folder: str | Path | None = None) -> bool:
         """Go on from the newest whole checkpoint (of `folder`, a run's; default: of runs called the same before).
 
         Returns False, and says so, if there is none at all. Otherwise everything prepared and kept is as it was saved, for any number of
-        workers. Collective.
+        workers. A job that has started again (`paceline run --restarts`) goes on from its own, whatever `folder` is. Collective.
 
         Raises `CheckpointError` if there are some and none can be used.
         """
-        asked = [self.folder.path, *self.folder.earlier] if folder is None else [Path(folder)]
-        places = [place if place.name == "checkpoints" else place / "checkpoints" for place in asked]
-        found = self._saving.resume(places, named=self.folder.named or folder is not None)
-        if found is None:
-            return False
-        self._meetings.put(self.steps + 1)
-        self._context.announce(f"resumed from {found} at step {self.steps}")
-        return True
+        return self._resumption.resume(folder)
 
     # ---- the end
 

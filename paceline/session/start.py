@@ -103,7 +103,7 @@ def start(
         run = assemble(
             joined,
             strategy,
-            seed=seed if place.run is None else place.run[1],
+            seed=_seed(place, seed),
             began=began,
             comparison=comparison,
             open_records=Records(joined, Path(folder), name, on_nan).open,
@@ -112,6 +112,14 @@ def start(
         undo.pop_all()
     ExitHooks(run).arm()
     return run
+
+
+def _seed(place: Place, asked: int | None) -> int | None:
+    """Return the seed of the run that this worker joins, or that its job has begun before; else what the script asks for."""
+    if place.run is not None:
+        return place.run[1]
+    start = place.job_start
+    return asked if start is None or start.folder is None else start.seed
 
 
 @contextmanager
@@ -205,18 +213,30 @@ class Records:
     def open(self, history: RunHistory, adds: bool) -> tuple[RunFolder, MetricsLog]:
         """Open the folder and the log; `adds`: the samples of a step are each worker's own."""
         folder, worker, say = self._folder(), self._worker, self._worker.say
-        events.opened(worker.place, str(folder.path.absolute()), history.seed)  # for launchers that start others for it
+        self._go_on(history)
+        events.opened(worker.place, str(folder.path.absolute()), history.seed, history.began)  # for launchers that start others for it
         if worker.page is not None:
             worker.page.writes_to(folder.path)
         book = self._book(folder, adds=adds)
         return folder, MetricsLog(book, on_nan=self._on_nan, say=say, note=history.tell, accounts=self._axes.slice.accounts)
 
     def _folder(self) -> RunFolder:
-        """Return the folder of the run that this worker joins, or a new one. Collective."""
-        place, name = self._worker.place, self._name
+        """Return the folder of the run that this worker joins or that its job has begun before, or a new one. Collective."""
+        place, start = self._worker.place, self._worker.place.job_start
+        name = self._name if self._name is not None else place.run_name
         if place.run is not None:
             return RunFolder(Path(place.run[0]))
-        return RunFolder.agree(self._axes.everyone, self._root, name if name is not None else place.run_name, say=self._worker.say)
+        if start is not None and start.folder is not None:
+            return RunFolder.again(Path(start.folder), name)
+        return RunFolder.agree(self._axes.everyone, self._root, name, say=self._worker.say)
+
+    def _go_on(self, history: RunHistory) -> None:
+        """Have the history begin with the first start of the job, and say why that and others have ended."""
+        start = self._worker.place.job_start
+        if start is not None and start.events:
+            began = history.began if start.folder is None else start.began
+            told = [{"time": max(when - began, 0.0), "what": what} for when, what in start.events]
+            history.learn({"events": told + history.events, "began": began, "seed": history.seed})
 
     def _book(self, folder: RunFolder, *, adds: bool) -> MetricsWriter | None:
         """Return a writer of metrics on the first worker; where losses are survived, on all, as another one may have to go on."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster import secret
-from paceline.cluster.discover import Place, discover, expand, fixed_port
+from paceline.cluster.discover import JobStart, Place, discover, expand, fixed_port
 from paceline.cluster.machine import cores, quota
 from paceline.errors import PlaceError, SecretError
 
@@ -138,6 +138,14 @@ def test_paceline_comes_first():
     assert stands(place) == ("paceline", 5, 6, 1, 2, 2, 3)
     assert place.meeting == ("10.0.0.1", 1234) and (place.store_fd, place.report_fd) == (7, 8)
     assert place.secret == b"0123456789abcdef" and place.one_machine and not place.agent_store
+
+
+def test_which_start_of_its_job_it_is():
+    ours = {**TORCHRUN, "PACELINE_STORE": "a:1"}
+    start = JobStart("runs/x", 3, 1.5, ((2.0, "rank 1 was killed"),))
+    assert discover({**ours, "PACELINE_JOB_START": start.dump()}).job_start == start
+    assert discover({**ours, "PACELINE_JOB_START": ""}).job_start is None and discover(ours).job_start is None
+    assert discover({**TORCHRUN, "PACELINE_JOB_START": start.dump()}).job_start is None  # it was started by another launcher
 
 
 def test_what_a_user_sets():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.cluster import store
-from paceline.cluster.discover import Place
+from paceline.cluster.discover import JobStart, Place
 from paceline.cluster.mesh import lay_out, read
 from paceline.cluster.topology import HostRanks, Topology
 from paceline.comm.agreement import Agreement
@@ -52,10 +52,11 @@ def make(
     hosts: tuple[int, ...] = (),
     comparison: Comparison | None = None,
     mesh: str | None = None,
+    start: JobStart | None = None,
 ) -> Run:
     """A run over `group`, as `start` would make it; all on one host, or on the `hosts` of the ranks."""
     ranks = tuple(range(group.size))
-    place = Place(rank=group.rank, size=group.size, local_rank=group.rank, local_size=group.size, hostname="here")
+    place = Place(rank=group.rank, size=group.size, local_rank=group.rank, local_size=group.size, hostname="here", job_start=start)
     where = hosts or (0,) * group.size
     dealt = [tuple(rank for rank in ranks if where[rank] == host) for host in sorted(set(where))]
     cluster = Topology(tuple(HostRanks("here" if len(dealt) == 1 else f"host{n}", mine, "127.0.0.1") for n, mine in enumerate(dealt)))
@@ -66,7 +67,8 @@ def make(
     context = SyncContext(group, agreement, step_state, Trace(), cluster.where(), say, None, servers=servers, table_servers=servers)
 
     def open_records(history: RunHistory, adds: bool) -> tuple[RunFolder, MetricsLog]:
-        kept = RunFolder.agree(agreement, Path(folder), "test", say=say)
+        again = start is not None and start.folder is not None
+        kept = RunFolder.again(Path(folder) / "test", "test") if again else RunFolder.agree(agreement, Path(folder), "test", say=say)
         book = MetricsWriter(kept, adds=adds) if group.rank == 0 else None
         return kept, MetricsLog(book, on_nan=on_nan, say=say, note=history.tell, accounts=context.accounts)
 
@@ -115,14 +117,17 @@ def workers(
     hosts: tuple[int, ...] = (),
     comparison: Comparison | None = None,
     mesh: str | None = None,
+    start: JobStart | None = None,
 ) -> list[T]:
-    """What `body(run)` gives on each of `size` workers; runs are kept in `folder` if there is one."""
+    """What `body(run)` gives on each of `size` workers; runs are kept in `folder` if there is one, and `start` again."""
     with tempfile.TemporaryDirectory() as temporary:
 
         def work(group: Group) -> T:
             say = said.append if said is not None and group.rank == 0 else _nothing
             among, where = group if size > 1 else SoloGroup(), str(folder or temporary)
-            with make(among, strategy or AllReduce(), where, say, on_nan, hosts=hosts, comparison=comparison, mesh=mesh) as run:
+            with make(
+                among, strategy or AllReduce(), where, say, on_nan, hosts=hosts, comparison=comparison, mesh=mesh, start=start
+            ) as run:
                 return body(run)
 
         return spawn(size, work, delay=delay, deadline=deadline)

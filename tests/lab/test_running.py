@@ -277,6 +277,8 @@ class TestRun:
             cluster.run(script, deadline=0)
         with pytest.raises(UsageError, match="--threads is 0"):
             cluster.run(script, threads=0)
+        with pytest.raises(UsageError, match="--restarts 2 in a lab needs --min-workers N"):
+            cluster.run(script, restarts=2)
 
     @pytest.mark.slow
     def test_scripts_of_torch_distributed_alone(self, build, tmp_path):

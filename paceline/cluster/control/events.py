@@ -10,10 +10,11 @@ import time
 
 from paceline.cluster.control.commands import STACK
 from paceline.cluster.discover import Place
-from paceline.errors import DeadlineExceeded, Mismatch, ViewChanged, WorkerLost
+from paceline.errors import DeadlineExceeded, Mismatch, ReplicasDiffer, UsageError, ViewChanged, WorkerLost
 
 # What a worker raises because another one failed: never the cause while something else could be.
 ECHOES = (Mismatch, WorkerLost, DeadlineExceeded, ViewChanged)
+FINAL = (UsageError, Mismatch, ReplicasDiffer)  # what another start of the job would come to again, or would hide
 _LONGEST = 300  # characters of a message: a record stays below PIPE_BUF, so that it is written whole
 
 
@@ -27,10 +28,10 @@ def closed(place: Place) -> None:
     _tell(place, {"event": "closed"})
 
 
-def opened(place: Place, folder: str, seed: int) -> None:
-    """Report the run's folder and seed, for workers that come later."""
-    if place.worker is not None:
-        _tell(place, {"event": "opened", "folder": folder, "seed": seed})
+def opened(place: Place, folder: str, seed: int, began: float) -> None:
+    """Report the run's folder, its seed and when it began, for workers that come later and for another start of the job."""
+    if place.worker is not None or place.job_start is not None:
+        _tell(place, {"event": "opened", "folder": folder, "seed": seed, "began": began})
 
 
 def surviving(place: Place) -> None:
@@ -77,7 +78,8 @@ def report_failure(place: Place, kind: type[BaseException], error: BaseException
     """Report the uncaught exception that ends this worker; call it as soon as the error is known, before peers can notice."""
     if issubclass(kind, KeyboardInterrupt) or leaves_well(error):
         return
-    _tell(place, {"event": "failed", "type": kind.__name__, "message": str(error or "")[:_LONGEST], "is_echo": issubclass(kind, ECHOES)})
+    record = {"event": "failed", "type": kind.__name__, "message": str(error or "")[:_LONGEST]}
+    _tell(place, {**record, "is_echo": issubclass(kind, ECHOES), "is_final": issubclass(kind, FINAL)})
 
 
 def leaves_well(error: BaseException | None) -> bool:

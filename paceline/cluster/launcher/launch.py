@@ -16,7 +16,7 @@ from pathlib import Path
 from paceline.cluster import machine, mesh, network, secret
 from paceline.cluster.control import commands, progress
 from paceline.cluster.control.progress import Page
-from paceline.cluster.discover import environment, seconds, timings
+from paceline.cluster.discover import environment, job_start, seconds, timings
 from paceline.cluster.hosts.admission import MeetingPoint, Point
 from paceline.cluster.hosts.channel import Channel
 from paceline.cluster.hosts.elastic import ElasticPeers, connect_all, enter
@@ -25,6 +25,7 @@ from paceline.cluster.hosts.peers import NoPeers, Offer, Peers
 from paceline.cluster.hosts.rendezvous import Admission, Meeting, assemble, seek
 from paceline.cluster.launcher import hints
 from paceline.cluster.launcher.replacement import Replacement
+from paceline.cluster.launcher.restarts import JobRestarts
 from paceline.cluster.launcher.supervisor import Supervisor
 from paceline.cluster.launcher.worker import WorkerCommand
 from paceline.cluster.topology import HostRanks, Topology
@@ -59,7 +60,8 @@ class LaunchRequest:
     OMP_NUM_THREADS where it is set); `sync`, `mesh`, `cut`, `name` and `servers` reach `start()` as PACELINE_SYNC and so on.
     `placement` says how ranks are dealt to hosts (see `deal`). With `min_workers` the job goes on when workers die, as long as there are
     so many; up to `restarts` of them are started again on this host. With fewer it saves, and waits so many seconds (`patience`) for
-    others to come. `backend`: what scripts that use torch.distributed by themselves get in the place of Gloo ("paceline"; None: Gloo).
+    others to come. Without `min_workers` the whole job starts again, up to `restarts` times. `backend`: what scripts that
+    use torch.distributed by themselves get in the place of Gloo ("paceline"; None: Gloo).
     """
 
     script: str
@@ -101,11 +103,14 @@ def run(job: LaunchRequest, environ: Mapping[str, str] | None = None) -> int:
         machine.allow_descriptors(_DESCRIPTORS + 8 * job.workers + 4 * job.workers * job.hosts)
         if job.workers == job.hosts == 1:
             _say(hints.misplaced(job.script, job.args))
-        code, points, ranks = _work(job, surroundings)
+        restarts = JobRestarts(job.restarts) if job.restarts and job.min_workers is None else None
+        code, points, ranks = _work(job, surroundings, restarts)
+        while restarts is not None and restarts.take():
+            code, points, ranks = _work(job, surroundings, restarts)
         while points:  # this host was cut off from those that go on
             _say(f"looks for the other hosts for {job.patience:g} s, to take part again")
             try:
-                code, points, ranks = _work(job, surroundings, points, ranks)
+                code, points, ranks = _work(job, surroundings, None, points, ranks)
             except PacelineError as error:
                 _say(str(error))
                 return code
@@ -123,18 +128,23 @@ def _say(text: str | None) -> None:
 
 
 def _work(
-    job: LaunchRequest, surroundings: dict[str, str], points: Sequence[Point] = (), ranks: Sequence[int] = ()
+    job: LaunchRequest,
+    surroundings: dict[str, str],
+    restarts: JobRestarts | None,
+    points: Sequence[Point] = (),
+    ranks: Sequence[int] = (),
 ) -> tuple[int, Sequence[Point], Sequence[int]]:
     """Take part until the job is over here: the exit code, where the others are called if this host was cut off from them, and its ranks.
 
     With `points`, the job runs there already; its workers are called by these `ranks` again.
     """
+    surroundings["PACELINE_JOB_START"] = "" if restarts is None else restarts.start.dump()
     with ExitStack() as held, ExitStack() as inherited:
         mine = _bring(job, surroundings, held, inherited)
         ready = _prepare(job, surroundings, mine, points, ranks)
         assembly = ready.peers if isinstance(ready.peers, ElasticPeers) else None
         mending = None if assembly is None else partial(_mending, job, assembly, ready.again, mine.timings)
-        supervisor = Supervisor(ready.host, surroundings["PACELINE_JOB"], ready.peers, mending, timings=mine.timings)
+        supervisor = Supervisor(ready.host, surroundings["PACELINE_JOB"], ready.peers, mending, restarts=restarts, timings=mine.timings)
         code = supervisor.run(ready.tasks, started=inherited.close)  # what workers inherit is theirs alone from then on
         back = assembly is not None and assembly.cut_off and not supervisor.asked and job.patience > 0
         return code, assembly.points if back and assembly is not None else [], [task.rank for task in ready.tasks]
@@ -173,8 +183,7 @@ def check(job: LaunchRequest) -> None:
         raise UsageError(f"--backend {job.backend} is unknown; possible is paceline, which scripts get that ask torch.distributed for Gloo")
     if job.backend is not None and job.min_workers is not None:
         raise UsageError("--backend is for scripts that use torch.distributed, which survives no losses: leave out --min-workers")
-    if job.restarts < 0 or (job.restarts and job.min_workers is None):
-        raise UsageError(f"--restarts {job.restarts} needs --min-workers N, and has to be 0 or more")
+    _check_restarts(job)
     if job.hosts == 1 and job.join is not None and job.min_workers is None:
         raise UsageError(f"--join {job.join} needs --hosts N: how many hosts are to meet there (with --min-workers 1 will do)")
 
@@ -187,6 +196,16 @@ def _check_script(job: LaunchRequest) -> None:
         raise UsageError(f"the script {job.script} is a folder without a __main__.py")
     if not os.access(script, os.R_OK):
         raise UsageError(f"the script {job.script} can't be read: check its mode")
+
+
+def _check_restarts(job: LaunchRequest) -> None:
+    if job.restarts < 0:
+        raise UsageError(f"--restarts is {job.restarts}, and has to be 0 or more")
+    if job.restarts and job.hosts > 1 and job.min_workers is None:
+        raise UsageError(
+            f"--restarts {job.restarts} starts a whole job again on one host alone; with --hosts {job.hosts} give --min-workers N, too: "
+            "then workers that die start again, and the others go on"
+        )
 
 
 def deal(workers: Sequence[int], placement: str) -> list[list[int]]:
@@ -391,7 +410,9 @@ def _shared_variables(job: LaunchRequest, environ: Mapping[str, str], table: tup
     mine, leader = table[rank], table[0]
     kept = {name: value for name, value in environ.items() if not name.startswith(_NOT_INHERITED)}
     here = sum(other.workers for other in table if other.machine == mine.machine)
-    if all(other.machine != mine.machine for other in table[:rank]):  # one launcher of each machine says it
+    start = job_start(environ)
+    first = start is None or not start.events
+    if first and all(other.machine != mine.machine for other in table[:rank]):  # one launcher of each machine says it
         _say(hints.crowded(here, machine.cores(), mine.name))
     kept |= {
         "WORLD_SIZE": str(sum(other.workers for other in table)),

@@ -14,6 +14,7 @@ from paceline.cluster.launcher.cleanup import JobCleanup
 from paceline.cluster.launcher.hangs import HangSearch
 from paceline.cluster.launcher.output import screens
 from paceline.cluster.launcher.replacement import Replacement
+from paceline.cluster.launcher.restarts import JobRestarts
 from paceline.cluster.launcher.verdict import FailureSearch
 from paceline.cluster.launcher.worker import WorkerCommand, WorkerProcess, preparation, readable, start
 from paceline.timings import DEFAULTS, Timings
@@ -29,9 +30,10 @@ class Supervisor:
         peers: Peers,
         mending: Callable[[Supervisor], Replacement] | None = None,
         *,
+        restarts: JobRestarts | None = None,
         timings: Timings = DEFAULTS,
     ) -> None:
-        self._peers = peers
+        self._peers, self._restarts = peers, restarts
         self._timings = timings.supervisor
         self._workers: list[WorkerProcess] = []
         self._out, self._err = screens()
@@ -64,7 +66,6 @@ class Supervisor:
             while not self._over():
                 self._turn(wake)
             self._conclude(wake)
-            return self._code()
         finally:
             self._cleanup.sweep([worker.process for worker in self._workers if worker.ended is None])
             self._peers.close()
@@ -74,6 +75,7 @@ class Supervisor:
                 signal.signal(signum, handler)
             for descriptor in (wake, waker):
                 os.close(descriptor)
+        return self._code()
 
     def _note(self, signum: int, frame: object) -> None:
         if signum != signal.SIGCHLD:
@@ -224,7 +226,8 @@ class Supervisor:
                 self._err.say(f"paceline: what rank {verdict.rank} said last:")
                 for line in verdict.tail.splitlines():
                     self._err.put(-1 if verdict.rank is None else verdict.rank, line.encode(errors="replace") + b"\n")
-            self._err.say(f"{verdict.line()}; its last words are above" if verdict.tail else verdict.line())
+            sequel = "" if self._restarts is None else self._restarts.judge(verdict, self._workers)
+            self._err.say("; ".join(filter(None, [verdict.line(), "its last words are above" if verdict.tail else "", sequel])))
         self._flush(wake)
 
     def _final(self) -> Failure | None:
@@ -251,6 +254,8 @@ class Supervisor:
     def _code(self) -> int:
         if self._asked is not None or self._leaving:
             return 128 + (self._asked or signal.SIGTERM)
+        if self._restarts is not None and self._signals and self._restarts.take():
+            return 128 + self._signals[0]  # asked to end after the workers had ended: the job doesn't start again
         verdict = self._final()
         return 0 if verdict is None else verdict.code
 

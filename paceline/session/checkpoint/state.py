@@ -12,6 +12,7 @@ from paceline.data.loader import ShareLoader
 from paceline.errors import CheckpointError
 from paceline.session.checkpoint.layout import StateLayout
 from paceline.session.loop.turns import TrainingLoop
+from paceline.session.record.log import MetricsLog
 from paceline.state.snapshot import Snapshot, pack
 from paceline.state.versioned import Randomness
 from paceline.sync.abilities import Abilities
@@ -66,6 +67,7 @@ class WorkerState:
     """State of one worker: its random generators, its strategy's own state, and its optimizers where they differ between workers.
 
     `layout`: how models are cut between workers, which says whose states are alike; `say` is told what can't be loaded into another one.
+    `log`: what was logged of steps that aren't written yet, where another start of the job may go on with it.
     """
 
     randomness: Randomness
@@ -74,6 +76,7 @@ class WorkerState:
     optimizers: list[Optimizer]
     layout: StateLayout
     say: Callable[[str], None]
+    log: MetricsLog | None = None
 
     def snapshot(self) -> Snapshot:
         """Pack this state; the tensors in it are the live ones, not copies."""
@@ -81,6 +84,8 @@ class WorkerState:
         mine = {"randomness": self.randomness.state_dict(), "sync": self.sync.state_dict(), "optimizers": apart}
         if self.layout.is_cut:
             mine["layout"] = self.layout.fingerprint()
+        if self.log is not None:
+            mine["log"] = self.log.state_dict()
         return pack(mine, copy=False)
 
     def load(self, rank: int, found: Mapping[int, Snapshot]) -> None:
@@ -97,6 +102,8 @@ class WorkerState:
         alike = all(state.get("layout", "") == layout for state in states.values())
         if rank in states:
             self.randomness.load_state_dict(states[rank]["randomness"])
+            if self.log is not None:
+                self.log.load_state_dict(states[rank].get("log", {}))
         if not alike:
             if any(state["sync"] or state["optimizers"] for state in states.values()):
                 self.say(

@@ -94,6 +94,12 @@ class RunFolder:
         return RunFolder(path, earlier, name is not None)
 
     @staticmethod
+    def again(path: Path, name: str | None) -> RunFolder:
+        """Return the folder of a run whose job has started again, and that was given this name."""
+        earlier = () if name is None else _earlier(path.parent, name)
+        return RunFolder(path, earlier[earlier.index(path) + 1 :] if path in earlier else (), name is not None)
+
+    @staticmethod
     def agree(agreement: Agreement, root: Path, name: str | None, *, say: Callable[[str], None]) -> RunFolder:
         """Let the first worker `create` the folder, for all: the path is the same everywhere, and a failure ends all. Collective."""
 

@@ -9,7 +9,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from paceline.session.record.folder import unwritten
+from paceline.session.record.folder import unwritten, write_whole
 
 
 class JsonLines:
@@ -49,6 +49,19 @@ class JsonLines:
         except OSError as error:
             raise unwritten(self._path, error) from error
         return found
+
+    def cut(self, step: int) -> list[dict[str, Any]]:
+        """Remove the lines of steps after this one, and whatever is no line; return those that stay."""
+        self.close()
+        if not self._path.exists():
+            return []
+        try:
+            lines = self._path.read_bytes().split(b"\n")
+        except OSError as error:
+            raise unwritten(self._path, error) from error
+        kept = [line for line in map(_read, lines) if line is not None and line["step"] <= step]
+        write_whole(self._path, "".join(f"{json.dumps(line)}\n" for line in kept))
+        return kept
 
     def close(self) -> None:
         """Close the file. Calling it twice is harmless."""

@@ -83,6 +83,7 @@ class MetricsLog:
         self._book, self._on_nan, self._say, self._note, self._clock = book, on_nan, say, note or say, clock
         self._accounts = accounts
         self._began = clock()
+        self._earlier = 0.0  # seconds that the run had taken when this log began
         self._open: dict[int, dict[str, _Sums]] = {}  # by step
         self._queue: deque[_LogEntry] = deque()
         self._number = 0  # of the last finished step in this log; steps of a run go on from a checkpoint, this doesn't
@@ -122,7 +123,7 @@ class MetricsLog:
         for account in self._accounts:
             self.log(step, account.take())
         self._number += 1
-        now = self._clock() - self._began
+        now = self._now()
         for late in sorted(number for number in self._open if number != step):
             self._enqueue(_LogEntry(self._number, late, now, sums=self._open.pop(late)))
         split = [seconds.get(part, 0.0) for part in PARTS]
@@ -146,6 +147,33 @@ class MetricsLog:
         self._number = number
         self._drained = (number, self._clock())
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was logged of steps that aren't over, for `load_state_dict`."""
+        return {
+            str(step): {
+                name: [sums.total + (0.0 if sums.device is None else sums.device.item()), sums.weight] for name, sums in found.items()
+            }
+            for step, found in self._open.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what was logged of steps that weren't over."""
+        self._open = {int(step): {name: _Sums(*sums) for name, sums in found.items()} for step, found in state.items()}
+
+    def rewind(self, step: int, seconds: float) -> None:
+        """Go on behind this step, of a run that has taken so many seconds: lines of later steps are removed."""
+        self._earlier = seconds
+        if self._book is not None:
+            self._book.rewind(step)
+
+    def hand_over(self, agreement: Agreement) -> None:
+        """Bring all steps that are over to the first worker, which writes them. Collective."""
+        mine = self.drain(waits=True)
+        self.absorb(agreement.meet("run.save, the log", mine), agreement.origins, agreement.hosts)
+
+    def _now(self) -> float:
+        return self._earlier + self._clock() - self._began
+
     @property
     def number(self) -> int:
         """How many steps this log has finished."""
@@ -166,17 +194,17 @@ class MetricsLog:
 
     # ---- at a meeting
 
-    def drain(self, *, last: bool = False) -> bytes:
+    def drain(self, *, last: bool = False, waits: bool = False) -> bytes:
         """Return what was finished since the last drain, for `absorb`. Numbers still on their way from a device stay for the next.
 
-        With `last` it waits for devices, and includes what was logged after the last step.
+        With `waits` it waits for devices; with `last` it does, too, and includes what was logged after the last step.
         """
         if last:
             self._number += 1  # on every worker, whether it has logged something or not
             for step in sorted(self._open):
-                self._enqueue(_LogEntry(self._number, step, self._clock() - self._began, sums=self._open.pop(step)))
+                self._enqueue(_LogEntry(self._number, step, self._now(), sums=self._open.pop(step)))
         records = []
-        while self._queue and (last or all(copy.done() for copy in self._queue[0].copies)):
+        while self._queue and (last or waits or all(copy.done() for copy in self._queue[0].copies)):
             records.append(self._record(self._queue.popleft()))
         upto = self._queue[0].number - 1 if self._queue else self._number
         self._pace()

@@ -32,6 +32,7 @@ class MetricsWriter:
         self._final_loss: float | None = None
         self._seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)  # of all steps, means over ranks
         self._ranks: defaultdict[int, Counter[str]] = defaultdict(Counter)  # seconds of each rank, and its "steps"
+        self._there: dict[int, set[str]] = {}  # by step: the fields of lines that an earlier start of the job has written
         self._work: deque[dict[int, float]] = deque(maxlen=LAST)  # seconds of own work of each rank in a step
 
     def take_over(self, line: StatusLine) -> None:
@@ -41,6 +42,12 @@ class MetricsWriter:
         self.stands_by, self._line = False, line
         last = self._lines.last() or {"step": 0}
         self._write([found for found in self._recent if found["step"] > last["step"]])
+
+    def rewind(self, step: int) -> None:
+        """Remove the lines of later steps, which are taken again. What is there of earlier ones isn't written twice."""
+        for line in self._lines.cut(step):
+            if line["step"] > step - LAST:
+                self._there.setdefault(line["step"], set()).update(line)
 
     def enter(self, parts: Sequence[tuple[int, list[Record]]], total: int | None, names: Sequence[int] | None = None) -> None:
         """Take in (upto, records) of each rank and write what is complete. `names`: numbers of the workers (None: their ranks).
@@ -52,7 +59,8 @@ class MetricsWriter:
                 self._groups[record[0], record[1]][rank] = record
         complete = min(upto for upto, _ in parts)
         ready = sorted(key for key in self._groups if key[0] <= complete)
-        self._write([self._merge(key[1], self._groups.pop(key), total) for key in ready])
+        lines = [self._merge(key[1], self._groups.pop(key), total) for key in ready]
+        self._write([line for line in lines if not self._there.get(line["step"], set()) >= line.keys()])
 
     def totals(self, seconds: float) -> RunTotals:
         """Return the totals of all steps, after `seconds` of running."""

@@ -445,6 +445,11 @@ class TestUsage:
             ({"hosts": 2}, "needs --join"),
             ({"join": "a:1"}, "needs --hosts"),
             ({"hosts": 2, "join": "a:1", "host_rank": 2}, "--host-rank is 2"),
+            ({"restarts": -1}, "--restarts is -1, and has to be 0 or more"),
+            (
+                {"hosts": 2, "join": "a:1", "restarts": 3},
+                "--restarts 3 starts a whole job again on one host alone; with --hosts 2 give --min-workers",
+            ),
             ({"placement": "blocks"}, "--placement is blocks; possible: block, round-robin; did you mean block?"),
         ],
     )

@@ -170,3 +170,10 @@ def test_where_nothing_can_be_removed_either_it_says_why(tmp_path: Path, monkeyp
     monkeypatch.setattr(Path, "unlink", refuse)
     with pytest.raises(ResourceError, match=r"x\.json could not be written \(Read-only file system\)"):
         write_whole(tmp_path / "x.json", "new")
+
+
+def test_the_folder_of_a_job_that_starts_again(tmp_path: Path) -> None:
+    first, second, third = (RunFolder.create(tmp_path, "run", say=lambda text: None) for _ in range(3))
+    assert RunFolder.again(second.path, "run") == second and second.earlier == (first.path,)
+    assert RunFolder.again(third.path, "run") == third
+    assert RunFolder.again(third.path, None) == RunFolder(third.path, (), named=False)

@@ -71,3 +71,15 @@ def test_a_place_that_cannot_be_read_or_written(tmp_path: Path) -> None:
         JsonLines(tmp_path / "x.jsonl").append(["{}"])
     with pytest.raises(ResourceError, match=r"x\.jsonl could not be written \(Is a directory\)"):
         JsonLines(tmp_path / "x.jsonl").last()
+
+
+def test_what_later_steps_have_written_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    written = JsonLines(path)
+    assert written.cut(3) == []
+    written.append(['{"step": 1}', '{"step": 3, "loss": NaN}', '{"step": 2, "late": 1}', '{"step": 4}'])
+    path.write_text(path.read_text() + '{"step"')
+    assert [line["step"] for line in written.cut(3)] == [1, 3, 2]
+    written.append(['{"step": 4, "again": 1}'])
+    assert path.read_text() == '{"step": 1}\n{"step": 3, "loss": NaN}\n{"step": 2, "late": 1}\n{"step": 4, "again": 1}\n'
+    written.close()

@@ -358,3 +358,52 @@ def test_a_book_shows_what_it_writes(tmp_path: Path) -> None:
     flush([log])
     log.close()
     assert [text.split("  ")[:2] for text in stream.getvalue().splitlines()] == [["step 1/4", "loss 3"], ["step 2/4", "loss 3"]]
+
+
+def trained(logs: list[MetricsLog], *steps: int) -> None:
+    """Steps in which worker r logs the loss `10 step + r`, with weight 1."""
+    for step in steps:
+        for rank, log in enumerate(logs):
+            log.log(step, {"loss": 10.0 * step + rank})
+            log.step(step, 8, SECONDS)
+
+
+@pytest.mark.parametrize("further", [False, True], ids=["lost at once", "lost two steps later"])
+def test_another_start_goes_on_where_a_checkpoint_was_written_inside_of_a_step(tmp_path: Path, *, further: bool) -> None:
+    logs, where = job(tmp_path, 2)
+    trained(logs, 1, 2)
+    for rank, log in enumerate(logs):
+        log.log(3, {"loss": torch.tensor(30.0 + rank)})
+    bodies = [log.drain(waits=True) for log in logs]
+    states = [json.loads(json.dumps(log.state_dict())) for log in logs]
+    for log in logs:
+        log.absorb(bodies)
+    assert [line["step"] for line in lines(where)] == [1, 2]
+    if further:
+        for log in logs:
+            log.step(3, 8, SECONDS)
+        trained(logs, 4)
+        flush(logs)
+    again = [MetricsLog(MetricsWriter(where) if rank == 0 else None, say=silent, clock=Clock()) for rank in range(2)]
+    for log, state in zip(again, states, strict=True):
+        log.load_state_dict(state)
+        log.rewind(3, 100.0)
+    trained(again, 4, 5)
+    flush(again)
+    assert [(line["step"], line["loss"]) for line in lines(where)] == [(step, 10 * step + 0.5) for step in range(1, 6)]
+    assert lines(where)[-1]["time"] >= 100
+
+
+def test_all_steps_are_handed_over_before_a_checkpoint(tmp_path: Path) -> None:
+    where = folder(tmp_path)
+
+    def body(group: ThreadGroup) -> int:
+        log = MetricsLog(MetricsWriter(where) if group.rank == 0 else None, say=silent)
+        for step in range(1, 4):
+            log.log(step, {"loss": float(group.rank)})
+            log.step(step, 8, SECONDS)
+        log.hand_over(Agreement(group))
+        return len(lines(where)) if group.rank == 0 else 3
+
+    assert spawn(2, body) == [3, 3]
+    assert [line["loss"] for line in lines(where)] == [0.5, 0.5, 0.5]

@@ -1,0 +1,94 @@
+"""A job that starts again goes on in the run of its first start, on threads; tests/cluster/launcher/test_restarts.py kills processes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.cluster.discover import JobStart
+from paceline.session.run import Run
+from tests.harness.runs import batches, parameters, workers
+
+FIRST = JobStart()
+
+
+def again(folder: Path) -> JobStart:
+    return JobStart(str(folder / "test"), 1, time.time() - 100, ((time.time(), "rank 1 was killed"),))
+
+
+def training(
+    *, until: int = 15, saves: int | None = 3, resume: Callable[[Run], Any] = lambda run: None, epochs: bool = True
+) -> Callable[[Run], Tensor]:
+    """Three epochs of five steps, which end at step `until` as if all workers were lost, with a checkpoint at step `saves`."""
+
+    def body(run: Run) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 2, dtype=torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        model, optimizer, loader = run.prepare(model, optimizer, batches())
+        resume(run)
+        for _ in run.epochs(3) if epochs else range(3):
+            for x, y in loader:
+                loss = ((model(x) - y) ** 2).mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                run.log(loss=loss)
+                if run.steps + 1 == saves:
+                    run.save()
+                if run.steps + 1 == until:
+                    return parameters(model)
+        return parameters(model)
+
+    return body
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    lines = [json.loads(line) for line in (folder / "test" / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"]) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("resume", "epochs"),
+    [(lambda run: None, True), (lambda run: run.resume(), True), (lambda run: run.resume("elsewhere"), True), (lambda run: None, False)],
+    ids=["by itself", "resume", "resume another run", "a loop of its own begins anew"],
+)
+@pytest.mark.parametrize("saves", [3, 5])  # inside of an epoch, and where one ends
+def test_it_goes_on_as_if_nothing_had_been(tmp_path: Path, resume: Callable[[Run], Any], saves: int, *, epochs: bool) -> None:
+    wanted = workers(2, training(saves=None), folder=tmp_path / "undisturbed")
+    workers(2, training(until=7, saves=saves), folder=tmp_path, start=FIRST)
+    said: list[str] = []
+    found = workers(2, training(saves=None, resume=resume, epochs=epochs), folder=tmp_path, start=again(tmp_path), said=said)
+    assert all(map(torch.equal, found, wanted))
+    assert losses(tmp_path) == losses(tmp_path / "undisturbed")
+    begun_anew = [text for text in said if "trains from the beginning although it has checkpoints" in text]
+    resumed = [text for text in said if text.endswith(f"at step {saves}") and "resumed from" in text]
+    assert (len(begun_anew), len(resumed)) == ((0, 1) if epochs else (1, 0)), said
+    assert not (tmp_path / "test-2").exists()
+
+
+def test_nothing_saved_is_said_after_an_epoch(tmp_path: Path) -> None:
+    said: list[str] = []
+    wanted = workers(2, training(saves=None), folder=tmp_path, start=FIRST, said=said)
+    assert [text for text in said if "nothing is saved" in text] == [
+        "an epoch is over and nothing is saved: --restarts would begin anew; call run.save now and then"
+    ]
+    said.clear()
+    assert all(map(torch.equal, workers(2, training(saves=None), folder=tmp_path, start=again(tmp_path)), wanted))
+    for name, saves, start in (("saved", 3, FIRST), ("no restarts", None, None)):
+        workers(2, training(saves=saves), folder=tmp_path / name, start=start, said=said)
+    assert not [text for text in said if "nothing is saved" in text]
+
+
+def test_without_restarts_a_run_has_its_own_folder_and_begins_anew(tmp_path: Path) -> None:
+    workers(2, training(until=7), folder=tmp_path)
+    wanted = workers(2, training(saves=None), folder=tmp_path / "undisturbed")
+    assert all(map(torch.equal, workers(2, training(saves=None), folder=tmp_path), wanted))
+    assert (tmp_path / "test-2" / "metrics.jsonl").exists()
