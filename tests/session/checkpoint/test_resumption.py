@@ -29,8 +29,9 @@ def training(
     """Three epochs of five steps, which end at step `until` as if all workers were lost, with a checkpoint at step `saves`."""
 
     def body(run: Run) -> Tensor:
-        torch.manual_seed(0)
         model = nn.Linear(6, 2, dtype=torch.float64)
+        for parameter in model.parameters():  # threads share torch's generator, so nothing is drawn from it
+            parameter.data = torch.linspace(-0.5, 0.5, parameter.numel(), dtype=torch.float64).reshape(parameter.shape)
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         model, optimizer, loader = run.prepare(model, optimizer, batches())
         resume(run)
