@@ -16,6 +16,7 @@ from paceline.errors import NotationError, UsageError
 from paceline.parallel.cut import CutContext
 from paceline.session.axes import RunAxes
 from paceline.session.prepare.cuts import ModelCuts, read
+from paceline.session.prepare.initial import InitialValues
 from paceline.sync.base import Slot
 from paceline.sync.context import SyncContext
 
@@ -72,7 +73,8 @@ def test_one_after_the_other_and_optimizers_follow() -> None:
     weights = [model[0].weight, model[1].weight]
     optimizer = torch.optim.SGD([{"params": weights}, {"params": [model[0].bias, model[1].bias], "lr": 3.0}], lr=0.1)
     made, first, second = cuts(), half("tensor"), half("shard", piece=True)
-    assert made.apply([("m.", model)], [first, second], [optimizer]) == []
+    initial = InitialValues([("m.", model)], None, 3, torch.device("cpu"))
+    assert made.apply([("m.", model)], [first, second], [optimizer], initial) == []
     made.repoint([optimizer])
     pieces = optimizer.param_groups[0]["params"]
     assert [tuple(piece.shape) for piece in pieces] == [(2, 2), (1, 8)]
