@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.utils import _pytree
 
 from paceline.errors import UsageError
 from paceline.parallel.cut import CutContext
 from paceline.parallel.placement import Range, chunk
+from paceline.parallel.tensor import peers
 from paceline.parallel.tensor.functions import TensorAxis
 from paceline.parallel.tensor.layers import (
     Column,
@@ -30,12 +29,10 @@ from paceline.parallel.tensor.layers import (
     become,
 )
 from paceline.parallel.tensor.styles import Style, column, row, sequence, summed, vocab
-from paceline.parallel.tensor.vocab import VocabLogits
 
 AXIS = "tensor"
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
 READS_WEIGHTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # of the layers inside, and never calls them, or not always
-SAMPLE, TOLERANCE = 64, 1e-2  # elements of an output that are compared, and how far they may differ, relative to the largest
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,10 @@ def cut(model: nn.Module, layers: Mapping[str, Style], divide: Sequence[str], co
         _become(each, axis, regions)
     for name, module in sums:
         become(module, Summed, LayerCut(axis, name))
-    model.register_forward_hook(_equal_outputs(axis, [each.name for each in found if isinstance(each.style, column)]))
+    cut_ids = {id(one.parameter) for one in cuts}
+    whole_ones = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in cut_ids]
+    columns = [each.name for each in found if isinstance(each.style, column)]
+    model.register_forward_hook(peers.comparer(axis, columns, whole_ones))
 
 
 # ---- what is named
@@ -326,37 +326,3 @@ def _equal_random_numbers(axis: TensorAxis) -> None:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state = axis.group.broadcast(torch.cuda.get_rng_state(), name="state of the device's random generator").wait()
         torch.cuda.set_rng_state(state)
-
-
-def _equal_outputs(axis: TensorAxis, columns: Sequence[str]) -> Callable[[nn.Module, object, object], None]:
-    """Make a hook that compares, once, whether what the model gives is equal on all workers: a part that was not summed shows there."""
-    compared: list[bool] = []
-
-    def compare(model: nn.Module, args: object, out: object) -> None:
-        if compared:
-            return
-        compared.append(True)
-        tensors = [leaf for leaf in _pytree.tree_leaves(out) if isinstance(leaf, Tensor) and not isinstance(leaf, VocabLogits)]
-        mine = [[list(leaf.shape), _sampled(leaf)] for leaf in tensors if leaf.is_floating_point() and leaf.numel()]
-        for other in axis.group.gather_objects(mine, name="output of the model"):
-            if not _alike(mine, other):
-                hint = f"; {columns[-1]} is the last one cut by column(): row() has to follow it, or column(gather=True)" if columns else ""
-                raise UsageError(f"tensor: what {type(model).__name__} returns differs between workers that have the same samples{hint}")
-
-    return compare
-
-
-def _sampled(x: Tensor) -> list[str]:
-    flat = x.detach().reshape(-1)
-    return [repr(value) for value in flat[:: max(1, len(flat) // SAMPLE)][:SAMPLE].double().tolist()]
-
-
-def _alike(mine: Sequence[Any], other: Sequence[Any]) -> bool:
-    if [shape for shape, _ in mine] != [shape for shape, _ in other]:
-        return False
-    for (_, one), (_, two) in zip(mine, other, strict=True):
-        x, y = (torch.tensor([float(value) for value in values], dtype=torch.float64) for values in (one, two))
-        near = torch.isclose(x, y, rtol=TOLERANCE, atol=TOLERANCE * float(x.nan_to_num(0, 0, 0).abs().max()), equal_nan=True)
-        if not bool(near.all()):
-            return False
-    return True

@@ -131,27 +131,6 @@ def test_a_second_cut_is_refused() -> None:
         spawn(2, body)
 
 
-@pytest.mark.parametrize(
-    ("layers", "message"),
-    [
-        (
-            {"0": column()},
-            r"what Sequential returns differs between workers .*; 0 is the last one cut by column\(\): row\(\) has to follow",
-        ),
-        ({"0": row()}, r"0 is cut by rows and takes 2 features of each worker, not 4; cut the layer before it by column\(\)"),
-    ],
-)
-def test_a_plan_that_leaves_parts_is_noticed_in_the_first_pass(layers: Any, message: str) -> None:
-    def body(group: ThreadGroup) -> None:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4))
-        tensor(layers).apply(model, context_of(group))
-        model(torch.ones(2, 4))
-
-    with pytest.raises(UsageError, match=message):
-        spawn(2, body)
-
-
 def test_what_cant_be_looked_up_or_cut_in_pieces_raises_on_all() -> None:
     def body(group: ThreadGroup) -> str:
         model = gpt()

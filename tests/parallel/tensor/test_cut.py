@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,10 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
+import paceline as pl
 from paceline.cluster.mesh import Mesh
 from paceline.comm.threads import ThreadGroup, spawn
 from paceline.parallel.tensor.cut import tensor
+from paceline.session.run import Run
+from tests.harness.runs import workers
 from tests.harness.tensor_cuts import (
     PIECES,
     SHAPE,
@@ -33,6 +37,8 @@ from tests.harness.tensor_cuts import (
 )
 
 torch.set_num_threads(1)
+Parts = list[tuple[Any, Tensor]]
+BOTH = "data=2, tensor=2"
 CUTS = pytest.mark.parametrize("cut", [WHOLE, PIECES], ids=["whole", "pieces"])
 
 
@@ -70,7 +76,7 @@ def test_compiled_blocks(cut: tensor) -> None:
         for block in model.blocks:
             if not hasattr(block, "compiled"):
                 block.compiled = True
-                block.compile(backend="aot_eager")
+                block.compile(backend="aot_eager" if cut is WHOLE else "eager")
         return loss_of(model, x, y)
 
     shape = type(SHAPE)(d=16, layers=1, heads=2, context=8, vocab=8)
@@ -115,3 +121,70 @@ def test_replicas_of_a_cut_model_with_other_samples() -> None:
     found = whole(spawn(4, body))
     loss_of(model, x, y).backward()
     assert all(torch.allclose(found[name], p.grad, rtol=1e-9, atol=1e-12) for name, p in model.named_parameters() if p.grad is not None)
+
+
+# ---- in a run: replicas of a cut model on other samples
+
+
+def loader(batch: int = 8) -> DataLoader[Any]:
+    """An epoch whose last batch is smaller."""
+    ((x, y),) = batches(1, SHAPE, 21)
+    return DataLoader(TensorDataset(x, y), batch_size=batch, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+
+def training(*cuts: Any, clip: float = 0.0, **options: Any) -> Callable[[Run], Parts]:
+    def body(run: Run) -> Parts:
+        model = copy.deepcopy(MODEL)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        batch = 8 * options.get("accumulate", 1)
+        model, optimizer, data = run.prepare(model, optimizer, loader(batch), cut=list(cuts), **options)
+        for _ in run.epochs(2):
+            for x, y in data:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+                if clip:
+                    run.clip(model, clip)
+                optimizer.step()
+        return [(run._prepared.cuts.placements.of(p, name), p.detach()) for name, p in model.named_parameters()]
+
+    return body
+
+
+MODEL = gpt(torch.float64)
+
+
+def together(parts: list[Parts]) -> dict[str, Tensor]:
+    """What all workers have, put together: equal to the last bit where several have it."""
+    return whole(parts)
+
+
+def model_of(parts: Parts) -> Any:
+    model = copy.deepcopy(MODEL)
+    model.load_state_dict({placement.name: value for placement, value in parts}, strict=False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("cut", "options"),
+    [(WHOLE, {}), (PIECES, {"shares": [3, 1]}), (WHOLE, {"clip": 0.05}), (WHOLE, {"accumulate": 2, "shares": [1, 3]})],
+    ids=["plain", "pieces-shares", "clip", "accumulate"],
+)
+def test_replicas_of_a_cut_model_equal_one_worker(cut: Any, options: dict[str, Any]) -> None:
+    (alone,) = workers(1, training(**{name: value for name, value in options.items() if name != "shares"}))
+    found = together(workers(4, training(cut, **options), mesh=BOTH))
+    assert distance(found, model_of(alone)) < 1e-9
+    assert distance(found, MODEL) > 1e-2
+
+
+@pytest.mark.parametrize("strategy", [pl.LocalSGD(3), pl.AllReduce(via="ring"), pl.Gossip()], ids=repr)
+def test_a_strategy_between_replicas_does_what_it_does_between_whole_ones(strategy: Any) -> None:
+    whole_ones = workers(2, training(), strategy=strategy)
+    cut_ones = workers(4, training(WHOLE), mesh=BOTH, strategy=strategy)
+    for replica, alone in enumerate(whole_ones):
+        assert distance(together(cut_ones[2 * replica : 2 * replica + 2]), model_of(alone)) < 1e-9
+
+
+@pytest.mark.parametrize("codec", [pl.int8(), pl.topk(0.1), pl.powersgd(2)], ids=repr)
+def test_a_codec_between_replicas_leaves_whole_parameters_alike_everywhere(codec: Any) -> None:
+    found = together(workers(4, training(WHOLE), mesh=BOTH, strategy=pl.AllReduce(codec=codec)))
+    assert distance(found, MODEL) > 1e-2

@@ -1,0 +1,84 @@
+"""Compares what workers that cut a model between them should have alike: what the model returns, and the parameters that stay whole.
+
+first pass                  outputs          a layer whose sum is missing, a plan that ends in parts
+pass 2, 11, 100, 200, ...   whole parameters  gradients that were clipped or changed by each worker for itself
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.utils import _pytree
+
+from paceline.errors import ReplicasDiffer, UsageError
+from paceline.parallel.tensor.functions import TensorAxis, eager
+from paceline.parallel.tensor.vocab import VocabLogits
+from paceline.state.checksum import checksums
+
+SAMPLE, TOLERANCE = 64, 1e-2  # elements of an output that are compared, and how far they may differ, relative to the largest
+EARLY, OFTEN = (2, 11), 100  # passes in training after which whole parameters are compared
+
+
+def comparer(axis: TensorAxis, columns: Sequence[str], parameters: Sequence[tuple[str, Parameter]]) -> Callable[..., None]:
+    """Make a forward hook of the whole model. Copies of the model count their passes with it."""
+    passes = [0, 0]  # all, and those in training
+
+    @eager
+    def compare(model: nn.Module, args: object, out: object) -> None:
+        passes[0] += 1
+        passes[1] += model.training and torch.is_grad_enabled()
+        if passes[0] == 1:
+            _compare_outputs(axis, columns, model, out)
+        elif model.training and torch.is_grad_enabled() and (passes[1] in EARLY or passes[1] % OFTEN == 0):
+            _compare_parameters(axis, parameters)
+
+    return compare
+
+
+def _compare_outputs(axis: TensorAxis, columns: Sequence[str], model: nn.Module, out: object) -> None:
+    tensors = [leaf for leaf in _pytree.tree_leaves(out) if isinstance(leaf, Tensor) and not isinstance(leaf, VocabLogits)]
+    mine = [[list(leaf.shape), _sampled(leaf)] for leaf in tensors if leaf.is_floating_point() and leaf.numel()]
+    for other in axis.group.gather_objects(mine, name="output of the model"):
+        if not _alike(mine, other):
+            hint = f"; {columns[-1]} is the last one cut by column(): row() has to follow it, or column(gather=True)" if columns else ""
+            raise UsageError(f"tensor: what {type(model).__name__} returns differs between workers that have the same samples{hint}")
+
+
+def _compare_parameters(axis: TensorAxis, parameters: Sequence[tuple[str, Parameter]]) -> None:
+    """Raise `ReplicasDiffer` where whole parameters differ in a bit between workers that compute alike."""
+    here = [(name, p) for name, p in parameters if p.untyped_storage().nbytes() >= p.nbytes]  # others are gathered while they are used
+    kind = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
+    numbers = [f"{number:x}" for number in checksums([p.detach() for _, p in here])]
+    found = axis.group.gather_objects([kind, numbers], name="whole parameters")
+    if any(other != kind for other, _ in found):  # then the last bits may differ
+        return
+    for rank, (_, theirs) in enumerate(found):
+        wrong = [name for (name, _), one, two in zip(here, theirs, found[0][1], strict=True) if one != two]
+        if wrong:
+            one, two = axis.group.global_rank(0), axis.group.global_rank(rank)
+            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            raise ReplicasDiffer(
+                f"{wrong[0]}{more}, which workers along `tensor` have whole, differs between ranks {one} and {two}: clip gradients by "
+                "run.clip(), which takes the norm over all parts, and change parameters and gradients alike on all workers"
+            )
+
+
+def _sampled(x: Tensor) -> list[str]:
+    flat = x.detach().reshape(-1)
+    return [repr(value) for value in flat[:: max(1, len(flat) // SAMPLE)][:SAMPLE].double().tolist()]
+
+
+def _alike(mine: Sequence[Any], other: Sequence[Any]) -> bool:
+    if [shape for shape, _ in mine] != [shape for shape, _ in other]:
+        return False
+    for (_, one), (_, two) in zip(mine, other, strict=True):
+        x, y = (torch.tensor([float(value) for value in values], dtype=torch.float64) for values in (one, two))
+        near = torch.isclose(x, y, rtol=TOLERANCE, atol=TOLERANCE * float(x.nan_to_num(0, 0, 0).abs().max()), equal_nan=True)
+        if not bool(near.all()):
+            return False
+    return True
