@@ -237,10 +237,14 @@ def test_a_script_without_a_run_starts_again(job: Jobs) -> None:
 
 
 @pytest.mark.preloaded
-@pytest.mark.parametrize("sync", ["ParameterServer()", "LocalSGD(4)"])
-def test_other_strategies(job: Jobs, sync: str) -> None:
-    wanted, _, folder = trained(job, "undisturbed", "--sync", sync)
-    found, _, again = trained(job, "killed", "--sync", sync, "--restarts", "1", before=LOST.format(12, "first"))
+@pytest.mark.parametrize(
+    "options",
+    [("--sync", "ParameterServer()"), ("--sync", "LocalSGD(4)"), ("--mesh", "shard=2", "--cut", "shard(zero=3)")],
+    ids=["ParameterServer", "LocalSGD", "a cut model"],
+)
+def test_what_each_worker_has_for_itself(job: Jobs, options: tuple[str, ...]) -> None:
+    wanted, _, folder = trained(job, "undisturbed", *options)
+    found, _, again = trained(job, "killed", *options, "--restarts", "1", before=LOST.format(12, "first"))
     assert all(map(torch.equal, found.weights, wanted.weights)) and losses(again) == losses(folder)
     assert len([what for what in found.events if "restart 1 of 1" in what]) == 1
 
