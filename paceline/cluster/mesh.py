@@ -113,7 +113,7 @@ def choose(asked: str, topology: Topology, *, survives: bool) -> Mesh:
     if survives and mesh.cut:
         raise UsageError(
             f"mesh={asked!r} with --min-workers: a worker of a cut model has parts that no other of its replica has, and nobody goes on "
-            "without them; leave out --min-workers, or cut nothing (--mesh data)"
+            "without them; leave out --min-workers (then --restarts has the whole job start again), or cut nothing (--mesh data)"
         )
     return mesh
 

@@ -204,7 +204,7 @@ def _check_restarts(job: LaunchRequest) -> None:
     if job.restarts and job.hosts > 1 and job.min_workers is None:
         raise UsageError(
             f"--restarts {job.restarts} starts a whole job again on one host alone; with --hosts {job.hosts} give --min-workers N, too: "
-            "then workers that die start again, and the others go on"
+            "then workers that die start again and the others go on, where no model is cut"
         )
 
 
