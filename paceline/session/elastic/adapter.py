@@ -39,7 +39,9 @@ def check_elastic(device: torch.device, abilities: Abilities) -> None:
     if device.type == "cuda":
         raise UsageError("runs on GPUs can't go on yet when workers are lost; leave out --min-workers, or say start(device='cpu')")
     if abilities.recoverable is None:
-        raise UsageError("with this strategy a run can't go on when workers are lost; leave out --min-workers: then --restarts has the whole job start again")
+        raise UsageError(
+            "with this strategy a run can't go on when workers are lost; leave out --min-workers (then --restarts has the whole job start again)"
+        )
 
 
 def keepers(own: WorkerState, prepared: Prepared) -> list[ServerReplication]:
