@@ -40,7 +40,7 @@ def check_elastic(device: torch.device, abilities: Abilities) -> None:
         raise UsageError("runs on GPUs can't go on yet when workers are lost; leave out --min-workers, or say start(device='cpu')")
     if abilities.recoverable is None:
         raise UsageError(
-            "with this strategy a run can't go on when workers are lost; leave out --min-workers (then --restarts has the whole job start again)"
+            "with this strategy a run can't go on when workers are lost; leave out --min-workers: then --restarts has all start again"
         )
 
 

@@ -16,7 +16,7 @@ PLAIN = """\
 training_begins: begin_comparing
 epoch_began: LogCollector.part
 lead_taken: TotalSteps.led
-first_step: StartupHints.prepared
+first_step: ModelCuts.check_used, StartupHints.prepared
 step_ended: MetricsLog.step, ReplicaComparer.step_ended, LogCollector.step_ended
 ghost_ended: StartupHints.haunted
 went_back: MetricsLog.fold"""
