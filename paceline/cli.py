@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -109,10 +109,10 @@ def run(
         servers=servers,
         backend=backend,
     )
-    raise typer.Exit(_start(job, interface))
+    raise typer.Exit(_start(job, {} if interface is None else {"PACELINE_INTERFACE": interface}))
 
 
-def _start(job: launch.LaunchRequest, interface: str | None = None) -> int:
+def _start(job: launch.LaunchRequest, given: Mapping[str, str] | None = None) -> int:
     """Run a job, and give its exit code."""
     if job.sync is not None:
         notation.prove(job.sync)  # here, once, rather than by every worker
@@ -120,7 +120,31 @@ def _start(job: launch.LaunchRequest, interface: str | None = None) -> int:
         notation.prove_cuts(job.cut)
     if job.name is not None:
         folders.prove(job.name)
-    return launch.run(job, environment() | ({} if interface is None else {"PACELINE_INTERFACE": interface}))
+    return launch.run(job, {**environment(), **(given or {})})
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def layout(
+    script: Script,
+    args: Arguments = None,
+    *,
+    workers: Workers = 1,
+    sync: Sync = None,
+    mesh: Mesh = None,
+    cut: Cut = None,
+) -> None:
+    """Show what each worker would hold of a script's model, and train nothing."""
+    from rich.console import Console
+
+    from paceline.observe import layout as table
+
+    with tempfile.TemporaryDirectory(prefix="paceline-layout-") as folder:
+        job = launch.LaunchRequest(script=str(script), args=tuple(args or ()), workers=workers, sync=sync, mesh=mesh, cut=cut)
+        code = _start(job, {"PACELINE_LAYOUT": folder})
+        if code:
+            raise typer.Exit(code)
+        width = None if sys.stdout.isatty() else 160  # a file has room
+        table.describe(table.read(Path(folder), str(script)), Console(width=width))
 
 
 @app.command()

@@ -75,6 +75,7 @@ COMMANDS = {
     "bench training": "--workers --threads --model --batch --steps --sync",
     "report": "folder",
     "export": "folder out --part --force",
+    "layout": "script args --workers --sync --mesh --cut",
 }
 
 

@@ -45,6 +45,11 @@ class GradientSink(Protocol):
 class CutGradients(Protocol):
     """The gradients of parameters of which workers have parts. Every worker ends every backward pass."""
 
+    @property
+    def kept_nbytes(self) -> int:
+        """The bytes of memory that is kept from pass to pass, beside the gradients that optimizers step by."""
+        ...
+
     def deliver_to(self, sink: GradientSink) -> None:
         """Hand gradients to `sink` from now on."""
         ...
@@ -84,6 +89,11 @@ class ModelCut(Protocol):
     @property
     def axis(self) -> str:
         """The axis along which workers hold different parts."""
+        ...
+
+    @property
+    def travels(self) -> str:
+        """What workers along the axis send each other, and when, in words."""
         ...
 
     def apply(self, model: nn.Module, context: CutContext) -> None:

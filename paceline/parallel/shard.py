@@ -69,6 +69,11 @@ class shard:
         """The patterns as a tuple."""
         return (self.units,) if isinstance(self.units, str) else tuple(self.units)
 
+    @property
+    def travels(self) -> str:
+        when = "before each forward and each backward of their unit" if self.zero == 3 else "after each step"
+        return f"parameters are gathered {when}; gradients are summed into parts as soon as a unit has all of its own"
+
     def apply(self, model: nn.Module, context: CutContext) -> None:
         groups = context.groups
         if groups.along(self.axis).size == 1:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.cluster.control.commands import CommandPipe
 from paceline.comm.native.default_group import DefaultProcessGroup
@@ -46,6 +47,7 @@ from paceline.session.record.folder import RunFolder
 from paceline.session.record.hangs import HangDetector
 from paceline.session.record.hints import StartupHints
 from paceline.session.record.history import RunHistory
+from paceline.session.record.layout import ModelLayout
 from paceline.session.record.log import MetricsLog
 from paceline.session.record.total_steps import TotalSteps
 from paceline.session.replicas.compare import Comparison, ReplicaComparer, check_comparison
@@ -167,17 +169,19 @@ class _Assembly:
             survival = self._survive(body, recovery, leaving, collector)
         plan = TotalSteps(total_steps, log.expect)
         observer = self.abilities.observer
-        restart = () if self.view.worker.place.job_start is None else (self.resumption.training_begins,)
+        place = self.view.worker.place
+        restart = () if place.job_start is None else (self.resumption.training_begins,)
+        instead = () if place.layout is None else (ModelLayout(self.prepared, self.axes, Path(place.layout)).write,)
 
         def begin_comparing() -> None:
             comparer.begin(loop.steps)
 
         loop.observe(
             LoopObservers(
-                training_begins=(*restart, *(() if survival is None else (survival.begin,)), begin_comparing),
+                training_begins=(*instead, *restart, *(() if survival is None else (survival.begin,)), begin_comparing),
                 epoch_began=(collector.part,),
                 lead_taken=(plan.led,),
-                first_step=(self.prepared.cuts.check_used, self.hints.prepared),
+                first_step=(*instead, self.prepared.cuts.check_used, self.hints.prepared),
                 stepped=() if observer is None else (observer.stepped,),
                 committed=() if body is None else (body.buddies.committed,),
                 step_ended=(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,7 @@ class columns:
 
     name: str = "0"
     axis: str = "tensor"
+    travels: ClassVar[str] = "activations"
 
     __repr__ = spell
 
@@ -79,6 +80,7 @@ class summed:
     """Sum all gradients along `shard` before anything else sees them: what strategies get is what a sharded model would give them."""
 
     axis: str = "shard"
+    travels: ClassVar[str] = "gradients"
 
     __repr__ = spell
 

@@ -149,6 +149,10 @@ class ShardGradients:
         """The bytes that buckets take at this moment."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
+    @property
+    def kept_nbytes(self) -> int:
+        return sum(bucket.memory.layout.padded * bucket.dtype.itemsize for bucket in self.buckets if bucket.keeps)
+
     def _came(self, number: int, index: int, whole: Tensor) -> None:
         grad, whole.grad = whole.grad, None
         if grad is None:

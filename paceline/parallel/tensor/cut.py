@@ -37,6 +37,7 @@ class tensor:
 
     __repr__ = spell
     axis: ClassVar[str] = "tensor"
+    travels: ClassVar[str] = "activations are summed after each pair of column() and row(), forward and backward; no parameters travel"
 
     layers: Mapping[str, Style] | Literal["auto"]
     divide: Sequence[str] = ()

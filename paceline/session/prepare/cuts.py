@@ -32,6 +32,8 @@ class ModelCuts:
         self._override = None if override is None else read(override)
         self.placements = Placements()
         self.seed = seed
+        self.applied: list[ModelCut] = []
+        self.sources: list[CutGradients] = []
         self._used: set[str] = set()
         self._endings: list[Callable[[], None]] = []
         self._renewed: dict[int, tuple[weakref.ref[Parameter], Parameter]] = {}  # by the id of what was cut
@@ -70,7 +72,9 @@ class ModelCuts:
                 self._note(before, dict(model.named_parameters()), context.renewed)
                 self._used.add(cut.axis)
                 sources += context.sources
+                self.applied += [] if cut in self.applied else [cut]
                 self._endings += context.endings
+        self.sources += sources
         initial.give(self.placements, axes.everyone)
         return sources
 
@@ -101,13 +105,14 @@ class ModelCuts:
         if not len(self.placements):
             yield from found
             return
-        seen = set[int]()
-        for slot in found:
+        slots, seen = list(found), set[int]()
+        owners = {id(slot.parameter): slot.optimizer for slot in slots}  # of a piece, which no model has
+        for slot in slots:
             parameter = self.trained(slot.parameter)
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                placement = self.placements.of(parameter, slot.name)
-                yield slot._replace(name=placement.name, parameter=parameter, shard=placement.axes)
+                placement, optimizer = self.placements.of(parameter, slot.name), slot.optimizer or owners.get(id(parameter))
+                yield slot._replace(name=placement.name, parameter=parameter, optimizer=optimizer, shard=placement.axes)
 
     def end(self) -> None:
         """End what cuts have begun, as the run is over."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 import paceline as pl
@@ -14,17 +16,23 @@ from paceline.comm.agreement import Agreement
 from paceline.comm.solo import SoloGroup
 from paceline.errors import NotationError, UsageError
 from paceline.parallel.cut import CutContext
+from paceline.parallel.shard import shard
 from paceline.session.axes import RunAxes
 from paceline.session.prepare.cuts import ModelCuts, read
 from paceline.session.prepare.initial import InitialValues
+from paceline.session.run import Run
 from paceline.sync.base import Slot
 from paceline.sync.context import SyncContext
+from paceline.sync.localsgd.strategy import LocalSGD
+from tests.harness.runs import batches, workers
 
 ALONE = Topology((HostRanks("here", (0,), "127.0.0.1"),))
 
 
 class half:
     """Replaces a layer's weight by its first rows, or has optimizers step a piece of it while the whole stays."""
+
+    travels = "nothing"
 
     def __init__(self, axis: str, *, piece: bool = False) -> None:
         self.axis, self.piece, self.ended = axis, piece, 0
@@ -94,3 +102,23 @@ def test_one_after_the_other_and_optimizers_follow() -> None:
     made.end()
     made.end()
     assert (first.ended, second.ended) == (1, 1)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_momentum_of_parts_is_averaged_between_replicas(zero: Literal[1, 2, 3]) -> None:
+    """Strategies know the optimizer of a part, though no model has that parameter."""
+
+    def body(run: Run) -> list[Tensor]:
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model, optimizer, loader = run.prepare(model, optimizer, batches(16, 8), cut=shard(zero=zero))
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        return [state["momentum_buffer"].clone() for state in optimizer.state.values()]
+
+    found = workers(4, body, mesh="data=2, shard=2", strategy=LocalSGD(2, momentum="averaged"))
+    for one, other in ((0, 2), (1, 3)):
+        pairs = list(zip(found[one], found[other], strict=True))
+        assert pairs and all(torch.equal(mine, theirs) for mine, theirs in pairs)
