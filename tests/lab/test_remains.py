@@ -16,6 +16,7 @@ from paceline.errors import ResourceError
 from paceline.lab import cgroups, cleaning, remains
 from tests.harness.jobs import PATIENCE, wait_for
 
+FEED = f"feed{os.getpid():x}"  # another one in each process that runs tests: what has the mark of a lab is ended wherever it runs
 STUBBORN = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; print('up', flush=True); time.sleep(600)"
 
 
@@ -29,7 +30,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def stubborn() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, env={remains.MARK: "feed"})
+    process = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, env={remains.MARK: FEED})
     assert process.stdout is not None and process.stdout.readline() == b"up\n"
     yield process
     process.kill()
@@ -37,7 +38,7 @@ def stubborn() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def record(**changes: Any) -> dict[str, Any]:
-    own = {"identity": "feed", "name": "x", "process": os.getpid(), "began": remains.began(os.getpid())}
+    own = {"identity": FEED, "name": "x", "process": os.getpid(), "began": remains.began(os.getpid())}
     return {**own, "keeper": 0, "folder": "/nonexistent/folder", "hosts": [], **changes}
 
 
@@ -45,9 +46,9 @@ def test_records_come_and_go(place):
     assert remains.read_all() == []
     remains.write(record())
     remains.write(record(identity="beef"))
-    assert [found["identity"] for found in remains.read_all()] == ["beef", "feed"] and all(map(remains.alive, remains.read_all()))
-    remains.forget("feed")
-    remains.forget("feed")
+    assert [found["identity"] for found in remains.read_all()] == ["beef", FEED] and all(map(remains.alive, remains.read_all()))
+    remains.forget(FEED)
+    remains.forget(FEED)
     assert place.exists()
     remains.forget("beef")
     assert not place.exists()
@@ -73,7 +74,7 @@ def test_records_of_others_are_not_believed(place):
 
 def test_halves_are_dropped(place):
     place.mkdir(mode=0o700)
-    (place / "feed.999999999").write_text("{")
+    (place / f"{FEED}.999999999").write_text("{")
     (place / f"beef.{os.getpid()}").write_text("{")
     remains.drop_halves()
     assert [path.name for path in place.iterdir()] == [f"beef.{os.getpid()}"]
@@ -101,12 +102,12 @@ def test_networks_of_an_old_record_are_another_labs(place, stubborn):
 def test_the_keeper_does_nothing_for_a_lab_that_is_done(place, stubborn):
     path = remains.write(record(process=os.getpid()))
     done = subprocess.run([sys.executable, "-I", "-S", remains.__file__, str(path)], input=b"done", check=False, timeout=60)
-    assert done.returncode == 0 and stubborn.poll() is None and json.loads(path.read_text())["identity"] == "feed"
+    assert done.returncode == 0 and stubborn.poll() is None and json.loads(path.read_text())["identity"] == FEED
 
 
 @pytest.mark.jobs
 def test_the_keeper_sees_a_death_behind_an_open_pipe(stubborn, tmp_path):
-    path = tmp_path / "feed.json"
+    path = tmp_path / f"{FEED}.json"
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     path.write_text(json.dumps(record(process=sleeper.pid, began=remains.began(sleeper.pid))))
     keeper = subprocess.Popen([sys.executable, "-I", "-S", remains.__file__, str(path)], stdin=subprocess.PIPE)

@@ -702,7 +702,7 @@ def test_a_pass_in_which_a_worker_was_lost_ends_with_zeros(where: str) -> None:
         rollback = Rollback(dict, [model], Randomness(run.device), run._backward)
         run._loop.recover_by(RecoverableTransaction(run._loop, run._backward, rollback, run._prepared.tables), lambda loader: 0)
         run._agreement.recovery = recover
-        run._meetings.next = 100  # or workers would meet in a step that happens to come a second later
+        run._collector._meetings.next = 100  # or workers would meet in a step that happens to come a second later
         turns = iter(loader)
         last = run.rank == 2
         for number in range(3):

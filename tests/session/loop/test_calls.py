@@ -63,7 +63,7 @@ def steps(layers: int) -> Callable[[Run], Calls]:
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
         model, optimizer, loader = run.prepare(model, optimizer, batches(48, 8))
-        run._meetings.next = 100  # or workers would meet in a step that happens to come a second later
+        run._collector._meetings.next = 100  # or workers would meet in a step that happens to come a second later
         turns = iter(loader)
         for _ in range(WARM):
             x, _ = next(turns)

@@ -128,7 +128,7 @@ def test_later_steps_are_looked_at_when_workers_meet_anyway() -> None:
             optimizer.zero_grad()
             F.mse_loss(model(x), y).backward()
             if run.steps >= 3:
-                run._meetings.next = min(run._meetings.next, 10)  # as if a second had gone by
+                run._collector._meetings.next = min(run._collector._meetings.next, 10)  # as if a second had gone by
                 local(run, model, x, y)
             optimizer.step()
         return run.steps

@@ -139,7 +139,7 @@ class TestTheRestOfARun:
                     if run.rank == 1 and turns == 3:
                         run.stop()
                     turn(model, optimizer, ids)
-                    run._meetings.next = 0  # hand over in each step
+                    run._collector._meetings.next = 0  # hand over in each step
                     turns += 1
             return turns
 
