@@ -35,6 +35,7 @@ class ShardSteps:
             for one, whole in zip(memory.held, memory.wholes, strict=True)
         }
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._stepped: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[FlatMemory]]] = weakref.WeakKeyDictionary()  # by each
         _announce_to(self)
 
     def before(self, optimizer: Optimizer) -> None:
@@ -54,9 +55,13 @@ class ShardSteps:
 
     def after(self, optimizer: Optimizer) -> None:
         """Gather the whole parameters of the pieces that an optimizer has stepped. Collective."""
-        ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        stepped = [memory for memory in self._memories if any(id(piece) in ids for piece in memory.pieces)]
-        follow([memory for memory in stepped if not memory.frees])
+        found, groups = self._stepped.get(optimizer), len(optimizer.param_groups)
+        if found is None or found[0] != groups:
+            ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            whole = [memory for memory in self._memories if not memory.frees]
+            found = self._stepped[optimizer] = groups, [memory for memory in whole if any(id(piece) in ids for piece in memory.pieces)]
+        if found[1]:
+            follow(found[1])
 
     def refresh(self) -> None:
         """Make whole parameters what their pieces are, as these were changed otherwise than by a step. Collective."""

@@ -164,7 +164,8 @@ def check_parameters(found: list[Slot]) -> None:
             raise UsageError(f"{slot.name} is not initialised yet (a lazy module): run one batch through the model before run.prepare")
         if _made_by(slot.parameter, "torch.distributed.tensor", "DTensor"):
             raise UsageError(
-                f"{slot.name} is a DTensor (fully_shard or tensor parallel): sharded parameters are not supported yet, give the plain model"
+                f"{slot.name} is a DTensor: the model was cut already (fully_shard, parallelize_module); give the plain model, and say "
+                "prepare(..., cut=[shard(...)]) or cut=[tensor({...})]"
             )
 
 

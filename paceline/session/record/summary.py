@@ -48,7 +48,7 @@ class GatheredEnds(NamedTuple):
     """What the workers tell each other at the end."""
 
     sent: list[list[int]]  # by each worker, within hosts and between them
-    ahead: list[int]  # nanoseconds by which each one's clock is ahead
+    ahead: list[timeline.ClockOffset]  # of each one
     spans: dict[int, list[Span]]
     digest: str  # of the parameters
     different: dict[int, int]  # ranks that have other ones than the rank whose replicas they are

@@ -17,7 +17,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgpack
 
@@ -34,8 +34,15 @@ _MEETINGS = 16  # that clocks are compared at
 Meeting = tuple[int, int]  # the clock of one rank before and after a meeting, in nanoseconds
 
 
-def offsets(meetings: Sequence[Sequence[Meeting]], hosts: Sequence[int]) -> list[int]:
-    """Return how far the clock of each rank is ahead of rank 0's, in nanoseconds, judged by meetings that all ranks took part in.
+class ClockOffset(NamedTuple):
+    """How far the clock of a rank is `ahead` of rank 0's, and by how much that may be wrong (`within`), in nanoseconds."""
+
+    ahead: int = 0
+    within: int = 0
+
+
+def offsets(meetings: Sequence[Sequence[Meeting]], hosts: Sequence[int]) -> list[ClockOffset]:
+    """Return the offset of each rank's clock, judged by meetings that all ranks took part in.
 
     `meetings[rank][k]` is that rank's clock just before and just after meeting k, `hosts` the host of each rank. Nobody leaves a meeting
     before everybody has come, so for ranks r and s: before_s <= after_r - offset_r + offset_s. Each meeting bounds the offset from both
@@ -50,13 +57,17 @@ def offsets(meetings: Sequence[Sequence[Meeting]], hosts: Sequence[int]) -> list
         high = [mine[1] - theirs[0] for mine, theirs in pairs]
         known = bounds.get(host)
         bounds[host] = (max(low if known is None else [*low, known[0]]), min(high if known is None else [*high, known[1]]))
-    return [0 if host == hosts[0] else sum(bounds[host]) // 2 for host in hosts]
+    return [ClockOffset() if host == hosts[0] else _middle(*bounds[host]) for host in hosts]
 
 
-def compare(agreement: Agreement, hosts: Sequence[int], *, clock: Callable[[], int] = time.perf_counter_ns) -> list[int]:
+def _middle(low: int, high: int) -> ClockOffset:
+    return ClockOffset((low + high) // 2, -((low - high) // 2))
+
+
+def compare(agreement: Agreement, hosts: Sequence[int], *, clock: Callable[[], int] = time.perf_counter_ns) -> list[ClockOffset]:
     """Return the `offsets` of this job's ranks; takes no time where there is one host. Collective."""
     if len(set(hosts)) == 1:
-        return [0] * len(hosts)
+        return [ClockOffset()] * len(hosts)
     mine = []
     for _ in range(_MEETINGS):
         before = clock()
@@ -72,13 +83,13 @@ def gather(agreement: Agreement, spans: Sequence[Span]) -> dict[int, list[Span]]
 
 
 def merge(
-    spans: Mapping[int, Sequence[Span]], *, names: Sequence[str] = (), offsets: Sequence[int] = (), servers: Sequence[Served] = ()
+    spans: Mapping[int, Sequence[Span]], *, names: Sequence[str] = (), offsets: Sequence[ClockOffset] = (), servers: Sequence[Served] = ()
 ) -> Iterator[dict[str, Any]]:
-    """Yield the events of all ranks. `names` are their hosts, `offsets` how far their clocks are ahead in ns (default: not at all).
+    """Yield the events of all ranks. `names` are their hosts, `offsets` those of their clocks (default: none).
 
     Times of events are microseconds since the first span.
     """
-    shift = {rank: offsets[rank] if rank < len(offsets) else 0 for rank in spans}
+    shift = {rank: offsets[rank].ahead if rank < len(offsets) else 0 for rank in spans}
     starts = [span.start - shift[rank] for rank, each in spans.items() for span in each]
     origin = min([*starts, *(span.start - server.ahead for server in servers for span in server.spans)], default=0)
     for rank, each in sorted(spans.items()):
@@ -110,10 +121,11 @@ def _process(number: int, name: str, spans: Sequence[Span], zero: int) -> Iterat
             }
 
 
-def write(path: Path, events: Iterator[dict[str, Any]], *, offsets: Sequence[int] = ()) -> None:
-    """Write the events as a trace that Perfetto and chrome://tracing read. `offsets`: how far each rank's clock is ahead, in ns."""
+def write(path: Path, events: Iterator[dict[str, Any]], *, offsets: Sequence[ClockOffset] = ()) -> None:
+    """Write the events as a trace that Perfetto and chrome://tracing read, and say in it how the clocks of ranks were taken to differ."""
     lines = ",\n".join(json.dumps(event) for event in events)
-    about = json.dumps({"clock_ahead_us": [offset / 1000 for offset in offsets]})
+    found = {"clock_ahead_us": [each.ahead / 1000 for each in offsets], "clock_within_us": [each.within / 1000 for each in offsets]}
+    about = json.dumps(found)
     write_whole(path, f'{{"displayTimeUnit": "ms", "otherData": {about}, "traceEvents": [\n{lines}\n]}}\n')
 
 

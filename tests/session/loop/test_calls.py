@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import optimizer as torch_optimizer
 
 import paceline
 from paceline.session.prepare.optimizers import OptimizerWatch
@@ -97,9 +98,13 @@ def counted(found: Counter[str], places: tuple[str, ...] = ("",)) -> int:
 
 @pytest.fixture(scope="module", params=[1, 2])
 def measured(request: pytest.FixtureRequest) -> tuple[Calls, Calls]:
-    """The calls of a step with few gradients, and with many."""
-    few, *_ = workers(request.param, steps(FEW))
-    many, *_ = workers(request.param, steps(MANY))
+    """The calls of a step with few gradients, and with many. What models of other tests have hooked to all optimizers is not there."""
+    hooks = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+    with pytest.MonkeyPatch.context() as patched:
+        for name in hooks:
+            patched.setattr(torch_optimizer, name, OrderedDict())
+        few, *_ = workers(request.param, steps(FEW))
+        many, *_ = workers(request.param, steps(MANY))
     return few, many
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.comm.agreement import Agreement
 from paceline.comm.threads import ThreadGroup, spawn
-from paceline.session.record.timeline import compare, gather, merge, offsets, write
+from paceline.session.record.timeline import ClockOffset, compare, gather, merge, offsets, write
 from paceline.trace import Served, Span
 
 
@@ -35,32 +35,33 @@ def meet(truth: list[int], rounds: int, slack: int, seed: int) -> list[list[tupl
 def test_offsets_are_found(seed: int) -> None:
     truth = [0, 5 * 10**12, 0, -3 * 10**9]
     found = offsets(meet(truth, rounds=16, slack=100_000, seed=seed), hosts=[0, 1, 0, 2])
-    assert found[0] == found[2] == 0
-    assert all(abs(one - other) < 60_000 for one, other in zip(found, truth, strict=True))
+    assert found[0] == found[2] == ClockOffset(0, 0)
+    assert all(abs(one.ahead - other) < 60_000 for one, other in zip(found, truth, strict=True))
+    assert all(abs(one.ahead - other) <= one.within < 60_000 for one, other in zip(found, truth, strict=True))
 
 
 def test_offsets_from_ping_pong() -> None:
     mine = [(0, 100), (1000, 1010), (2000, 2400)]  # sent, received
     theirs = [(580, 580), (1505, 1505), (2530, 2530)]  # answered
-    assert offsets([mine, theirs], hosts=[0, 1]) == [0, 500]  # the fastest: 1505 - (1000 + 1010) / 2
+    assert offsets([mine, theirs], hosts=[0, 1]) == [(0, 0), (500, 5)]  # the fastest: 1505 - (1000 + 1010) / 2
 
 
 def test_more_ranks_of_a_host_narrow_its_offset() -> None:
     loose, tight = [(-500, 500)], [(1000, 1010)]
-    assert offsets([[(0, 10)], [(995, 1520)], tight], hosts=[0, 1, 1]) == [0, 1000, 1000]
-    assert offsets([[(0, 10)], loose], hosts=[0, 0]) == [0, 0]
+    assert offsets([[(0, 10)], [(995, 1520)], tight], hosts=[0, 1, 1]) == [(0, 0), (1000, 10), (1000, 10)]
+    assert offsets([[(0, 10)], loose], hosts=[0, 0]) == [(0, 0), (0, 0)]
 
 
 def test_clocks_are_compared_in_a_group() -> None:
     ahead = [0, 7 * 10**9, 7 * 10**9]
 
-    def body(group: ThreadGroup) -> list[int]:
+    def body(group: ThreadGroup) -> list[ClockOffset]:
         return compare(Agreement(group), [0, 1, 1], clock=lambda: time.perf_counter_ns() + ahead[group.rank])
 
     results = spawn(3, body)
     assert results[0] == results[1] == results[2]
-    assert all(abs(found - true) < 50_000_000 for found, true in zip(results[0], ahead, strict=True))
-    assert spawn(2, lambda group: compare(Agreement(group), [0, 0])) == [[0, 0]] * 2
+    assert all(abs(found.ahead - true) <= found.within for found, true in zip(results[0], ahead, strict=True))
+    assert spawn(2, lambda group: compare(Agreement(group), [0, 0])) == [[ClockOffset()] * 2] * 2
 
 
 def test_spans_are_gathered() -> None:
@@ -77,7 +78,7 @@ def test_one_clock() -> None:
     drawn, named = events(
         {0: [span("turn", "step", 5_000, 9_000, 4)], 1: [span("turn", "step", 1_006_000, 1_010_500, 4)]},
         names=["A", "B"],
-        offsets=[0, 1_000_000],
+        offsets=[ClockOffset(), ClockOffset(1_000_000)],
     )
     assert [(event["pid"], event["ts"], event["dur"]) for event in drawn] == [(0, 0.0, 4.0), (1, 1.0, 4.5)]
     assert drawn[0]["args"] == {"step": 4}

@@ -1,0 +1,98 @@
+"""Sharded inside hosts, a strategy between them, against FSDP2 and HSDP of torch over Gloo: a GPT of 19 M on two hosts of two workers.
+
+    paceline lab run two-hosts benchmarks/hybrid.py [--rounds 8] [--steps 4]
+    paceline lab run --sync 'LocalSGD(16, outer=nesterov(0.7, 0.9))' two-hosts benchmarks/hybrid.py --steps 16 --bars 5 0
+
+All three train in the same processes, some steps of one after some of the other. Gloo's groups are those that FSDP2 gets by hand: over all
+four workers, or (HSDP) sharded inside hosts and replicated between them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+from training import build
+
+import paceline as pl
+
+MODEL = "gpt-19m"
+BATCH = 8  # of all workers
+BARS = (2.5, 1.5)  # how many times faster than FSDP2 and than HSDP, at least
+
+
+def by_hand(mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Shard a model as the tutorial of FSDP2 does: each block, then the rest."""
+    made: Any = build(MODEL)[0]
+    for block in made.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(made, mesh=mesh)
+    return made, torch.optim.AdamW(made.parameters(), lr=1e-3)
+
+
+def gloo(groups: list[list[int]]) -> Any:
+    """Make groups of Gloo, and return the one that this worker is in. Collective."""
+    made = {tuple(ranks): dist.new_group(ranks, backend="gloo") for ranks in groups}
+    return next(group for ranks, group in made.items() if dist.get_rank() in ranks)
+
+
+def stepping(made: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[..., Any]) -> Callable[[Any, Any], float]:
+    def step(x: Any, y: Any) -> float:
+        optimizer.zero_grad()
+        value = loss(made(x), y)
+        value.backward()
+        optimizer.step()
+        return float(value.detach())
+
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=4, help="steps of each in a round")
+    parser.add_argument("--bars", type=float, nargs=2, default=BARS)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    torch.set_num_threads(1)
+    with pl.start("AllReduce(codec=int8())", mesh="data=2, shard=2", name="hybrid") as run:
+        hosts = [list(run.mesh.group(rank, ["shard"])) for rank in (0, 3)]
+        across = [list(run.mesh.group(rank, ["data"])) for rank in hosts[0]]
+        everyone = DeviceMesh.from_group(gloo([[0, 1, 2, 3]]), "cpu")
+        grid = DeviceMesh.from_group([gloo(across), gloo(hosts)], "cpu", mesh=torch.tensor(hosts), mesh_dim_names=("replicate", "shard"))
+        made, loss, data = build(MODEL)
+        optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3)
+        ours = run.prepare(made, optimizer, cut=pl.shard("blocks.*"))
+        variants = {"fsdp2": by_hand(everyone), "hsdp": by_hand(grid), "paceline": ours}
+        steps = {name: stepping(*each, loss) for name, each in variants.items()}
+        rounds = options.rounds + 1
+        tokens = TensorDataset(*(torch.stack(part) for part in zip(*(data[n] for n in range(BATCH * options.steps)), strict=True)))
+        loader = run.prepare(DataLoader(tokens, batch_size=BATCH))
+        seconds: dict[str, list[float]] = {name: [] for name in steps}
+        for _ in range(rounds):
+            for name, step in steps.items():
+                run.barrier()
+                began = time.perf_counter()
+                for x, y in loader:
+                    step(x, y)
+                run.barrier()
+                seconds[name].append((time.perf_counter() - began) / options.steps)
+        for name, taken in seconds.items():
+            run.print(f"{name:9} {statistics.median(taken[1:]) * 1e3:8.1f} ms a step")
+        for name, bar in zip(("fsdp2", "hsdp"), options.bars, strict=True):
+            times = statistics.median(a / b for a, b in zip(seconds[name][1:], seconds["paceline"][1:], strict=True))
+            run.print(f"{times:.2f} times as fast as {name} on Gloo (at least {bar:g})")
+
+
+if __name__ == "__main__":
+    main()
