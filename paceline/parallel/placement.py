@@ -192,12 +192,14 @@ def _runs(rectangle: Rectangle, shape: Shape, start: int, stop: int) -> Iterator
             yield ()
         return
     stride = prod(shape[1:])
+    if not stride or start >= stop:
+        return
     (first, last), inner = rectangle[0], rectangle[1:]
     full = all(found == (0, size) for found, size in zip(inner, shape[1:], strict=True))
-    row = first
+    row, last = max(first, start // stride), min(last, -(-stop // stride))  # rows with elements between start and stop
     while row < last:
         if full and row * stride >= start and (row + 1) * stride <= stop:
-            end = min(last, stop // stride) if stride else last
+            end = min(last, stop // stride)
             yield ((row, end), *inner)
             row = end
             continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from paceline.errors import UsageError
+from paceline.parallel import placement as module
 from paceline.parallel.placement import Placement, Placements, Region, chunk, local
 
 SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple)
@@ -66,6 +69,14 @@ def test_a_flat_piece_is_what_a_view_of_the_tensor_shows(shape: tuple[int, ...],
     piece = Placement.whole("w", shape).piece(start, stop, "shard")
     assert torch.equal(piece.take(numbered(shape)), numbered(shape).flatten()[start:stop])
     assert len(piece.regions) <= 2 * len(shape) - 1
+
+
+def test_a_piece_of_a_large_tensor_is_found_without_looking_at_its_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    monkeypatch.setattr(module, "_runs", lambda *given, find=module._runs: looks.append(given) or find(*given))
+    piece = Placement.whole("w", (1 << 20, 1 << 10, 1 << 10)).piece((1 << 38) + 5, (1 << 38) + (1 << 30), "shard")
+    assert sum(prod(region.shape) for region in piece.regions) == (1 << 30) - 5 and len(piece.regions) <= 5
+    assert len(looks) <= 10
 
 
 def test_the_drawing() -> None:
