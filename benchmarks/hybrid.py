@@ -13,14 +13,12 @@ import argparse
 import statistics
 import time
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from sharding import by_hand, stepping
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 from training import build
 
@@ -28,33 +26,14 @@ import paceline as pl
 
 MODEL = "gpt-19m"
 BATCH = 8  # of all workers
+NEAR = 1e-4  # how far the first losses may be apart, which are of the same model
 BARS = (2.5, 1.5)  # how many times faster than FSDP2 and than HSDP, at least
-
-
-def by_hand(mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Shard a model as the tutorial of FSDP2 does: each block, then the rest."""
-    made: Any = build(MODEL)[0]
-    for block in made.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(made, mesh=mesh)
-    return made, torch.optim.AdamW(made.parameters(), lr=1e-3)
 
 
 def gloo(groups: list[list[int]]) -> Any:
     """Make groups of Gloo, and return the one that this worker is in. Collective."""
     made = {tuple(ranks): dist.new_group(ranks, backend="gloo") for ranks in groups}
     return next(group for ranks, group in made.items() if dist.get_rank() in ranks)
-
-
-def stepping(made: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[..., Any]) -> Callable[[Any, Any], float]:
-    def step(x: Any, y: Any) -> float:
-        optimizer.zero_grad()
-        value = loss(made(x), y)
-        value.backward()
-        optimizer.step()
-        return float(value.detach())
-
-    return step
 
 
 def main() -> None:
@@ -70,23 +49,25 @@ def main() -> None:
         across = [list(run.mesh.group(rank, ["data"])) for rank in hosts[0]]
         everyone = DeviceMesh.from_group(gloo([[0, 1, 2, 3]]), "cpu")
         grid = DeviceMesh.from_group([gloo(across), gloo(hosts)], "cpu", mesh=torch.tensor(hosts), mesh_dim_names=("replicate", "shard"))
-        made, loss, data = build(MODEL)
+        made, _, data = build(MODEL)
         optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3)
         ours = run.prepare(made, optimizer, cut=pl.shard("blocks.*"))
-        variants = {"fsdp2": by_hand(everyone), "hsdp": by_hand(grid), "paceline": ours}
-        steps = {name: stepping(*each, loss) for name, each in variants.items()}
+        variants = {"fsdp2": by_hand(build(MODEL)[0], mesh=everyone), "hsdp": by_hand(build(MODEL)[0], mesh=grid), "paceline": ours}
+        steps = {name: stepping(*each) for name, each in variants.items()}
         rounds = options.rounds + 1
         tokens = TensorDataset(*(torch.stack(part) for part in zip(*(data[n] for n in range(BATCH * options.steps)), strict=True)))
         loader = run.prepare(DataLoader(tokens, batch_size=BATCH))
         seconds: dict[str, list[float]] = {name: [] for name in steps}
+        losses: dict[str, list[float]] = {name: [] for name in steps}
         for _ in range(rounds):
             for name, step in steps.items():
                 run.barrier()
                 began = time.perf_counter()
-                for x, y in loader:
-                    step(x, y)
+                losses[name] += [step(x, y) for x, y in loader]
                 run.barrier()
                 seconds[name].append((time.perf_counter() - began) / options.steps)
+        if any(abs(found[0] - losses["fsdp2"][0]) > NEAR or not found[-1] < found[0] for found in losses.values()):
+            raise RuntimeError(f"first losses differ, or losses don't fall: {losses}")
         for name, taken in seconds.items():
             run.print(f"{name:9} {statistics.median(taken[1:]) * 1e3:8.1f} ms a step")
         for name, bar in zip(("fsdp2", "hsdp"), options.bars, strict=True):

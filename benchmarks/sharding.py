@@ -33,16 +33,17 @@ def model(width: int) -> nn.Module:
     return GPT(GPTShape(d=width, layers=4, heads=4, context=CONTEXT, vocab=VOCAB))
 
 
-def by_hand(width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Shard a model as the tutorial of FSDP2 does: each block, then the rest."""
-    made: Any = model(width)
+def by_hand(made: Any, **where: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Shard a model as the tutorial of FSDP2 does: each block, then the rest. `where`: `mesh=`, if not over all workers."""
     for block in made.blocks:
-        fully_shard(block)
-    fully_shard(made)
+        fully_shard(block, **where)
+    fully_shard(made, **where)
     return made, torch.optim.AdamW(made.parameters(), lr=1e-3)
 
 
 def stepping(made: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Any, Any], float]:
+    """Return what takes a step of a GPT on a batch."""
+
     def step(x: Any, y: Any) -> float:
         optimizer.zero_grad()
         loss = next_token_loss(made(x), y)
@@ -63,7 +64,7 @@ def main() -> None:
     count = BATCH * (options.rounds + WARMUP)
     tokens = torch.randint(VOCAB, (count, CONTEXT + 1), generator=torch.Generator().manual_seed(1))
     with pl.start(mesh="shard", name="sharding") as run:
-        steps = {"fsdp2": stepping(*by_hand(options.width))}
+        steps = {"fsdp2": stepping(*by_hand(model(options.width)))}
         for zero in (3, 2, 1):
             made = model(options.width)
             optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3)

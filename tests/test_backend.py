@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.harness.jobs import Jobs
-
-LIBRARIES = Path(__file__).parent / "harness" / "programs" / "torch_libraries.py"
+from tests.harness.libraries import LIBRARIES, check_alike
 
 
 @pytest.mark.preloaded
 def test_libraries_give_what_they_give_on_gloo(job: Jobs) -> None:
     ended = job.program(LIBRARIES, 3, args=("gloo", "paceline")).end()
     assert ended.code == 0, ended.err
-    line = next(line for line in ended.out.splitlines() if "FOUND " in line)
-    wanted, found = json.loads(line.partition("FOUND ")[2])
-    assert (wanted.pop("backend"), found.pop("backend")) == ("gloo", "paceline")
-    for name, value in wanted.items():
-        assert found[name] == pytest.approx(value, rel=1e-6, abs=1e-6) if isinstance(value[0], float) else found[name] == value, name
+    check_alike(ended.out)
 
 
 UNTOUCHED = """

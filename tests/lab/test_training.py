@@ -13,6 +13,7 @@ import pytest
 from paceline.lab.description import Description, Host, Placement
 from paceline.lab.hosts import Cluster
 from tests.harness import nursery
+from tests.harness.libraries import LIBRARIES, check_alike
 
 pytestmark = [pytest.mark.slow, pytest.mark.preloaded]
 
@@ -40,7 +41,6 @@ with pl.start(seed=1, folder=sys.argv[1], name="test") as run:
     if run.is_first:
         torch.save(torch.nn.utils.parameters_to_vector(model.parameters()).detach(), sys.argv[1] + "/weights.pt")
 """
-LIBRARIES = Path(__file__).parents[1] / "harness" / "programs" / "torch_libraries.py"
 STEPS = 10
 PHASES = {"step", "data", "compute", "exchange", "bucket", "within"}
 
@@ -114,8 +114,4 @@ def test_libraries_on_torch_distributed_give_what_they_give_on_gloo(build: Calla
     """DDP, FSDP2, tensor parallelism, a pipeline and torch's own calls, over two hosts with two workers each."""
     outcome = build(hosts=2, workers=2, bandwidth="1gbit").run(LIBRARIES, "gloo", "paceline", deadline=200)
     assert outcome.code == 0, outcome.output
-    line = next(line for line in outcome.output.splitlines() if "FOUND " in line)
-    wanted, found = json.loads(line.partition("FOUND ")[2])
-    assert (wanted.pop("backend"), found.pop("backend")) == ("gloo", "paceline")
-    for name, value in wanted.items():
-        assert found[name] == pytest.approx(value, rel=1e-6, abs=1e-6) if isinstance(value[0], float) else found[name] == value, name
+    check_alike(outcome.output)

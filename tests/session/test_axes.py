@@ -23,19 +23,10 @@ from paceline.errors import UsageError
 from paceline.session.axes import RunAxes
 from paceline.session.run import Run
 from paceline.sync.context import SyncContext
-from tests.harness.cuts import columns, summed
+from tests.harness.cuts import columns, network, summed
 from tests.harness.runs import Numbered, alone, batches, distance, parameters, workers
 
 ONE_HOST = Topology((HostRanks("here", (0, 1), "127.0.0.1"),))
-
-
-def network() -> nn.Sequential:
-    torch_state = torch.Generator().manual_seed(5)
-    made = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
-    with torch.no_grad():
-        for p in made.parameters():
-            p.copy_(torch.randn(p.shape, generator=torch_state, dtype=p.dtype) / 3)
-    return made
 
 
 def whole(run: Run, model: nn.Module) -> Tensor:

@@ -28,6 +28,7 @@ from paceline.session.checkpoint.saving import CheckpointSaver, SaveRequest
 from paceline.session.checkpoint.state import WorkerState
 from paceline.session.run import Run
 from paceline.state.versioned import Randomness, Versioned
+from tests.harness.cuts import network
 from tests.harness.runs import batches
 from tests.harness.runs import workers as run_workers
 
@@ -298,15 +299,6 @@ def test_an_optimizer_whose_state_is_not_of_its_parameters_shape(tmp_path: Path)
 
 
 # Whole runs --------------------------------------------------------------------------------------------------------------------
-
-
-def network() -> nn.Sequential:
-    numbers = torch.Generator().manual_seed(5)
-    made = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=numbers, dtype=parameter.dtype) / 3)
-    return made
 
 
 COLUMNS = pl.tensor({"0": pl.column(), "2": pl.row()})
