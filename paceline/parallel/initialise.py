@@ -32,6 +32,7 @@ from paceline.state.versioned import SHOWN, Randomness
 
 Init = Callable[[nn.Module], Any]
 _GENERATORS: Final = threading.Lock()
+GUESSED = "?"  # in the place of a call that writes to a parameter, where a trial can't tell
 RESETS = ("reset_parameters", "_reset_parameters")  # the second one is what torch's own attention has
 
 
@@ -179,18 +180,22 @@ class Blueprint:
         return list(units.values())
 
     def _check(self, found: Sequence[_Unborn]) -> None:
-        if without := [one for one in found if not one.writes]:
-            names = _listed(self._prefix, [one.name for one in without])
-            kinds = ", ".join(sorted({type(one.owner.module).__qualname__ for one in without}))
-            raise UsageError(
-                f"nothing gives values to {names}: {kinds} has no reset_parameters that writes to them; say "
-                "run.prepare(..., init=function of a module) that does"
-            )
+        self._refuse_empty([one for one in found if not one.writes])
         odd = [one.name for one in found if one.birth is not None and not one.birth.writes <= one.writes]
         if odd and self._init is None:
             raise UsageError(
                 f"the model gives values of its own to {_listed(self._prefix, odd)}, which are not those of reset_parameters; say "
                 "run.prepare(..., init=function of a module) that does the same"
+            )
+
+    def _refuse_empty(self, without: Sequence[_Unborn]) -> None:
+        """Raise for parameters that have no values, if there are any."""
+        if without:
+            names = _listed(self._prefix, [one.name for one in without])
+            kinds = ", ".join(sorted({type(one.owner.module).__qualname__ for one in without}))
+            raise UsageError(
+                f"nothing gives values to {names}: {kinds} has no reset_parameters that writes to them; say "
+                "run.prepare(..., init=function of a module) that does"
             )
 
     def _try(self, node: _Node) -> Iterator[tuple[Parameter, set[str]]]:
@@ -201,14 +206,14 @@ class Blueprint:
             with log:
                 self._reset(node.shape)
         except (RuntimeError, TypeError, ValueError):
-            needs_numbers = True  # there are none: that it writes to its own parameters is all that can be guessed
+            needs_numbers = True  # there are none: that it writes to its own parameters is a guess, which `_check_made` looks at
         for module, name, old in known:
             replaced = module._parameters.get(name) is not old
             module._parameters[name] = old
             calls = log.of(old)
             if replaced or (needs_numbers and module is node.shape):
                 unborn = self._unborn.get(id(old))
-                calls = calls | {"?"} | (unborn.birth.writes if unborn is not None and unborn.birth is not None else set())
+                calls = calls | {GUESSED} | (unborn.birth.writes if unborn is not None and unborn.birth is not None else set())
             if calls:
                 yield old, calls
 
@@ -242,7 +247,19 @@ class Blueprint:
             value = copies[id(shape)]._parameters[name]
             if value is None or value.shape != unborn.stand_in.shape:
                 raise UsageError(f"{self._prefix}{unborn.name} has another shape after it was reset; give modules that keep it")
+            if value is real[id(unborn.stand_in)]:
+                self._check_made(unborn, value)
             yield unborn, value.detach()
+
+    def _check_made(self, unborn: _Unborn, value: Tensor) -> None:
+        """Raise where a reset has left a parameter, or elements of it, as `_real` made it; the trial may have guessed."""
+        if value.is_floating_point() or value.is_complex():
+            self._refuse_empty([unborn] if bool(value.isnan().any()) else [])
+        elif GUESSED in unborn.writes:
+            raise UsageError(
+                f"{self._prefix}{unborn.name} has whole numbers, and the reset of {type(unborn.owner.module).__qualname__} can't be tried "
+                "without memory, so nobody can tell whether it gives values to them: build that module outside of pl.meta()"
+            )
 
 
 def _shallow(module: nn.Module, parameters: Any, buffers: Any, modules: Any) -> nn.Module:
@@ -258,7 +275,11 @@ def _holder(model: nn.Module, parameter: Parameter) -> str:
 
 
 def _real(stand_in: Parameter) -> Parameter:
-    return Parameter(torch.empty_like(stand_in, device="cpu"), requires_grad=stand_in.requires_grad)
+    """Give a parameter memory; elements that nothing writes to are no numbers, where their dtype has such."""
+    memory = torch.empty_like(stand_in, device="cpu", requires_grad=False)
+    if memory.is_floating_point() or memory.is_complex():
+        memory.fill_(torch.nan)
+    return Parameter(memory, requires_grad=stand_in.requires_grad)
 
 
 def give_memory(parameter: Tensor, placement: Placement) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import difflib
 import hashlib
+import json
 import pickle
+import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,17 +23,23 @@ from torch import Tensor, nn
 
 from paceline.errors import UsageError
 from paceline.parallel.initialise import give_memory
-from paceline.parallel.placement import Placements, Rectangle, local
+from paceline.parallel.placement import Placements, Range, Rectangle, local
 from paceline.state.checksum import checksums
 from paceline.state.versioned import SHOWN
 
 LONGEST_REASON = 200  # letters of an error that is not ours
+PAGE, PAGES = 4096, 9  # bytes of a page; pages of each large tensor in a file that its digest looks at
 Source = str | Path | Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Logical tensors that can be read in parts. `digest`: equal on workers that are given the same."""
+    """Logical tensors that can be read in parts.
+
+    `digest`: equal on workers that are given the same, and another one for other values. Of a dict, all bytes count. Of a file, which is
+    not read as a whole, all bytes of small tensors do, and `PAGES` pages of each larger one, the first and the last among them. A file of
+    torch.save has checksums of all that is in it, which count as well.
+    """
 
     name: str
     shapes: Mapping[str, tuple[int, ...]]
@@ -113,14 +121,49 @@ def _of_safetensors(path: Path, files: contextlib.ExitStack) -> Weights:
     file = files.enter_context(safetensors.safe_open(path, "pt"))
     slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it is no dict
     shapes = {name: tuple(found.get_shape()) for name, found in slices.items()}
-    return Weights(path.name, shapes, lambda name, box: slices[name][_index(box)], _digest(shapes, path.stat().st_size))
+    return Weights(path.name, shapes, lambda name, box: slices[name][_index(box)], _digest_of_safetensors(path))
+
+
+def _digest_of_safetensors(path: Path) -> str:
+    """Compute the digest of the header, which has names, dtypes and shapes, and of pages of each tensor."""
+    with path.open("rb") as file:
+        header = file.read(int.from_bytes(file.read(8), "little"))
+        entries = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
+        begin, pages = file.tell(), hashlib.sha256()
+        for first, last in sorted(tuple(entry["data_offsets"]) for entry in entries):
+            for start, stop in _pages(last - first):
+                file.seek(begin + first + start)
+                pages.update(file.read(stop - start))
+    return _digest(header, pages.digest())
 
 
 def _of_torch(path: Path) -> Weights:
-    return _of_dict(path.name, torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+    state = _checked(path.name, torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+    with zipfile.ZipFile(path) as archive:  # whose names begin with that of the file
+        members = ((info.filename.partition("/")[2], info.CRC, info.file_size) for info in archive.infolist())
+        stored = sorted(member for member in members if member[0] == "data.pkl" or member[0].startswith("data/"))
+    pages = hashlib.sha256()
+    for value in state.values():
+        memory = torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage())
+        for start, stop in _pages(len(memory)):
+            pages.update(memory[start:stop].numpy().tobytes())
+    return _of_state(path.name, state, stored, pages.digest())
 
 
-def _of_dict(name: str, state: object) -> Weights:
+def _pages(size: int) -> list[Range]:
+    """Return the ranges of so many bytes that a digest looks at: all of them, or pages from the first to the last."""
+    if size <= PAGE * PAGES:
+        return [(0, size)]
+    return [(start, start + PAGE) for start in (page * (size - PAGE) // (PAGES - 1) for page in range(PAGES))]
+
+
+def _of_dict(name: str, found: object) -> Weights:
+    state = _checked(name, found)
+    return _of_state(name, state, checksums([value.detach() for value in state.values()]))
+
+
+def _checked(name: str, state: object) -> Mapping[str, Tensor]:
+    """Return a state dict as one. Raises `UsageError` for anything else."""
     if not isinstance(state, Mapping):
         raise UsageError(f"{name} has a {type(state).__qualname__}, and no state dict")
     odd = next((key for key, value in state.items() if not isinstance(value, Tensor)), None)
@@ -128,9 +171,13 @@ def _of_dict(name: str, state: object) -> Weights:
         raise UsageError(
             f"{name}: {odd!r} is a {type(state[odd]).__qualname__}, and a state dict has tensors; give the part of it that has"
         )
+    return state
+
+
+def _of_state(name: str, state: Mapping[str, Tensor], *content: object) -> Weights:
     shapes = {key: tuple(value.shape) for key, value in state.items()}
-    sums = checksums([value.detach() for value in state.values()])
-    return Weights(name, shapes, lambda key, box: state[key].detach()[_index(box)], _digest("", shapes, sums))
+    dtypes = [value.dtype for value in state.values()]
+    return Weights(name, shapes, lambda key, box: state[key].detach()[_index(box)], _digest(shapes, dtypes, *content))
 
 
 def _index(box: Rectangle) -> tuple[slice, ...]:

@@ -219,6 +219,40 @@ def test_what_nobody_makes_is_named(make: Callable[[], nn.Module], init: Any, wh
         materialise(unborn(make), Placements(), 1, init)
 
 
+class ByNumbers(nn.Module):
+    """A reset that needs numbers, which a trial without memory doesn't have, and gives values to what `written` says."""
+
+    def __init__(self, written: str = "scale", *, whole: bool = False) -> None:
+        super().__init__()
+        self.written = written
+        self.scale, self.shift = nn.Parameter(torch.empty(4)), nn.Parameter(torch.empty(3))
+        self.places = nn.Parameter(torch.empty(2, dtype=torch.int64), requires_grad=False) if whole else None
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.scale[: int(torch.ones(4, device=self.scale.device).sum().item())] = 2.0
+            if "shift" in self.written:
+                self.shift[0 if self.written == "a part of shift" else slice(None)] = 3.0
+
+
+def test_a_reset_that_needs_numbers_gives_values() -> None:
+    found = values(make=lambda: nn.Sequential(ByNumbers("scale and shift")))
+    assert torch.equal(found["0.scale"], torch.full((4,), 2.0)) and torch.equal(found["0.shift"], torch.full((3,), 3.0))
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: nn.Sequential(ByNumbers("scale")), r"nothing gives values to 0.shift: ByNumbers has no reset_parameters"),
+        (lambda: nn.Sequential(ByNumbers("a part of shift")), r"nothing gives values to 0.shift"),
+        (lambda: nn.Sequential(ByNumbers("scale and shift", whole=True)), r"0.places has whole numbers, and the reset of ByNumbers can't"),
+    ],
+)
+def test_what_a_reset_that_needs_numbers_skips_is_named(make: Callable[[], nn.Module], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        materialise(unborn(make), Placements(), 1)
+
+
 def test_values_given_after_the_block_are_not_lost_silently() -> None:
     model = unborn(lambda: nn.Sequential(nn.Linear(2, 2)))
     nn.init.ones_(model[0].weight)

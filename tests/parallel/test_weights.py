@@ -81,6 +81,40 @@ def test_the_digest_tells_workers_apart(tmp_path: Path) -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
+def digest_of(source: Any) -> str:
+    with opened(source) as weights:
+        return weights.digest
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pt"])
+@pytest.mark.parametrize("place", [("small", 1), ("large", 0), ("large", 50_000), ("large", -1)])
+def test_the_digest_of_a_file_tells_values_of_the_same_shapes_apart(tmp_path: Path, kind: str, place: tuple[str, int]) -> None:
+    def state() -> dict[str, Tensor]:
+        return {"small": torch.ones(3), "large": torch.arange(100_001.0), "empty": torch.empty(0, 2)}
+
+    changed, (name, at) = state(), place
+    changed[name][at] += 1
+    folders = [tmp_path / each for each in ("one", "copy", "other")]
+    for folder in folders:
+        folder.mkdir()
+    one, copy, other = (stored(folder, kind, each) for folder, each in zip(folders, (state(), state(), changed), strict=True))
+    assert one.stat().st_size == other.stat().st_size
+    assert digest_of(one) == digest_of(copy.rename(copy.with_name(f"renamed.{kind}"))) != digest_of(other)
+
+
+def test_the_digest_tells_dtypes_apart() -> None:
+    assert digest_of({"w": torch.zeros(3)}) != digest_of({"w": torch.zeros(3, dtype=torch.int32)})
+
+
+def test_a_file_of_torch_counts_as_a_whole(tmp_path: Path) -> None:
+    """What no page of the digest has is in the checksums of the file."""
+    value = torch.zeros(1_000_000)
+    torch.save({"w": value}, tmp_path / "one.pt")
+    value[3001] = 1
+    torch.save({"w": value}, tmp_path / "other.pt")
+    assert digest_of(tmp_path / "one.pt") != digest_of(tmp_path / "other.pt")
+
+
 def test_errors_of_the_block_are_not_those_of_the_file(tmp_path: Path) -> None:
     path = stored(tmp_path, "safetensors", {"weight": torch.ones(2)})
     with pytest.raises(RuntimeError, match=r"^mine$"), opened(path):

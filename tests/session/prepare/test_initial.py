@@ -148,6 +148,16 @@ def test_what_cannot_be_given_is_said_on_all_workers(body: Callable[[Run], None]
         workers(2, body)
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "pt"])
+def test_workers_with_different_files_of_the_same_shapes(tmp_path: Path, kind: str) -> None:
+    paths = [tmp_path / f"{rank}.{kind}" for rank in range(2)]
+    for rank, path in enumerate(paths):
+        values = {name: value + rank for name, value in weights().items()}
+        safetensors.torch.save_file(values, path) if kind == "safetensors" else torch.save(values, path)
+    with pytest.raises(UsageError, match=r"ranks 0 and 1 were given different weights by init="):
+        workers(2, preparing(network, Of(lambda rank: paths[rank])))
+
+
 def test_workers_of_which_one_has_no_memory_have_different_models() -> None:
     with pytest.raises((UsageError, pl.Mismatch), match=r"without memory"):
         workers(2, lambda run: run.prepare(unborn() if run.rank else network()))
