@@ -22,7 +22,6 @@ from torch import Tensor
 
 from paceline.errors import CheckpointError
 from paceline.fault import disk
-from paceline.fault.disk import WrittenFile
 from paceline.fault.file_layout import NAMES, FileLayout, image
 from paceline.formatting import choices
 from paceline.state.blocks import BlockIndex, Box, StoredBlock, StoredTensor, overlap, sizes, whole, within
@@ -49,10 +48,6 @@ class BlocksLayout:
     file: str
     layout: FileLayout
     index: BlockIndex
-
-    def write(self, folder: Path) -> WrittenFile:
-        """Write the file into `folder`, and wait until the disk has it. Raises OSError."""
-        return disk.write(folder / self.file, self.layout.parts())
 
 
 def plan(number: int, tensors: Mapping[str, LocalBlocks]) -> BlocksLayout:

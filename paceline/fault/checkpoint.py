@@ -157,12 +157,12 @@ def check(step: int, keep: int) -> None:
         raise UsageError(f"a checkpoint needs keep >= 1 and step >= 0; found keep={keep}, step={step}")
 
 
-def load(folder: Path, *, say: Callable[[str], None], step: int | None = None, lazy: bool = False) -> Checkpoint:
+def load(folder: Path, *, say: Callable[[str], None], step: int | None = None, lazy: bool = False, own: bool = True) -> Checkpoint:
     """Load the newest checkpoint in `folder` that is whole, or the one of `step`. Tensors that were cut are put together.
 
     With `lazy` the state of all has tensors without memory (on the device "meta"), and a `BlockReader` reads what is needed of them.
-    Each that is broken, or of another format, is named through `say`, with what is wrong with it. If none can be used, `load`
-    raises CheckpointError.
+    Without `own` the states of single ranks are left out. Each checkpoint that is broken, or of another format, is named through `say`,
+    with what is wrong with it. If none can be used, `load` raises CheckpointError.
     """
     paths = newest(folder)
     if step is not None:
@@ -175,7 +175,7 @@ def load(folder: Path, *, say: Callable[[str], None], step: int | None = None, l
     reasons: list[str] = []
     for path in paths:
         try:
-            checkpoint = _read(path, lazy=lazy)
+            checkpoint = _read(path, lazy=lazy, own=own)
         except _Broken as broken:
             reasons.append(f"{path.name}: {broken}")
             continue
@@ -185,12 +185,12 @@ def load(folder: Path, *, say: Callable[[str], None], step: int | None = None, l
     raise CheckpointError(f"no checkpoint in {folder} can be used: {'; '.join(reasons)}")
 
 
-def read(path: Path, *, lazy: bool = False) -> Checkpoint:
+def read(path: Path, *, lazy: bool = False, own: bool = True) -> Checkpoint:
     """Load this one checkpoint, as `load` does. Raises `CheckpointError` if it can't be used."""
     if not _NAME.fullmatch(path.name):
         raise CheckpointError(f"{path} is no checkpoint: those are called step-00000100 and the like")
     try:
-        return _read(path, lazy=lazy)
+        return _read(path, lazy=lazy, own=own)
     except _Broken as broken:
         raise CheckpointError(f"{path.name} can't be used: {broken}") from broken
 
@@ -305,9 +305,9 @@ def _room(folder: Path) -> float:
 # Reading ----------------------------------------------------------------------------------------------------------------------
 
 
-def _read(path: Path, *, lazy: bool) -> Checkpoint:
+def _read(path: Path, *, lazy: bool, own: bool) -> Checkpoint:
     manifest = _manifest(path)
-    step, own, files = _contents(path, manifest)
+    step, names, files = _contents(path, manifest)
     for file, written in files.items():
         _check(path / file, written)
     cut = _index(path, files) if INDEX in files else {}
@@ -318,10 +318,10 @@ def _read(path: Path, *, lazy: bool) -> Checkpoint:
     except CheckpointError as error:
         raise _Broken(str(error)) from error
     shared = _state(path, "", tensors, lazy=lazy)
-    snapshots = {name: _state(path, name) for name in own.values()}
+    snapshots = {rank: _state(path, name) for rank, name in names.items()} if own else {}
     states = (file.removesuffix(".json") for file in files if file.endswith(".json") and file != INDEX)
-    more = tuple(sorted(name for name in states if name != "state" and name not in snapshots))
-    return Checkpoint(path, step, shared, {rank: snapshots[name] for rank, name in own.items()}, more, index)
+    more = tuple(sorted(name for name in states if name != "state" and name not in names.values()))
+    return Checkpoint(path, step, shared, snapshots, more, index)
 
 
 def _manifest(path: Path) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Models out of checkpoints: as a plain dict for `load_state_dict`, or as one file of safetensors. Nothing else of a checkpoint is read.
+"""Models out of checkpoints: as a plain dict for `load_state_dict`, or as one file of safetensors.
+
+Files are checked by hash before; of what is in them, no more than the model comes into memory.
 
 runs/NAME/checkpoints/step-00000100  -- state_dict -->  {"weight": ..., "bias": ...}
                                      -- export ------>  out.safetensors               one tensor is in memory at a time
@@ -79,16 +81,16 @@ def export(folder: Path, out: Path, part: str | None = None, *, force: bool = Fa
 
 
 def locate(folder: Path, say: Say) -> Checkpoint:
-    """Find the checkpoint that is meant by a folder, and check it; its tensors have no memory.
+    """Find the checkpoint that is meant by a folder, and check it; its tensors have no memory, and states of single ranks are left out.
 
     Raises `CheckpointError` if there is none, or none that can be used; those that are passed over are named through `say`.
     """
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}; give that of a run, such as runs/NAME, or of one of its checkpoints")
     if (folder / checkpoint.MANIFEST).exists():
-        return checkpoint.read(folder, lazy=True)
+        return checkpoint.read(folder, lazy=True, own=False)
     inner = folder / "checkpoints"
-    return checkpoint.load(inner if inner.is_dir() else folder, say=say, lazy=True)
+    return checkpoint.load(inner if inner.is_dir() else folder, say=say, lazy=True, own=False)
 
 
 def _part(found: Checkpoint, asked: str | None) -> Json:

@@ -43,7 +43,7 @@ class WrittenBlocks:
 def reserve(folder: Path) -> Path:
     """Make an empty folder for a checkpoint that is to come, and remove the leftovers of killed processes. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    sweep(folder)
+    _sweep(folder)
     inner = Path(tempfile.mkdtemp(prefix=SAVING, dir=folder)) / "new"
     inner.mkdir()  # with the permissions of any folder: those of mkdtemp are for its owner alone
     return inner
@@ -58,7 +58,7 @@ def ending(place: Path) -> Iterator[Path]:
         shutil.rmtree(place.parent, ignore_errors=True)
 
 
-def sweep(folder: Path) -> None:
+def _sweep(folder: Path) -> None:
     """Remove the leftovers of a killed process."""
     for path in folder.glob(f"{SAVING}*"):
         try:

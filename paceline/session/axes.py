@@ -12,6 +12,7 @@ Without a mesh these are the same group and the same agreement.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -73,7 +74,7 @@ class RunAxes:
         """The axes along which workers hold different parts of a model, with more than one worker."""
         return self.mesh.cut
 
-    @property
+    @functools.cached_property
     def counted(self) -> bool:
         """Whether this worker's samples count: each slice has the same ones, and those of the first slice are counted."""
         return self.mesh.index(self.groups.everyone.rank, set(self.mesh.names) - set(SAMPLED)) == 0

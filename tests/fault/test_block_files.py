@@ -37,7 +37,7 @@ def boxes(shape: tuple[int, ...], cuts: list[list[int]]) -> list[Box]:
 def put(folder: Path, workers: list[dict[str, LocalBlocks]]) -> BlockReader:
     layouts = [plan(number, tensors) for number, tensors in enumerate(workers)]
     for layout in layouts:
-        layout.write(folder)
+        disk.write(folder / layout.file, layout.layout.parts())
     return BlockReader(folder, merge(layout.index for layout in layouts))
 
 
@@ -123,7 +123,7 @@ def save(folder: Path, step: int = 3) -> Path:
 
     def others(place: Path) -> list[WrittenBlocks]:
         layouts = [plan(number, {"model/weight": cut(WEIGHT, [box])}) for number, box in enumerate(halves)]
-        return [WrittenBlocks({layout.file: layout.write(place)}, layout.index) for layout in layouts]
+        return [WrittenBlocks({layout.file: disk.write(place / layout.file, layout.layout.parts())}, layout.index) for layout in layouts]
 
     return checkpoint.write(folder, state, step, own={}, keep=3, blocks=others)
 
@@ -169,7 +169,7 @@ def test_a_damaged_block_is_never_used(tmp_path: Path) -> None:
 
 def missing(place: Path) -> list[WrittenBlocks]:
     layout = plan(0, {"model/weight": cut(WEIGHT, boxes((4, 6), [[], [2]])[:1])})
-    return [WrittenBlocks({layout.file: layout.write(place)}, layout.index)]
+    return [WrittenBlocks({layout.file: disk.write(place / layout.file, layout.layout.parts())}, layout.index)]
 
 
 def test_a_block_that_nobody_writes_is_noticed_before_there_is_a_checkpoint(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_block_that_nobody_writes_is_noticed_before_there_is_a_checkpoint(tmp_
 def test_an_index_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
     def elsewhere(place: Path) -> list[WrittenBlocks]:
         layout = plan(0, {"w": cut(WEIGHT, boxes((4, 6), [[], []]))})
-        layout.write(place)
+        disk.write(place / layout.file, layout.layout.parts())
         return [WrittenBlocks({}, layout.index)]  # so it isn't in the manifest
 
     path = checkpoint.write(tmp_path, image(pack({})), 1, own={}, keep=3, blocks=elsewhere)
@@ -198,7 +198,8 @@ def test_blocks_of_more_bytes_than_there_are_take_no_memory(tmp_path: Path) -> N
     def huge(place: Path) -> list[WrittenBlocks]:
         layout = plan(0, {"w": cut(WEIGHT, boxes((4, 6), [[], []]))})
         block = StoredBlock(((0, 1 << 40),), layout.file, "w@0")
-        return [WrittenBlocks({layout.file: layout.write(place)}, {"w": StoredTensor(torch.float32, (1 << 40,), (block,))})]
+        written = disk.write(place / layout.file, layout.layout.parts())
+        return [WrittenBlocks({layout.file: written}, {"w": StoredTensor(torch.float32, (1 << 40,), (block,))})]
 
     path = checkpoint.write(tmp_path, image(pack({})), 1, own={}, keep=3, blocks=huge)
     with pytest.raises(CheckpointError, match=r"blocks.json names 4398046511104 bytes of blocks-00000.safetensors, which has \d+$"):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import paceline as pl
 from paceline import cli
 from paceline.errors import CheckpointError, UsageError
-from paceline.fault import checkpoint, export
+from paceline.fault import checkpoint, disk, export
 from paceline.fault.block_files import BlockReader, LocalBlocks, plan
 from paceline.fault.checkpoint import WrittenBlocks
 from paceline.fault.file_layout import image
@@ -47,7 +47,7 @@ def save(folder: Path, model: nn.Module, step: int = 1, *, cut: bool = False, **
         boxes = [((0, rows), (0, 1)), ((0, rows), (1, columns))]
         local = [LocalBlocks(tensor.dtype, tuple(tensor.shape), ((box, tensor[within(box, whole(tensor.shape))]),)) for box in boxes]
         layouts = [plan(number, {name: part}) for number, part in enumerate(local)]
-        return [WrittenBlocks({layout.file: layout.write(place)}, layout.index) for layout in layouts]
+        return [WrittenBlocks({layout.file: disk.write(place / layout.file, layout.layout.parts())}, layout.index) for layout in layouts]
 
     rest = Snapshot(packed.version, packed.tree, {path: value for path, value in packed.tensors.items() if path != name})
     return checkpoint.write(folder / "checkpoints", image(rest), step, own={}, keep=9, blocks=blocks)
@@ -80,6 +80,18 @@ def test_only_the_model_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(BlockReader, "read", lambda self, name: asked.append(name) or read(self, name))
     pl.state_dict(tmp_path)
     assert asked == ["model/weight", "model/bias"]
+
+
+def test_states_of_single_ranks_stay_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(4, 3)
+    checkpoint.save(tmp_path, state(model), 1, own={rank: pack({"kept": torch.ones(5)}) for rank in range(2)})
+    loaded: list[str] = []
+    load_file = safetensors.torch.load_file
+    monkeypatch.setattr(safetensors.torch, "load_file", lambda path: loaded.append(path.name) or load_file(path))
+    assert same(pl.state_dict(tmp_path), model.state_dict()) and loaded == []
+    found = checkpoint.load(tmp_path, say=print, lazy=True)
+    assert sorted(found.own) == [0, 1] and found.more == ()
+    assert checkpoint.load(tmp_path, say=print, lazy=True, own=False).more == ()
 
 
 def test_the_newest_that_is_whole(tmp_path: Path) -> None:

@@ -95,7 +95,6 @@ def test_what_is_needed_of_a_tensor() -> None:
         ("w@0", ((1, 2), (3, 4))),
         ("w@2", ((2, 3), (3, 4))),
     ]
-    assert tensor.nbytes == 64
 
 
 GOOD: dict[str, Any] = {"dtype": "float32", "shape": [2], "blocks": [{"file": "a", "key": "k", "box": [[0, 2]]}]}

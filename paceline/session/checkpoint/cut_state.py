@@ -127,11 +127,11 @@ def _is_part(entry: CutEntry, found: tuple[int, ...], parameter: tuple[int, ...]
 
 def _compare(parts: Mapping[str, Stateful], placements: Placements, tree: Json, index: Mapping[str, StoredTensor]) -> None:
     """Raise for a state of another model, with the first differences in logical names and shapes."""
-    lines: list[str] = []
+    lines, trees = list[str](), entries(tree)
     for name, part in parts.items():
-        if not isinstance(part, nn.Module) or name not in (trees := entries(tree)):
+        if not isinstance(part, nn.Module) or name not in trees:
             continue
-        known = entries(trees[name])
+        known, here = entries(trees[name]), part.state_dict()
         for key, parameter in part.named_parameters(remove_duplicate=False):
             shape = list(placements.of(parameter, key).shape)
             if key not in known:
@@ -139,7 +139,7 @@ def _compare(parts: Mapping[str, Stateful], placements: Placements, tree: Json, 
                 lines.append(f"{name}.{key} {shape} is not in it" + (f" (the nearest is {near[0]})" if near else ""))
             elif (path := path_of(known[key])) is not None and list(index[path].shape) != shape:
                 lines.append(f"{name}.{key} is {list(index[path].shape)} in it, {shape} here")
-        lines += [f"{name}.{key} is not here" for key in known if key not in part.state_dict()]
+        lines += [f"{name}.{key} is not here" for key in known if key not in here]
     if lines:
         more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
         raise CheckpointError(

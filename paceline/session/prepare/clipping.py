@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable
 
 import torch
@@ -25,7 +24,7 @@ def clip(parameters: Iterable[Tensor], max_norm: float, norm_type: float, *, cut
     """Clip the gradients of these parameters, or of what is trained in their place, and return their norm before. Collective."""
     if not norm_type > 0:
         raise UsageError(f"run.clip: norm_type={norm_type} is no norm; give a number above 0, or inf")
-    sums = {frozenset(kind): 0.0 for count in range(len(axes.cut) + 1) for kind in itertools.combinations(axes.cut, count)}
+    norms = {frozenset(kind): list[Tensor]() for count in range(len(axes.cut) + 1) for kind in itertools.combinations(axes.cut, count)}
     grads, seen = list[Tensor](), set[int]()
     for parameter in parameters:
         trained = cuts.trained(parameter) if isinstance(parameter, Parameter) else parameter
@@ -34,23 +33,21 @@ def clip(parameters: Iterable[Tensor], max_norm: float, norm_type: float, *, cut
         seen.add(id(trained))
         grads.append(trained.grad)
         kind = frozenset(cuts.placements.of(trained).axes) & frozenset(axes.cut)
-        sums[kind] = _joined(sums[kind], float(torch.linalg.vector_norm(trained.grad, norm_type, dtype=torch.float64)), norm_type)
-    total = sums[frozenset()]
-    for kind, mine in sums.items():
-        if kind:
-            group = axes.groups.along(*kind)
-            parts = group.all_gather(torch.tensor([mine], dtype=torch.float64), name="run.clip").wait()
-            for part in parts:
-                total = _joined(total, float(part), norm_type)
+        if trained.grad.numel():  # the largest of no numbers is none
+            norms[kind].append(torch.linalg.vector_norm(trained.grad, norm_type, dtype=torch.float64))
+    sums = {kind: _joined(mine, norm_type) for kind, mine in norms.items()}
+    groups = {kind: axes.groups.along(*kind) for kind in sums if kind}
+    gathers = [group.all_gather(sums[kind], name="run.clip") for kind, group in groups.items()]  # all travel at once
+    total = float(_joined([sums[frozenset()], *(part for gather in gathers for part in gather.wait())], norm_type))
     if grads and not total + TINY <= max_norm:  # so that a norm that is no number reaches the gradients, as torch has it
         torch._foreach_mul_(grads, max_norm / (total + TINY))
     return torch.tensor(total, dtype=grads[0].dtype if grads else torch.get_default_dtype())
 
 
-def _joined(one: float, other: float, norm_type: float) -> float:
-    """Return the norm of two vectors side by side that have these norms."""
-    if math.isnan(one) or math.isnan(other):
-        return math.nan
-    if norm_type == math.inf:
-        return max(one, other)
-    return math.hypot(one, other) if norm_type == 2.0 else float((one**norm_type + other**norm_type) ** (1 / norm_type))
+def _joined(norms: list[Tensor], norm_type: float) -> Tensor:
+    """Return the norm of vectors side by side that have these norms, on the processor: to read it waits for a GPU once."""
+    if not norms:
+        return torch.zeros(1, dtype=torch.float64)
+    beside = torch.stack([norm.to(norms[0].device).reshape(()) for norm in norms])
+    joined: Tensor = torch.linalg.vector_norm(beside, norm_type)
+    return joined.reshape(1).cpu()

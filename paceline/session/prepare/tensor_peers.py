@@ -7,7 +7,7 @@ tensor 1   batch 17   dropout 0.31 0.77 ...      what either of them draws or re
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -46,35 +46,54 @@ def share_randomness(axes: RunAxes) -> None:
 def compared(move: Callable[[Any], Any] | None, axes: RunAxes) -> Callable[[Any], Any] | None:
     """Return what brings a batch to its device, after some of them have been compared along `tensor`."""
     group = axes.groups.along("tensor")
-    return move if group.size == 1 else BatchComparer(group, move)
+    return move if group.size == 1 else BatchComparer(group, move, axes.slice.announce)
 
 
-def checksum(batch: Any, before: int = 0) -> int:
-    """Return a number that tells a batch from others, by the tensors in its dicts, lists and tuples."""
+def tensors_of(batch: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a batch that lie in mappings, lists and tuples."""
     if isinstance(batch, Tensor):
-        return zlib.crc32(raw(batch.detach()).numpy().data, zlib.crc32(f"{tuple(batch.shape)} {batch.dtype}".encode(), before))
-    for part in batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ():
-        before = checksum(part, before)
-    return before
+        yield batch
+        return
+    for part in batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ():
+        yield from tensors_of(part)
+
+
+def checksum(batch: Any) -> int:
+    """Return a number that tells a batch from others, by its tensors; 0 for one without any."""
+    found = 0
+    for tensor in tensors_of(batch):
+        found = zlib.crc32(raw(tensor.detach()).numpy().data, zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), found))
+    return found
 
 
 class BatchComparer:
-    """Compares batches over `group`, whose workers should have the same ones. All of them call it for each batch."""
+    """Compares batches over `group`, whose workers should have the same ones. All of them call it for each batch.
 
-    def __init__(self, group: Group, move: Callable[[Any], Any] | None) -> None:
-        self._group, self._move, self._seen = group, move, 0
+    `announce` is told once of batches that can't be compared.
+    """
+
+    def __init__(self, group: Group, move: Callable[[Any], Any] | None, announce: Callable[[str], None]) -> None:
+        self._group, self._move, self._announce, self._seen, self._warned = group, move, announce, 0, False
 
     def __call__(self, batch: Any) -> Any:
         """Return the batch on its device. Raises `DataError`, on all workers, where they have different ones."""
         self._seen += 1
         if self._seen <= EARLY or self._seen % OFTEN == 0:
-            mine = checksum(batch)
-            found = [int.from_bytes(body, "little") for body in self._group.agree(mine.to_bytes(4, "little"))]
-            other = next((rank for rank, value in enumerate(found) if value != found[0]), None)
-            if other is not None:
-                one, two = self._group.global_rank(0), self._group.global_rank(other)
-                raise DataError(
-                    f"batch {self._seen} of a loader is not the same on ranks {one} and {two}, which differ along `tensor` alone: read and "
-                    "augment samples by a seed that both have (run.seed), and not by rank or time"
-                )
+            self._compare(batch)
         return batch if self._move is None else self._move(batch)
+
+    def _compare(self, batch: Any) -> None:
+        if not self._warned and next(tensors_of(batch), None) is None:
+            self._warned = True
+            self._announce(
+                f"batch {self._seen} of a loader is a {type(batch).__qualname__} in which no tensor is found, so it isn't compared along "
+                "`tensor`, where workers need the same samples: return tensors in dicts, lists or tuples to have them compared"
+            )
+        found = [int.from_bytes(body, "little") for body in self._group.agree(checksum(batch).to_bytes(4, "little"))]
+        other = next((rank for rank, value in enumerate(found) if value != found[0]), None)
+        if other is not None:
+            one, two = self._group.global_rank(0), self._group.global_rank(other)
+            raise DataError(
+                f"batch {self._seen} of a loader is not the same on ranks {one} and {two}, which differ along `tensor` alone: read and "
+                "augment samples by a seed that both have (run.seed), and not by rank or time"
+            )

@@ -83,7 +83,7 @@ class MetricsLog:
         self._book, self._on_nan, self._say, self._note, self._clock = book, on_nan, say, note or say, clock
         self._accounts = accounts
         self._began = clock()
-        self._earlier = 0.0  # seconds that the run had taken when this log began
+        self._earlier = 0.0  # seconds that the run had taken when this log was made
         self._open: dict[int, dict[str, _Sums]] = {}  # by step
         self._queue: deque[_LogEntry] = deque()
         self._number = 0  # of the last finished step in this log; steps of a run go on from a checkpoint, this doesn't
@@ -162,7 +162,7 @@ class MetricsLog:
 
     def rewind(self, step: int, seconds: float) -> None:
         """Go on behind this step, of a run that has taken so many seconds: lines of later steps are removed."""
-        self._earlier = seconds
+        self._earlier = seconds - (self._clock() - self._began)
         if self._book is not None:
             self._book.rewind(step)
 

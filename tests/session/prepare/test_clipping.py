@@ -59,6 +59,39 @@ def test_gradients_below_the_norm_stay_as_they_are() -> None:
         assert float((found - weight).norm() / weight.norm()) < 1e-12
 
 
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_a_gradient_that_is_no_number_is_seen_on_all_workers(norm_type: float) -> None:
+    def body(run: Run) -> float:
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+        run.prepare(model, cut=columns())
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        if run.rank == 1:
+            model[0].weight.grad[0, 0] = math.nan  # type: ignore[index,union-attr]
+        found = run.clip(model, 1.0, norm_type)
+        assert found is not None
+        return float(found)
+
+    assert all(math.isnan(norm) for norm in workers(2, body, mesh="tensor"))
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_a_gradient_without_elements(norm_type: float) -> None:
+    def body(run: Run) -> float:
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+        model.register_parameter("none", nn.Parameter(torch.empty(0, dtype=torch.float64)))
+        run.prepare(model, cut=columns())
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 2.0)
+        found = run.clip(model, 1.0, norm_type)
+        assert found is not None
+        return float(found)
+
+    elements = 6 * 8 + 8 + 8 * 2 + 2
+    expected = 2.0 if norm_type == math.inf else math.sqrt(4.0 * elements)
+    assert workers(2, body, mesh="tensor") == pytest.approx([expected] * 2, rel=1e-12)
+
+
 def test_a_norm_that_is_none_is_refused() -> None:
     with pytest.raises(UsageError, match=r"norm_type=0\.0 is no norm; give a number above 0, or inf"):
         workers(2, clipped(columns(), norm_type=0.0), mesh="tensor")

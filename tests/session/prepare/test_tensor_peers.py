@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, default_collate
 
+from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import DataError
-from paceline.session.prepare.tensor_peers import checksum
+from paceline.session.prepare.tensor_peers import BatchComparer, checksum
 from paceline.session.run import Run
 from tests.harness.cuts import columns
 from tests.harness.jobs import Jobs
@@ -30,6 +35,43 @@ def test_batches_that_differ_along_tensor_are_found() -> None:
 
     with pytest.raises(DataError, match="batch 1 of a loader is not the same on ranks 0 and 1, which differ along `tensor` alone"):
         workers(2, body, mesh="tensor=2")
+
+
+def test_batches_in_mappings_of_other_kinds_are_compared() -> None:
+    class Apart(Numbered):
+        def __init__(self, rank: int) -> None:
+            super().__init__()
+            self.x = self.x + rank
+
+    def named(samples: Any) -> UserDict[str, Tensor]:
+        x, y = default_collate(samples)
+        return UserDict({"x": x, "y": y})
+
+    def body(run: Run) -> None:
+        model = nn.Sequential(nn.Linear(6, 8)).double()
+        loader = DataLoader(Apart(run.rank), batch_size=4, collate_fn=named)
+        model, loader = run.prepare(model, loader, cut=columns())
+        for batch in loader:
+            model(batch["x"])
+
+    with pytest.raises(DataError, match="batch 1 of a loader is not the same on ranks 0 and 1"):
+        workers(2, body, mesh="tensor=2")
+
+
+def test_batches_without_tensors_are_announced_once() -> None:
+    @dataclass
+    class Sample:
+        x: Tensor
+
+    def body(group: ThreadGroup) -> list[str]:
+        said: list[str] = []
+        compare = BatchComparer(group, None, said.append)
+        for _ in range(2):
+            compare(Sample(torch.full((2,), float(group.rank))))
+        return said
+
+    for said in spawn(2, body):
+        assert len(said) == 1 and "batch 1 of a loader is a " in said[0] and "Sample in which no tensor is found" in said[0]
 
 
 def test_a_batch_is_known_by_its_tensors_wherever_they_are() -> None:

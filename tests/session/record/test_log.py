@@ -394,6 +394,17 @@ def test_another_start_goes_on_where_a_checkpoint_was_written_inside_of_a_step(t
     assert lines(where)[-1]["time"] >= 100
 
 
+def test_the_time_between_the_start_and_the_first_step_counts_once(tmp_path: Path) -> None:
+    clock, where = Clock(), folder(tmp_path)
+    log = MetricsLog(MetricsWriter(where), say=silent, clock=clock)
+    clock.now += 50.0  # models are made and prepared
+    log.rewind(0, 100.0)
+    log.log(1, {"loss": 1.0})
+    log.step(1, 8, SECONDS)
+    log.absorb([log.drain(last=True)])
+    assert [line["time"] for line in lines(where)] == [100.0]
+
+
 def test_all_steps_are_handed_over_before_a_checkpoint(tmp_path: Path) -> None:
     where = folder(tmp_path)
 
