@@ -265,6 +265,20 @@ class ThreadGroup:
     def global_rank(self, rank: int) -> int:
         return self.names[rank]
 
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The host that each rank is taken to be on."""
+        return self._meter.hosts
+
+    def share(self, make: Callable[[], T]) -> T:
+        """Make one object for all ranks. Collective."""
+
+        def finish(parts: list[None]) -> list[T]:
+            return [make()] * len(parts)
+
+        shared: T = self._post(CallFingerprint("share"), None, finish).wait()
+        return shared
+
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         self._post(CallFingerprint("empty", None, tuple(shape), dtype), None, lambda parts: parts).wait()
         return torch.empty(tuple(shape), dtype=dtype)

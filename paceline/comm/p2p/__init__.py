@@ -1,0 +1,1 @@
+"""Messages of tensors between two workers: what they are, and the ways they go."""

@@ -1,0 +1,84 @@
+"""A message of tensors from one worker to another, and the header in which its shapes travel."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.comm.wire_format import MalformedMessage
+from paceline.errors import UsageError
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+PLAIN = {dtype for name, dtype in DTYPES.items() if not name.startswith(("q", "bits"))}  # whose bytes are their values
+LONGEST = 1 << 20  # bytes of a header
+DIMS = 64  # of a tensor
+LANES = 1 << 62
+
+
+class PairMessage(NamedTuple):
+    """What one worker has sent to another: a JSON value, and tensors that belong to the receiver."""
+
+    head: Any
+    tensors: tuple[Tensor, ...]
+
+
+class PairHeader(NamedTuple):
+    """What goes before the tensors of a message: its lane, its JSON value, and the dtype and shape of each tensor."""
+
+    lane: int
+    head: Any
+    forms: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+
+    @property
+    def lengths(self) -> list[int]:
+        """The bytes of each tensor."""
+        return [math.prod(shape) * dtype.itemsize for dtype, shape in self.forms]
+
+
+def pack(lane: int, head: Mapping[str, Any], tensors: Sequence[Tensor]) -> bytes:
+    """Write the header of a message. Raises `UsageError` for what can't be sent."""
+    if not 0 <= lane < LANES:
+        raise UsageError(f"lane {lane} is not one of 0..2**62 - 1: choose another number for it")
+    for x in tensors:
+        if x.layout != torch.strided or x.dtype not in PLAIN or x.is_meta:
+            raise UsageError(f"a tensor of {x.dtype} ({x.layout}, on {x.device}) can't be sent: send dense tensors that have values")
+    forms = [[str(x.dtype).removeprefix("torch."), list(x.shape)] for x in tensors]
+    try:
+        text = json.dumps([lane, head, forms], separators=(",", ":")).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(
+            f"the head of a message is no JSON value ({error}): send tensors apart, and numbers, text, lists and maps here"
+        ) from error
+    if len(text) > LONGEST:
+        raise UsageError(f"the header of a message takes {len(text)} bytes, and {LONGEST} are possible: send what is large as a tensor")
+    return text
+
+
+def unpack(text: bytes) -> PairHeader:
+    """Read a header. Raises `MalformedMessage` for what no worker has written."""
+    try:
+        lane, head, forms = json.loads(text)
+        if type(lane) is not int:
+            raise ValueError(f"lane {lane}")
+        return PairHeader(lane, head, tuple(_form(*form) for form in forms))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise MalformedMessage(f"the header of a message makes no sense ({type(error).__name__}: {error})") from error
+
+
+def _form(name: str, shape: list[int]) -> tuple[torch.dtype, tuple[int, ...]]:
+    dtype = DTYPES[name]
+    if dtype not in PLAIN or len(shape) > DIMS or any(type(length) is not int or length < 0 for length in shape):
+        raise ValueError(f"a tensor of {name}{shape}")
+    if math.prod(max(length, 1) for length in shape) >= 1 << 48:
+        raise ValueError(f"a tensor of {shape}, larger than any could be")
+    return dtype, tuple(shape)
+
+
+def moved(message: PairMessage, device: torch.device) -> PairMessage:
+    """Return the message with its tensors on a device."""
+    return message._replace(tensors=tuple(x.to(device) for x in message.tensors))

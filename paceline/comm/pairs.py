@@ -1,0 +1,71 @@
+"""Messages of tensors between any two workers of a group, of any shapes, while both compute.
+
+    rank 0                                       rank 1
+    pairs.send(1, lane=0, head, [x]) ----+       pairs.receive(0, lane=0).wait()   -> PairMessage(head, [x])
+    pairs.send(1, lane=7, head, [y]) --+ |
+                                       | +-->    messages of one source and one lane come in the order in which they were sent;
+                                       +---->    lanes don't hold each other up
+
+A message arrives without the help of its sender, and whether or not the receiver has asked for it yet: so no order of sends and receives
+makes workers wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.comm.group import Group, Traffic, Work
+from paceline.comm.hierarchy.group import HostsGroup
+from paceline.comm.p2p.message import PairMessage
+from paceline.comm.p2p.threads import ThreadPairs
+from paceline.comm.threads import ThreadGroup
+from paceline.errors import UsageError
+
+__all__ = ["PairMessage", "Pairs", "pairs"]
+
+
+class Pairs(Protocol):
+    """Messages between the workers of one group. For any thread."""
+
+    rank: int  # of this worker, 0 <= rank < size
+    size: int
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes that this rank has sent, headers included."""
+        ...
+
+    def send(self, to: int, lane: int, head: Mapping[str, Any], tensors: Sequence[Tensor] = (), *, what: str = "") -> Work[None]:
+        """Send a head (JSON) and tensors of any device, dtype and shape to rank `to`, without waiting for it.
+
+        The Work is done when the tensors may be written to again, which takes no receiver; its error tells that the receiver is gone.
+        `what` is what errors call the message. Raises `UsageError` for what can't be sent.
+        """
+        ...
+
+    def receive(self, source: int, lane: int, *, what: str = "") -> Work[PairMessage]:
+        """Receive the next message of rank `source` on this lane; its tensors are contiguous, and the caller's own.
+
+        Waits raise `DeadlineExceeded` and `WorkerLost`, which name `what`, the rank and its host.
+        """
+        ...
+
+    def close(self) -> None:
+        """Leave: who waits for messages of this rank gets `WorkerLost` after those that were sent. Calling it twice is harmless."""
+        ...
+
+    def abort(self) -> None:
+        """End every receive with an error, here and at the others."""
+        ...
+
+
+def pairs(group: Group, *, device: torch.device | str = "cpu") -> Pairs:
+    """Connect the workers of `group` in pairs. Collective. Tensors come out on `device`; what ends the group ends the pairs."""
+    flat = group.flat if isinstance(group, HostsGroup) else group
+    if isinstance(flat, ThreadGroup):
+        return ThreadPairs(flat, torch.device(device))
+    raise UsageError(f"messages between pairs of workers don't go over a {type(group).__name__} yet")
