@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import random
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,17 +10,6 @@ from paceline.comm.pairs import pairs
 from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import DeadlineExceeded, UsageError, ViewChanged, WorkerLost
 from tests.harness.jobs import PATIENCE
-from tests.harness.pair_traffic import converse
-
-
-def jitter(seed: int) -> Callable[[int], None]:
-    dice = random.Random(seed)
-    return lambda rank: time.sleep(dice.random() * 1e-3)
-
-
-@pytest.mark.parametrize(("size", "seed"), [(1, 0), (2, 1), (3, 2), (4, 3)])
-def test_random_messages_arrive_as_they_were_sent(size: int, seed: int) -> None:
-    spawn(size, lambda group: converse(pairs(group), 60, seed), delay=jitter(seed))
 
 
 def test_lanes_do_not_hold_each_other_up_and_keep_their_order() -> None:
