@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,6 +63,13 @@ class PipelineSchedule:
         """Return the action after which the gradients of a stage's parameters are complete."""
         return Action("weight" if self.split else "backward", stage, self.micro_batches - 1)
 
+    def target(self, action: Action) -> int | None:
+        """Return the stage that needs what `action` makes, other than its own; None where no other does."""
+        if action.kind == "weight":
+            return None
+        stage = action.stage + (1 if action.kind == "forward" else -1)
+        return stage if 0 <= stage < self.stages else None
+
     def needs(self, action: Action) -> tuple[Action, ...]:
         """Return the actions that have to be over before `action` can begin, but for its rank's own order; their ranks may differ."""
         stage, micro_batch = action.stage, action.micro_batch
@@ -74,16 +81,16 @@ class PipelineSchedule:
         return (forward,) if stage == self.stages - 1 else (forward, Action(action.kind, stage + 1, micro_batch))
 
 
-def most_kept(schedule: PipelineSchedule) -> list[int]:
-    """Count, for each rank, the activations that it keeps at once at most, where a micro-batch in a stage is one.
+def most_kept(schedule: PipelineSchedule, sizes: Sequence[float] | None = None) -> list[float]:
+    """Return what each rank keeps at once at most: activations are counted, or `sizes` has what those of a micro-batch take in each stage.
 
     Activations are kept from the forward to the end of the backward, or of its `weight` half. How long anything takes doesn't matter.
     """
     most = []
     for row in schedule.rows:
-        kept = peak = 0
+        kept = peak = 0.0
         for action in row:
-            kept += (action.kind == "forward") - (action.kind in COMPLETES)
+            kept += ((action.kind == "forward") - (action.kind in COMPLETES)) * (1 if sizes is None else sizes[action.stage])
             peak = max(peak, kept)
         most.append(peak)
     return most
