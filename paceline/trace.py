@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ class Span(NamedTuple):
     start: int
     end: int
     step: int
+    axis: str = ""  # of the mesh, along which workers exchange in it; "" for all else, and where nothing is cut
 
 
 class Served(NamedTuple):
@@ -28,6 +30,14 @@ class Served(NamedTuple):
     waiting: list[tuple[int, int]]
 
 
+class _Ring:
+    """The spans that are kept, and the step under way."""
+
+    def __init__(self, capacity: int | None) -> None:
+        self.spans: deque[Span] = deque(maxlen=capacity)
+        self.step = 0
+
+
 class Trace:
     """Counters and the spans of the last steps of one worker.
 
@@ -36,13 +46,28 @@ class Trace:
 
     def __init__(self, capacity: int | None = 20_000) -> None:
         self.counters: Counter[str] = Counter()
-        self.step = 0
-        self._spans: deque[Span] = deque(maxlen=capacity)
+        self.axis = ""
         self.kept = capacity != 0
+        self._ring = _Ring(capacity)
+
+    @property
+    def step(self) -> int:
+        """The step that spans belong to."""
+        return self._ring.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._ring.step = step
+
+    def along(self, axis: str) -> Trace:
+        """Return this trace for exchanges along an axis of the mesh: what is recorded there is kept here, and names the axis."""
+        found = copy.copy(self)
+        found.axis = axis
+        return found
 
     def record(self, name: str, kind: str, start: int, end: int) -> None:
         """Keep one finished span; `start` and `end` are `time.perf_counter_ns()`."""
-        self._spans.append(Span(name, kind, start, end, self.step))
+        self._ring.spans.append(Span(name, kind, start, end, self._ring.step, self.axis))
 
     @contextmanager
     def span(self, name: str, kind: str) -> Iterator[None]:
@@ -55,4 +80,4 @@ class Trace:
 
     def spans(self) -> list[Span]:
         """Return the spans kept, oldest first."""
-        return list(self._spans)
+        return list(self._ring.spans)

@@ -37,3 +37,13 @@ def test_a_block_is_recorded_even_when_it_raises() -> None:
         raise ValueError("broken")
     (span,) = trace.spans()
     assert (span.name, span.kind) == ("load", "data") and 0 < span.start <= span.end
+
+
+def test_what_is_exchanged_along_an_axis_names_it_and_is_kept_with_the_rest() -> None:
+    trace = Trace()
+    tensor = trace.along("tensor")
+    trace.step = 2
+    tensor.record("sum", "tensor", 10, 20)
+    trace.record("turn", "step", 0, 30)
+    assert trace.spans() == tensor.spans() == [Span("sum", "tensor", 10, 20, 2, "tensor"), Span("turn", "step", 0, 30, 2)]
+    assert tensor.step == 2

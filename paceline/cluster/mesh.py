@@ -64,6 +64,10 @@ class Mesh:
             at, found[name] = divmod(at, size)
         return {name: found[name] for name in self.names}
 
+    def place(self, rank: int) -> str:
+        """Say where a rank is on the axes that have more than one worker: "data 0, tensor 1"."""
+        return ", ".join(f"{name} {at}" for name, at in self.coordinates(rank).items() if self.extent(name) > 1)
+
     def index(self, rank: int, axes: Iterable[str]) -> int:
         """Return the number of a rank among those along these axes: that of its part of the samples along `SAMPLED`, for instance."""
         place, found = self.coordinates(rank), 0

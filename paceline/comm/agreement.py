@@ -282,10 +282,15 @@ class Agreement:
         self._meet(what, b"+" + body, "")
         return body
 
-    def locate(self, error: BaseException | None) -> None:
-        """Add to the error of a wait at which step it happened and where the others were last seen, unless it says so already."""
+    def locate(self, error: BaseException | None, wider: Agreement | None = None) -> None:
+        """Add to the error of a wait at which step it happened and where the others were last seen, unless it says so already.
+
+        `wider` knows of workers that are not of this agreement.
+        """
         absent = error.missing if isinstance(error, DeadlineExceeded) else error.ranks if isinstance(error, WorkerLost) else ()
-        if error is not None and absent and not isinstance(error.__cause__, DeadlineExceeded):
+        if wider is not None and not self._sightings.knows(absent):
+            wider.locate(error)
+        elif error is not None and absent and not isinstance(error.__cause__, DeadlineExceeded):
             error.add_note(f"This was at step {self._step()}: {self._sightings.whereabouts(absent)}")
 
     def _places(self) -> list[str]:

@@ -11,20 +11,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from paceline.cluster.mesh import Mesh
+from paceline.comm.axis_meter import AxisMeter
 from paceline.comm.group import Group
 from paceline.comm.hierarchy.group import HostsGroup
 from paceline.comm.solo import SoloGroup
 from paceline.errors import UsageError
+from paceline.trace import Trace
 
 
 class AxisGroups:
-    """The groups of one worker along the axes of `mesh`, made of `group`, which has all workers. `opened` is told of each that is made."""
+    """The groups of one worker along the axes of `mesh`, made of `group`, which has all workers. `opened` is told of each that is made.
 
-    def __init__(self, mesh: Mesh, group: Group, opened: Callable[[Group], None] = lambda group: None) -> None:
+    What cuts exchange shows itself in `trace`.
+    """
+
+    def __init__(self, mesh: Mesh, group: Group, opened: Callable[[Group], None] = lambda group: None, trace: Trace | None = None) -> None:
         if mesh.size != group.size:
             raise UsageError(f"the mesh {mesh} has {mesh.size} workers, and this group has {group.size}; give the group of all workers")
         self.mesh, self.everyone, self._opened = mesh, group, opened
         self._known: dict[tuple[str, ...], Group] = {}
+        self._trace = Trace(0) if trace is None else trace
+        self.meters: list[AxisMeter] = []  # of the axes along which something is cut
 
     def along(self, *axes: str) -> Group:
         """Return the group of the workers that differ from this one in these axes alone.
@@ -40,11 +47,19 @@ class AxisGroups:
     def another(self, *axes: str) -> Group:
         """Make one more group of the workers of `along(*axes)`, for calls that have an order of their own. Collective."""
         group = self.along(*axes)
-        made = subgroup(group, range(group.size)) if group.size > 1 else None
+        made = subgroup(group, range(group.size), ", ".join(axes)) if group.size > 1 else None
         if made is None:
             return group
         self._opened(made)
         return made
+
+    def meter(self, axis: str) -> AxisMeter:
+        """Return what measures the exchanges of cuts along an axis; the same one each time."""
+        found = next((meter for meter in self.meters if meter.axis == axis), None)
+        if found is None:
+            found = AxisMeter(axis, self._trace)
+            self.meters.append(found)
+        return found
 
     def _make(self, names: Sequence[str]) -> Group:
         mesh, everyone = self.mesh, self.everyone
@@ -53,15 +68,15 @@ class AxisGroups:
         found = mesh.groups(names)
         if len(found) == 1:
             return everyone
-        made = [part for ranks in found if (part := subgroup(everyone, ranks)) is not None]
+        made = [part for ranks in found if (part := subgroup(everyone, ranks, ", ".join(names))) is not None]
         self._opened(made[0])
         return made[0]
 
 
-def subgroup(group: Group, ranks: Sequence[int]) -> Group | None:
+def subgroup(group: Group, ranks: Sequence[int], axis: str = "") -> Group | None:
     """Make the group of these ranks as fast as it can be: of shared memory inside a host, with one copy per host between them. Collective.
 
-    Returns None on other ranks. All ranks of `group` call it with the same list.
+    Returns None on other ranks. All ranks of `group` call it with the same list. `axis`: what its spans name.
     """
     if not isinstance(group, HostsGroup):
         return group.sub(ranks)
@@ -75,4 +90,6 @@ def subgroup(group: Group, ranks: Sequence[int]) -> Group | None:
     if len(set(hosts)) == len(hosts):
         return flat
     leaders = group.flat.sub([ranks[hosts.index(host)] for host in dict.fromkeys(hosts)])
-    return None if flat is None or inner is None else HostsGroup(inner, leaders, flat, hosts, deadline=group.deadline, trace=group.trace)
+    if flat is None or inner is None:
+        return None
+    return HostsGroup(inner, leaders, flat, hosts, deadline=group.deadline, trace=group.trace.along(axis))

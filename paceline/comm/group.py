@@ -21,6 +21,11 @@ class Traffic:
     within: int = 0
     between: int = 0
 
+    @property
+    def pair(self) -> tuple[int, int]:
+        """The bytes within the host, and those between hosts."""
+        return self.within, self.between
+
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(self.within + other.within, self.between + other.between)
 

@@ -17,6 +17,10 @@ class Sightings:
         self._seen: list[tuple[str, int]] = []
         self._met = time.monotonic()
 
+    def knows(self, ranks: Sequence[int]) -> bool:
+        """Whether all of these ranks, by name, are among those that meet here."""
+        return set(ranks) <= set(self._names)
+
     def note(self, heads: Sequence[Sequence[Any]]) -> None:
         """Note where each rank is, as all have met."""
         self._seen = [(head[0], head[1]) for head in heads]

@@ -12,12 +12,17 @@ from collections.abc import Callable, Iterator
 from paceline.formatting import counted
 from paceline.observe import serving
 from paceline.observe.facts import FEWEST, RunFacts, SteadyTimes
-from paceline.session.record.stragglers import remedy
+from paceline.session.record.stragglers import remedy, work_by_share
 
 LEAST = 1e-3  # seconds of a step that are worth a change of the training
 READING = 2e-3  # seconds of a step that are worth processes that read: to hand over a batch costs them up to so much
 READERS_COST = 10e-3  # seconds of a step below which it may be the handing over that is waited for
 STOOD = 1.0  # seconds of a run that are worth another way to save
+
+_ALONG = {  # what makes exchanges along an axis take less, where it lies in hosts
+    "tensor": ": fewer workers along it exchange less, if memory allows for that",
+    "shard": ": larger batches gather and sum less often for the same samples",
+}
 
 
 def advise(facts: RunFacts) -> str:
@@ -40,6 +45,14 @@ def advise(facts: RunFacts) -> str:
 def exchange(facts: RunFacts, steady: SteadyTimes) -> Iterator[str]:
     """Advise where the exchange is exposed for more than a quarter of a step."""
     if not steady.lasts("exchange", 0.25, LEAST):
+        return
+    most = max(facts.axes, key=lambda along: along.seconds, default=None)
+    if most is not None and most.axis != "data":
+        inside = ", which goes between hosts: give the mesh fewer workers along it, so that it fits in a host" if most.between else ""
+        yield (
+            f"Exchange takes {facts.share('exchange'):.0%} of a step, most of it along `{most.axis}`{inside or _ALONG[most.axis]}. "
+            "`paceline layout` shows what a worker would hold by another mesh"
+        )
         return
     yield (
         f"Exchange takes {facts.share('exchange'):.0%} of a step. A larger global batch makes fewer exchanges for the same samples "
@@ -64,7 +77,7 @@ def slow(facts: RunFacts, steady: SteadyTimes) -> Iterator[str]:
     head = f"Waiting for slower workers takes {facts.share('wait'):.0%} of a step"
     if busy and min(busy) > 0 and busy[slowest] > 1.15 * min(busy) and facts.work[slowest].late >= 0.8:
         yield (
-            f"{head}. The slowest is rank {slowest}, with {seconds(busy[slowest])} of own work in a step where the median is "
+            f"{head}. The slowest is {facts.rank(slowest)}, with {seconds(busy[slowest])} of own work in a step where the median is "
             f"{seconds(statistics.median(busy))}. {_evened(facts, busy)}"
         )
     elif not busy:
@@ -78,6 +91,7 @@ def slow(facts: RunFacts, steady: SteadyTimes) -> Iterator[str]:
 
 def _evened(facts: RunFacts, busy: list[float]) -> str:
     """Advise on a slow worker: shares by speed, unless they are so already."""
+    busy = work_by_share(busy, facts.mesh)
     shares = facts.dealing.shares if facts.dealing else ()
     if len(shares) != len(busy) or max(shares) - min(shares) <= 1:
         return remedy(busy)

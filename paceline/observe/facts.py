@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from paceline.cluster.mesh import Mesh
 from paceline.errors import UsageError
 from paceline.observe import serving
 from paceline.session.record.folder import PARTS, RunFolder
 
 WARM, TENTHS, FEWEST = 5, 10, 25  # first steps that are left out; stretches that are compared; fewer steps tell nothing for sure
+
+_AXIS = ("seconds", "within", "between")
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,16 @@ class OwnWork:
 
     seconds: float  # in a step, the median
     late: float  # the share of the steps in which it was a tenth above what is usual among the workers
+
+
+@dataclass(frozen=True)
+class AxisFacts:
+    """The exchanges of a step along one axis of the mesh."""
+
+    axis: str
+    seconds: float  # for which a worker stood still, the mean
+    within: float  # bytes that all workers have sent within hosts
+    between: float  # and between them
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,8 @@ class RunFacts:
     work: tuple[OwnWork, ...] = ()  # of each rank
     dealing: DealingFacts | None = None  # None where it isn't known
     bytes_sent: dict[str, float] | None = None
+    mesh: Mesh | None = None  # if a model was cut
+    axes: tuple[AxisFacts, ...] = ()
     codecs: list[str] = field(default_factory=list)  # whether each paid, in words
     events: list[dict[str, Any]] = field(default_factory=list)
     saves: int = 0  # checkpoints on the disk
@@ -73,6 +88,10 @@ class RunFacts:
     def step(self) -> float:
         """Seconds of a mean step."""
         return sum(self.step_seconds.values())
+
+    def rank(self, rank: int) -> str:
+        """Name a worker, with its place in the mesh."""
+        return f"rank {rank}" if self.mesh is None else f"rank {rank} ({self.mesh.place(rank)})"
 
     def share(self, part: str) -> float:
         """Return the share of a step that `part` takes."""
@@ -129,6 +148,8 @@ def _from_summary(folder: RunFolder) -> RunFacts:
             work=tuple(OwnWork(float(rank["seconds"]), float(rank["late"])) for rank in fields.get("rank_work", [])),
             dealing=DealingFacts(int(dealt["num_workers"]), tuple(map(int, dealt["shares"]))) if dealt else None,
             bytes_sent={where: float(fields["bytes_sent"][where]) for where in ("within", "between")},
+            mesh=_mesh(fields),
+            axes=tuple(AxisFacts(axis, *(float(one[key]) for key in _AXIS)) for axis, one in fields.get("axes", {}).items()),
             codecs=[str(codec["words"]) for codec in fields.get("codecs", [])],
             events=[{"time": float(event["time"]), "what": str(event["what"])} for event in fields["events"]],
             saves=int(saved["count"]),
@@ -142,6 +163,15 @@ def _from_summary(folder: RunFolder) -> RunFacts:
     except (ValueError, TypeError, AttributeError) as error:
         raise UsageError(f"{folder.summary} is damaged ({error}); remove it, and the report is made of {folder.metrics.name}") from error
     return replace(facts, steady=steadied(_steps(folder, _lines(folder)))) if folder.metrics.is_file() else facts
+
+
+def _mesh(fields: Mapping[str, Any]) -> Mesh | None:
+    """Put the mesh together from the sizes of its axes and the places of ranks."""
+    sizes, places = fields.get("mesh"), fields.get("places")
+    if not sizes or not places:
+        return None
+    by_place = sorted(range(len(places)), key=lambda rank: [int(places[rank][axis]) for axis in sizes])
+    return Mesh(tuple((str(axis), int(size)) for axis, size in sizes.items()), tuple(by_place))
 
 
 def _from_metrics(folder: RunFolder) -> RunFacts:

@@ -28,7 +28,8 @@ def report(folder: Path) -> str:
     if facts.steps == 0:
         return f"{_title(facts)}\n\nNo step was finished, so there is nothing to tell about time."
     served = serving.tell(facts.servers, facts.seconds or 0.0, facts.samples)
-    blocks = [_title(facts), _times(facts), _traffic(facts), *facts.codecs, served, _checkpoints(facts), advise(facts), _events(facts)]
+    exchanged = (_traffic(facts), _axes(facts), *facts.codecs, served)
+    blocks = [_title(facts), _times(facts), *exchanged, _checkpoints(facts), advise(facts), _events(facts)]
     return "\n\n".join(block for block in blocks if block)
 
 
@@ -41,7 +42,8 @@ def _title(facts: RunFacts) -> str:
     done = f"{counted(facts.steps, 'step')} of {counted(facts.samples, 'sample')} in all{took}{loss}"
     if not facts.ended:
         return f"{facts.name} has not ended (no summary.json): it is still running, or was broken off. So far: {done}"
-    return f"{facts.name}: {facts.sync}, {counted(facts.workers, 'worker')} on {counted(facts.hosts, 'host')}, {done}"
+    mesh = "" if facts.mesh is None else f", mesh {facts.mesh}"
+    return f"{facts.name}: {facts.sync}{mesh}, {counted(facts.workers, 'worker')} on {counted(facts.hosts, 'host')}, {done}"
 
 
 def _times(facts: RunFacts) -> str:
@@ -67,6 +69,18 @@ def _traffic(facts: RunFacts) -> str:
     if between > 0 and facts.hosts > 1 and spent > 0:
         text += f" Over the exposed exchange that is {between * 8 / facts.hosts / spent / 1e6:,.0f} Mbit/s out of each host."
     return text
+
+
+def _axes(facts: RunFacts) -> str:
+    """Write what a step exchanges along each axis of the mesh."""
+    if not facts.axes:
+        return ""
+    lines = ["Along the axes of the mesh, waits for others included; bytes are those of all workers in a step:"]
+    for along in facts.axes:
+        share = along.seconds / facts.step if facts.step > 0 else 0.0
+        sent = f"{sized(along.within)} within hosts, {sized(along.between)} between hosts"
+        lines.append(f"  {along.axis:<9}{share:>5.0%}  {seconds(along.seconds):>9}  {sent}")
+    return "\n".join(lines)
 
 
 def _checkpoints(facts: RunFacts) -> str:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from paceline.comm.axis_meter import AxisMeter
 from paceline.comm.group import Group
 from paceline.errors import UsageError
 from paceline.formatting import choices, spell
@@ -81,7 +82,7 @@ class shard:
         before = {id(parameter): context.placements.of(parameter, name) for name, parameter in model.named_parameters()}
         if again := [before[id(parameter)].name for parameter in model.parameters() if is_refused(parameter)]:
             raise UsageError(f"{again[0]} is cut by shard() already; cut each model once")
-        made = ShardedModel(model, self, groups.another(self.axis), groups.another(self.axis))
+        made = ShardedModel(model, self, groups.another(self.axis), groups.another(self.axis), groups.meter(self.axis))
         for held, piece, (start, stop) in made.pieces():
             placement = before[id(held.parameter)].piece(start, stop, self.axis)
             if piece is held.parameter:
@@ -95,10 +96,14 @@ class shard:
 class ShardedModel:
     """A model of which this worker has its part, shared out among the workers of a group; all of them make it together.
 
-    There are two groups of them that nothing else uses, as gathering and reducing have each an order of their own.
+    There are two groups of them that nothing else uses, as gathering and reducing have each an order of their own. `meter` measures what
+    goes through them.
     """
 
-    def __init__(self, model: nn.Module, cut: shard, gathering: Group, reducing: Group) -> None:
+    def __init__(self, model: nn.Module, cut: shard, gathering: Group, reducing: Group, meter: AxisMeter | None = None) -> None:
+        meter = AxisMeter(cut.axis) if meter is None else meter
+        for group in (gathering, reducing):
+            meter.add(group)
         units = list(find_units(model, cut.patterns))
         held = list(parameters_of(model, [name for name, _ in units]))
         facts = [[name, one.name, list(one.parameter.shape), one.parameter.requires_grad] for name, one in held]
@@ -115,7 +120,7 @@ class ShardedModel:
             )
         dtype = getattr(torch, cut.params) if cut.params else None
         self.memories = [
-            FlatMemory(unit, part, gathering, frees=frees, dtype=dtype if part[0].parameter.is_floating_point() else None)
+            FlatMemory(unit, part, gathering, frees=frees, dtype=dtype if part[0].parameter.is_floating_point() else None, meter=meter)
             for unit, part in _flat_parts(held, frozen=frees)
         ]
         self.gradients = ShardGradients(
@@ -123,6 +128,7 @@ class ShardedModel:
             reducing,
             keeps=cut.zero == 1,
             dtype=getattr(torch, cut.reduce) if cut.reduce else None,
+            meter=meter,
         )
         self.units = self._hook(model, units) if frees else []
         self.steps = ShardSteps(self.memories)

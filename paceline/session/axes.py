@@ -20,6 +20,7 @@ from paceline.cluster.mesh import SAMPLED, Mesh
 from paceline.cluster.topology import Topology
 from paceline.comm.agreement import Agreement, SliceAgreement
 from paceline.comm.axes import AxisGroups
+from paceline.comm.axis_meter import AxisMeter
 from paceline.comm.group import Group
 from paceline.errors import UsageError
 from paceline.sync.context import SideGroup, SyncContext
@@ -57,7 +58,8 @@ class RunAxes:
             sides = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(meshes))
             raise UsageError(f"workers were given different meshes ({sides}); call start(mesh=...) alike on all of them")
         made = context.extra_groups
-        groups = AxisGroups(mesh, group, made.append)
+        groups = AxisGroups(mesh, group, made.append, context.trace)
+        context = dataclasses.replace(context, meters=groups.meters)
         divided = _Division(context, groups, cluster)
         part, replicas = groups.along(*SAMPLED), groups.along("data")
         dealt = divided.context(part, SAMPLED, lambda: _slice_agreement(part, context, cluster)) if part is not group else context
@@ -73,6 +75,14 @@ class RunAxes:
     def cut(self) -> tuple[str, ...]:
         """The axes along which workers hold different parts of a model, with more than one worker."""
         return self.mesh.cut
+
+    @property
+    def waits(self) -> tuple[AxisMeter | Agreement, ...]:
+        """Where a worker may wait for others, beside the calls of its slice."""
+        if not self.cut:
+            return ()
+        agreements = {id(each): each for each in (self.everyone, self.replicas.agreement) if each is not self.slice.agreement}
+        return (*agreements.values(), *(self.groups.meter(axis) for axis in self.cut))
 
     @functools.cached_property
     def counted(self) -> bool:

@@ -52,6 +52,7 @@ class RunConclusion:
             self.view.cluster,
             self.prepared,
             self.loop.sent,
+            self.loop.axes,
             history.note,
             history.events,
             self.saving.tally(),
@@ -116,7 +117,8 @@ class RunEnding:
         raise SystemExit(0)
 
     def _leave(self, kind: type[BaseException], error: BaseException | None) -> None:
-        self._context.agreement.locate(error)
+        axes = self._conclusion.axes
+        self._context.agreement.locate(error, axes.everyone if axes.cut else None)
         if self._world is not None:
             self._world.explain(error)
         self._loop.explain(error)

@@ -165,7 +165,7 @@ def _join(worker: WorkerContext, late_after: float | None, undo: ExitStack, aske
     undo.callback(_close, context.extra_groups)
     view = CurrentView(worker)
     divided = RunAxes.plain(context, lambda: view.cluster) if mesh is None else RunAxes.of(mesh, context, worker.cluster)
-    watching = HangDetector(worker.place, divided.slice.agreement, worker.deadline, late_after)
+    watching = HangDetector(worker.place, divided.slice.agreement, worker.deadline, late_after, others=divided.waits)
     undo.callback(watching.stop)
     return Joined(view, divided, watching, default)
 
@@ -218,7 +218,8 @@ class Records:
         if worker.page is not None:
             worker.page.writes_to(folder.path)
         book = self._book(folder, adds=adds)
-        return folder, MetricsLog(book, on_nan=self._on_nan, say=say, note=history.tell, accounts=self._axes.slice.accounts)
+        mesh, accounts = self._axes.mesh if self._axes.cut else None, self._axes.slice.accounts
+        return folder, MetricsLog(book, on_nan=self._on_nan, say=say, note=history.tell, accounts=accounts, mesh=mesh)
 
     def _folder(self) -> RunFolder:
         """Return the folder of the run that this worker joins or that its job has begun before, or a new one. Collective."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from paceline.comm.agreement import Agreement
+from paceline.comm.axis_meter import AxisMeter
 from paceline.comm.cancellation import CancelScope
 from paceline.comm.group import Group, Traffic
 from paceline.errors import UsageError
@@ -109,6 +110,7 @@ class SyncContext:
     closed_traffic: Traffic = field(default_factory=Traffic)  # what was sent in groups that have been left
     closed_waited: float = 0.0
     cut_axes: tuple[str, ...] = ()  # of the mesh, along which workers that are not of this group hold other parts of what is trained
+    meters: Sequence[AxisMeter] = ()  # of the exchanges along those axes
     pulling: float = 0.0  # seconds for parameters that were on their way when they were used, but for steps
 
     def regroup(self, group: Group, hosts: tuple[int, ...], native: Callable[[], Group], cancel_scope: CancelScope) -> None:

@@ -78,6 +78,41 @@ def test_an_exposed_exchange(tmp_path: Path, sync: str, hosts: int, words: str) 
     assert ("200 Mbit/s out of each host" in text) == (hosts == 2)
 
 
+MESH = {
+    "workers": 4,
+    "mesh": {"data": 2, "tensor": 2},
+    "places": [{"data": 0, "tensor": 0}, {"data": 1, "tensor": 0}, {"data": 0, "tensor": 1}, {"data": 1, "tensor": 1}],
+}
+
+
+def along(data: float, tensor: float, between: float = 0.0) -> dict[str, dict[str, float]]:
+    axes = {"data": (data, 1e6, 2e6), "tensor": (tensor, 5e6, between)}
+    return {axis: dict(zip(("seconds", "within", "between"), found, strict=True)) for axis, found in axes.items()}
+
+
+def test_axes_of_a_cut_model(tmp_path: Path) -> None:
+    text = report(finished(tmp_path, axes=along(0.003, 0.02), **MESH))
+    assert text.startswith("run: AllReduce(), mesh data=2, tensor=2, 4 workers on 1 host, ")
+    assert (
+        "Along the axes of the mesh, waits for others included; bytes are those of all workers in a step:\n"
+        "  data        3%     3.0 ms  1.0 MB within hosts, 2.0 MB between hosts\n"
+        "  tensor     20%    20.0 ms  5.0 MB within hosts, 0 bytes between hosts\n"
+    ) in text
+
+
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        (along(0.03, 0.01), "A larger global batch makes fewer exchanges"),
+        (along(0.01, 0.03), "Exchange takes 40% of a step, most of it along `tensor`: fewer workers along it exchange less"),
+        (along(0.01, 0.03, between=1e6), "along `tensor`, which goes between hosts: give the mesh fewer workers along it"),
+    ],
+)
+def test_an_exposed_exchange_has_the_advice_of_its_axis(tmp_path: Path, axes: dict[str, dict[str, float]], words: str) -> None:
+    text = report(finished(tmp_path, split(exchange=0.04), axes=axes, **MESH))
+    assert words in text and text.count("Exchange takes") == 1
+
+
 def works(*seconds: float, late: tuple[float, ...]) -> list[dict[str, float]]:
     return [{"seconds": mine, "late": share} for mine, share in zip(seconds, late, strict=True)]
 
@@ -88,6 +123,13 @@ def test_a_slow_worker_is_named_with_shares_that_fit(tmp_path: Path) -> None:
     assert "Waiting for slower workers takes 30% of a step. The slowest is rank 1, with 100.0 ms of own work" in text
     assert "where the median is 60.0 ms" in text
     assert "prepare(..., shares=[1, 0.5, 0.83])" in text
+
+
+def test_a_slow_worker_of_a_mesh_has_its_place_and_shares_go_by_samples(tmp_path: Path) -> None:
+    """Ranks 0 and 2 have the same samples, and so have 1 and 3."""
+    work = works(0.05, 0.1, 0.06, 0.05, late=(0.0, 0.97, 0.3, 0.0))
+    text = report(finished(tmp_path, split(wait=0.03), work=work, **MESH))
+    assert "The slowest is rank 1 (data 1, tensor 0), with" in text and "prepare(..., shares=[1, 0.6])" in text
 
 
 def test_shares_that_are_unequal_already_are_gone_on_from(tmp_path: Path) -> None:

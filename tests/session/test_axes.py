@@ -20,12 +20,16 @@ from paceline.comm.agreement import Agreement
 from paceline.comm.group import Group
 from paceline.comm.threads import spawn
 from paceline.errors import UsageError
+from paceline.parallel.shard import shard
+from paceline.parallel.tensor.cut import tensor
+from paceline.parallel.tensor.styles import column, row
 from paceline.session.axes import RunAxes
 from paceline.session.run import Run
 from paceline.sync.context import SyncContext
 from tests.harness.cuts import columns, network, summed
 from tests.harness.runs import Numbered, alone, batches, distance, parameters, workers
 
+LINEARS = tensor({"0": column(), "2": row()})
 ONE_HOST = Topology((HostRanks("here", (0, 1), "127.0.0.1"),))
 
 
@@ -268,3 +272,24 @@ def test_real_cuts_train_as_one_worker_does(mesh: str, zero: Any) -> None:
     one = alone(losses())
     for found in workers(size, losses(*cuts), mesh=mesh):
         assert found == pytest.approx(one, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "cut", "alone"),
+    [("data=2, tensor=2", LINEARS, 4 * 8 * 8), ("data=2, shard=2", shard("2", zero=3), None), ("shard=2", shard(zero=1), None)],
+    ids=["tensor", "zero=3", "zero=1"],
+)
+def test_a_run_tells_what_it_exchanged_along_which_axis(tmp_path: Path, mesh: str, cut: Any, alone: int | None) -> None:
+    """A sum forward of 4 x 2 numbers on each of 4 workers is all that `tensor` takes here, as no input needs a gradient."""
+    workers(4 if "," in mesh else 2, train(cut, epochs=1), mesh=mesh, folder=tmp_path)
+    summary = json.loads((tmp_path / "test" / "summary.json").read_text())
+    names = [part.partition("=")[0] for part in mesh.split(", ")]
+    assert summary["mesh"] == dict.fromkeys(names, 2) and summary["places"][-1] == dict.fromkeys(names, 1)
+    assert list(summary["axes"]) == names and all(each["seconds"] > 0 and each["within"] > 0 for each in summary["axes"].values())
+    assert sum(each["within"] for each in summary["axes"].values()) == pytest.approx(summary["bytes_sent"]["within"])
+    assert alone is None or summary["axes"]["tensor"]["within"] <= alone  # the last batch is smaller
+    events = json.loads((tmp_path / "test" / "trace.json").read_text())["traceEvents"]
+    processes = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert processes[-1].endswith(f"({', '.join(f'{name} 1' for name in names)})")
+    spans = [(event["cat"], event["args"]["axis"]) for event in events if event["ph"] == "X" and "axis" in event["args"]]
+    assert {axis for _, axis in spans} == set(names) and (names[-1], names[-1]) in spans

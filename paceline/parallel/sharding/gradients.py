@@ -10,6 +10,7 @@ has no gradient keeps its bucket, and all later ones, to the end of the pass, wh
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
@@ -17,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from paceline.comm.axis_meter import AxisMeter
 from paceline.comm.bucket_layout import put
 from paceline.comm.group import Group, Work, WritesResults
 from paceline.errors import UsageError
@@ -31,6 +33,7 @@ class GradientBucket:
         self.memory, self.dtype, self.keeps = memory, dtype or memory.dtype, keeps
         self._flat: Tensor | None = None
         self._work: Work[Tensor] | None = None
+        self._begun = 0  # nanoseconds
         self.came = [False] * len(memory.held)
 
     @property
@@ -76,20 +79,25 @@ class GradientBucket:
         for (start, stop), came in zip(layout.spans(), self.came, strict=True):
             if not came:
                 self._flat[start:stop].zero_()
+        self._begun = time.perf_counter_ns()
         if isinstance(group, WritesResults):
             self._work = group.reduce_scatter_into(self._flat, torch.empty(layout.part, dtype=self.dtype, device=self._flat.device))
             return
-        self._work = group.reduce_scatter(self._flat, name=f"the gradients of {self.memory.unit or 'the root'}")
+        self._work = group.reduce_scatter(self._flat, name=self._named)
+
+    @property
+    def _named(self) -> str:
+        return f"the gradients of {self.memory.unit or 'the root'}"
 
     @property
     def arrived(self) -> bool:
         """Whether the sum is there; asking pushes it forward."""
         return self._work is not None and self._work.done()
 
-    def sums(self, rank: int) -> list[Tensor]:
-        """Wait for the sum and return it cut into pieces. The bucket is as before the pass."""
+    def sums(self, rank: int, meter: AxisMeter) -> list[Tensor]:
+        """Wait for the sum, as `meter` measures, and return it cut into pieces. The bucket is as before the pass."""
         assert self._work is not None
-        part = self._work.wait()
+        part = meter.wait(self._work, self._named, self._begun)
         self.reset()
         part = part.to(self.memory.kept_dtype)
         return [part[start:stop] for start, stop in self.memory.layout.within(rank)]
@@ -117,11 +125,13 @@ class PassWatcher(Protocol):
 class ShardGradients:
     """Takes the gradients of whole parameters and hands those of pieces to a `GradientSink`, in every backward pass.
 
-    `group`: one that nothing else uses. `keeps`: the memory of buckets is kept from pass to pass.
+    `group`: one that nothing else uses. `keeps`: the memory of buckets is kept from pass to pass. `meter` measures the exchanges.
     """
 
-    def __init__(self, memories: Sequence[FlatMemory], group: Group, *, keeps: bool, dtype: torch.dtype | None) -> None:
-        self._group = group
+    def __init__(
+        self, memories: Sequence[FlatMemory], group: Group, *, keeps: bool, dtype: torch.dtype | None, meter: AxisMeter | None = None
+    ) -> None:
+        self._group, self._meter = group, AxisMeter("shard") if meter is None else meter
         self.buckets = [GradientBucket(memory, dtype, keeps=keeps) for memory in reversed(memories)]
         self._used = [bytearray(len(bucket.came)) for bucket in self.buckets]
         self._next = self._handed = 0
@@ -181,13 +191,14 @@ class ShardGradients:
         bucket = self.buckets[self._handed]
         self._handed += 1
         if bucket.sent and self._sink is not None:
-            for piece, grad, counts in zip(bucket.memory.pieces, bucket.sums(self._group.rank), used, strict=True):
+            for piece, grad, counts in zip(bucket.memory.pieces, bucket.sums(self._group.rank, self._meter), used, strict=True):
                 if counts:
                     self._sink.take(piece, grad)
 
     def end_pass(self) -> None:
         """End a backward pass, or take part in one in which others have used parameters. Collective."""
-        everyones = self._group.agree(b"".join(self._used))
+        with self._meter.exchange("the parameters that were used"):
+            everyones = self._group.agree(b"".join(self._used))
         union, used = bytes(any(flags) for flags in zip(*everyones, strict=True)), list[bytes]()
         for bucket in self.buckets:
             used.append(union[: len(bucket.came)])

@@ -9,6 +9,7 @@ A whole parameter is a view of the memory, and its piece a view of the part: not
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from paceline.comm.axis_meter import AxisMeter
 from paceline.comm.group import Group, Work, WritesResults
 from paceline.errors import UsageError
 from paceline.parallel.sharding.layout import FlatLayout
@@ -32,11 +34,22 @@ class Held(NamedTuple):
 class FlatMemory:
     """Parameters of one unit, dtype and need of gradients. `group`: the workers that have parts; to gather is collective.
 
-    `dtype`: what whole parameters are gathered in; None for that of the pieces. `frees`: the memory is released between uses.
+    `dtype`: what whole parameters are gathered in; None for that of the pieces. `frees`: the memory is released between uses. `meter`
+    measures the gathering.
     """
 
-    def __init__(self, unit: str, held: Sequence[Held], group: Group, *, frees: bool, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        unit: str,
+        held: Sequence[Held],
+        group: Group,
+        *,
+        frees: bool,
+        dtype: torch.dtype | None = None,
+        meter: AxisMeter | None = None,
+    ) -> None:
         self.unit, self.held, self._group, self.frees, self.rank = unit, list(held), group, frees, group.rank
+        self._meter, self._begun = AxisMeter("shard") if meter is None else meter, 0
         first = held[0].parameter
         self.layout = FlatLayout(tuple(one.parameter.numel() for one in held), group.size)
         self.trained, self.kept_dtype, self.dtype = first.requires_grad, first.dtype, dtype or first.dtype
@@ -73,6 +86,10 @@ class FlatMemory:
             else:
                 self._raw[start:stop].copy_(values)
 
+    @property
+    def _named(self) -> str:
+        return f"the parameters of {self.unit or 'the root'}"
+
     def begin_gather(self) -> Work[list[Tensor]]:
         """Begin to make the memory whole from the parts of all workers."""
         if self.frees and not self.whole:
@@ -80,14 +97,16 @@ class FlatMemory:
         mine = self._chunks[self._group.rank]
         if self.frees:
             mine.copy_(self.part)
-        name = f"the parameters of {self.unit or 'the root'}"
+        self._begun = time.perf_counter_ns()
+        name = self._named
         if isinstance(self._group, WritesResults):
             return self._group.all_gather_into(mine, self._chunks, name=name)
         return self._group.all_gather(mine, name=name)
 
     def end_gather(self, work: Work[list[Tensor]]) -> None:
         """Wait until the memory is whole."""
-        for rank, (chunk, found) in enumerate(zip(self._chunks, work.wait(), strict=True)):
+        gathered = self._meter.wait(work, self._named, self._begun)
+        for rank, (chunk, found) in enumerate(zip(self._chunks, gathered, strict=True)):
             if rank != self.rank and found is not chunk:
                 chunk.copy_(found)
         self.whole = True

@@ -82,7 +82,7 @@ def cut(model: nn.Module, layers: Mapping[str, Style], divide: Sequence[str], co
     cuts = _parameter_cuts(model, [each for each in found if each not in whole], size)
     divided = list(_divided(model, divide, size))
     group = context.groups.along(AXIS)
-    axis = TensorAxis(group)
+    axis = TensorAxis(group, context.groups.meter(AXIS))
     _equal_random_numbers(axis)
     for wanted in cuts:
         _narrow(wanted, context, group.rank)

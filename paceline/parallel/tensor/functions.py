@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from paceline.comm.group import Group
+from paceline.comm.axis_meter import AxisMeter
+from paceline.comm.group import Group, Op
 from paceline.errors import UsageError
 from paceline.parallel.tensor.random_zone import RandomZone
 
@@ -37,10 +38,12 @@ def eager(function: F) -> F:
 
 
 class TensorAxis:
-    """The workers that cut layers between them, as layers see them. A deepcopy of a layer shares it."""
+    """The workers that cut layers between them, as layers see them. A deepcopy of a layer shares it. `meter` measures exchanges."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, meter: AxisMeter | None = None) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size
+        self._meter = AxisMeter("tensor") if meter is None else meter
+        self._meter.add(group)
         self.zone = RandomZone(group.rank)
         self._entered: tuple[weakref.ref[Tensor], object, Tensor] | None = None
 
@@ -116,19 +119,29 @@ class TensorAxis:
 
     # ---- exchanges of plain tensors
 
-    def add_up(self, x: Tensor, name: str, *, out: Tensor | None = None) -> Tensor:
-        """Sum over all workers."""
-        return self.group.all_reduce(x.contiguous(), name=name, out=out).wait()
+    def add_up(self, x: Tensor, name: str, *, out: Tensor | None = None, op: Op = "sum") -> Tensor:
+        """Sum over all workers, or reduce by another operation."""
+        x = x.contiguous()
+        with self._meter.exchange(name):
+            return self.group.all_reduce(x, op=op, name=name, out=out).wait()
+
+    def objects(self, obj: Any, name: str) -> list[Any]:
+        """Gather what each worker has, as JSON."""
+        with self._meter.exchange(name):
+            return self.group.gather_objects(obj, name=name)
 
     def side_by_side(self, x: Tensor, dim: int, name: str) -> Tensor:
         """Put the pieces of all workers side by side."""
-        return torch.cat(self.group.all_gather(x.contiguous(), name=name).wait(), dim)
+        x = x.contiguous()
+        with self._meter.exchange(name):
+            return torch.cat(self.group.all_gather(x, name=name).wait(), dim)
 
     def sums_of_mine(self, x: Tensor, dim: int, name: str) -> Tensor:
         """Sum over all workers and keep my piece of a dimension."""
         rows = x.shape[dim] // self._fitting(x, dim, name)
-        turned = x.movedim(dim, 0)
-        mine = self.group.reduce_scatter(turned.contiguous(), name=name).wait()
+        turned = x.movedim(dim, 0).contiguous()
+        with self._meter.exchange(name):
+            mine = self.group.reduce_scatter(turned, name=name).wait()
         return mine.view(rows, *turned.shape[1:]).movedim(0, dim).contiguous()
 
     def mine(self, x: Tensor, dim: int, name: str) -> Tensor:

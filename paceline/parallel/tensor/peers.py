@@ -43,7 +43,7 @@ def comparer(axis: TensorAxis, columns: Sequence[str], parameters: Sequence[tupl
 def _compare_outputs(axis: TensorAxis, columns: Sequence[str], model: nn.Module, out: object) -> None:
     tensors = [leaf for leaf in _pytree.tree_leaves(out) if isinstance(leaf, Tensor) and not isinstance(leaf, VocabLogits)]
     mine = [[list(leaf.shape), _sampled(leaf)] for leaf in tensors if leaf.is_floating_point() and leaf.numel()]
-    for other in axis.group.gather_objects(mine, name="output of the model"):
+    for other in axis.objects(mine, "output of the model"):
         if not _alike(mine, other):
             hint = f"; {columns[-1]} is the last one cut by column(): row() has to follow it, or column(gather=True)" if columns else ""
             raise UsageError(f"tensor: what {type(model).__name__} returns differs between workers that have the same samples{hint}")
@@ -54,7 +54,7 @@ def _compare_parameters(axis: TensorAxis, parameters: Sequence[tuple[str, Parame
     here = [(name, p) for name, p in parameters if p.untyped_storage().nbytes() >= p.nbytes]  # others are gathered while they are used
     kind = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
     numbers = [f"{number:x}" for number in checksums([p.detach() for _, p in here])]
-    found = axis.group.gather_objects([kind, numbers], name="whole parameters")
+    found = axis.objects([kind, numbers], "whole parameters")
     if any(other != kind for other, _ in found):  # then the last bits may differ
         return
     for rank, (_, theirs) in enumerate(found):

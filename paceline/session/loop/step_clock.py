@@ -1,4 +1,4 @@
-"""Time and traffic of a step on this worker, by part: data, compute, exchange, wait.
+"""Time and traffic of a step on this worker, by part: data, compute, exchange, wait; and of its exchanges, by axis of the mesh.
 
 asked ── data ── begin ── compute, exchange, wait ── stop ── settle (exchange, wait)
 """
@@ -6,10 +6,26 @@ asked ── data ── begin ── compute, exchange, wait ── stop ──
 from __future__ import annotations
 
 import time
+from collections import defaultdict
+from typing import Any, NamedTuple
 
 from paceline.comm.group import Traffic
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.context import SyncContext
+
+
+class AxisTotals(NamedTuple):
+    """What steps have taken for exchanges along one axis: seconds for which this worker stood still, and bytes that it has sent."""
+
+    seconds: float = 0.0
+    within: int = 0
+    between: int = 0
+
+    def __add__(self, other: Any) -> AxisTotals:
+        return AxisTotals(self.seconds + other.seconds, self.within + other.within, self.between + other.between)
+
+    def __sub__(self, other: AxisTotals) -> AxisTotals:
+        return AxisTotals(self.seconds - other.seconds, self.within - other.within, self.between - other.between)
 
 
 class StepClock:
@@ -22,11 +38,18 @@ class StepClock:
         self.asked = self._began = time.perf_counter()  # when the next batch was asked for, and when the turn began
         self._exposed = self._waited = 0.0
         self._sent = (0, 0)
+        self._axes: defaultdict[str, AxisTotals] = defaultdict(AxisTotals)  # in all steps
+        self._axes_then: dict[str, AxisTotals] = {}
 
     @property
     def sent(self) -> Traffic:
         """Bytes sent in all steps."""
         return Traffic(self._within, self._between)
+
+    @property
+    def axes(self) -> dict[str, AxisTotals]:
+        """What all steps have taken for exchanges by axis of the mesh; empty where no model is cut."""
+        return dict(self._axes)
 
     def begin(self, now: float) -> None:
         """Begin a turn with the batch that was asked for."""
@@ -36,7 +59,9 @@ class StepClock:
         context.trace.record("data", "data", int(self.asked * 1e9), began)
         self._began, backward.since = now, began
         self._sent, self._waited = context.sent_and_waited()
-        self._exposed = backward.seconds + context.pulling
+        self._exposed = self._stood_still()
+        if context.meters:
+            self._axes_then = self._axes_now()
 
     def hold(self, seconds: float) -> None:
         """Leave out `seconds` for which this worker was held: it neither computed nor waited for others."""
@@ -50,7 +75,7 @@ class StepClock:
         self._within, self._between = self._within + sent[0] - self._sent[0], self._between + sent[1] - self._sent[1]
         self._sent, self._waited = sent, waited
         passed = min(passed, whole)
-        exchange = min(max(backward.seconds + context.pulling - self._exposed - passed, 0.0), whole - passed)
+        exchange = min(max(self._stood_still() - self._exposed - passed, 0.0), whole - passed)
         self._wait += passed
         self._exchange += exchange
         self._compute += whole - passed - exchange
@@ -58,6 +83,7 @@ class StepClock:
         if backward.since:
             backward.computed(ended)
         context.trace.record("turn", "step", int(self._began * 1e9), ended)
+        self._add_axes()
 
     def settle(self, began: float) -> dict[str, float]:
         """Count what was done since `began`, between two turns, as part of the step. Returns the seconds of the step by part."""
@@ -65,7 +91,32 @@ class StepClock:
         passed = waited - self._waited
         self._within, self._between = self._within + sent[0] - self._sent[0], self._between + sent[1] - self._sent[1]
         self._sent, self._waited = sent, waited
-        exchange = self._exchange + max(time.perf_counter() - began - passed, 0.0)
+        spent = time.perf_counter() - began
+        exchange = self._exchange + max(spent - passed, 0.0)
         seconds = {"data": self._data, "wait": self._wait + passed, "exchange": exchange, "compute": self._compute}
         self._data = self._wait = self._exchange = self._compute = 0.0
+        self._add_axes(spent)
         return seconds
+
+    def _stood_still(self) -> float:
+        """Return the seconds of exchanges beside which nothing was computed, since the run began."""
+        return self._backward.seconds + self._context.pulling + sum(meter.seconds for meter in self._context.meters)
+
+    def _axes_now(self) -> dict[str, AxisTotals]:
+        """Return what was exchanged along each axis since the run began. What no cut has sent is of the strategy, along `data`."""
+        context = self._context
+        found = {meter.axis: AxisTotals(meter.seconds, *meter.traffic.pair) for meter in context.meters}
+        within, between = self._sent
+        cuts = sum(found.values(), AxisTotals())
+        data = AxisTotals(self._backward.seconds + context.pulling, within - cuts.within, between - cuts.between)
+        return {**found, "data": data}
+
+    def _add_axes(self, more: float = 0.0) -> None:
+        """Count what was exchanged since the last time, and `more` seconds of the strategy's."""
+        if not self._context.meters:
+            return
+        now = self._axes_now()
+        for axis, total in now.items():
+            self._axes[axis] += total - self._axes_then.get(axis, AxisTotals())
+        self._axes["data"] += AxisTotals(more)
+        self._axes_then = now

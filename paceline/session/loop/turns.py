@@ -32,7 +32,7 @@ from paceline.session.loop.ghost import buffers, level, put_back
 from paceline.session.loop.idle_epochs import IdleEpochs
 from paceline.session.loop.iteration import LoaderProgress, check_beside, explain, innermost
 from paceline.session.loop.observers import LoopObservers
-from paceline.session.loop.step_clock import StepClock
+from paceline.session.loop.step_clock import AxisTotals, StepClock
 from paceline.sync.abilities import Abilities
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.base import Slot, Sync
@@ -129,6 +129,11 @@ class TrainingLoop:
     def sent(self) -> Traffic:
         """Bytes sent in all steps."""
         return self._clock.sent
+
+    @property
+    def axes(self) -> dict[str, AxisTotals]:
+        """What all steps have taken for exchanges by axis of the mesh; empty where no model is cut."""
+        return self._clock.axes
 
     # ---- the loader's calls
 

@@ -38,7 +38,8 @@ def clip(parameters: Iterable[Tensor], max_norm: float, norm_type: float, *, cut
     sums = {kind: _joined(mine, norm_type) for kind, mine in norms.items()}
     groups = {kind: axes.groups.along(*kind) for kind in sums if kind}
     gathers = [group.all_gather(sums[kind], name="run.clip") for kind, group in groups.items()]  # all travel at once
-    total = float(_joined([sums[frozenset()], *(part for gather in gathers for part in gather.wait())], norm_type))
+    parts = axes.slice.agreement.wait(lambda: [part for gather in gathers for part in gather.wait()], "run.clip") if gathers else []
+    total = float(_joined([sums[frozenset()], *parts], norm_type))
     if grads and not total + TINY <= max_norm:  # so that a norm that is no number reaches the gradients, as torch has it
         torch._foreach_mul_(grads, max_norm / (total + TINY))
     return torch.tensor(total, dtype=grads[0].dtype if grads else torch.get_default_dtype())

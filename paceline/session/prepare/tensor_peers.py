@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from paceline.comm.axis_meter import AxisMeter
 from paceline.comm.group import Group
 from paceline.data import rng
 from paceline.data.serialization import pack, unpack
@@ -46,7 +47,7 @@ def share_randomness(axes: RunAxes) -> None:
 def compared(move: Callable[[Any], Any] | None, axes: RunAxes) -> Callable[[Any], Any] | None:
     """Return what brings a batch to its device, after some of them have been compared along `tensor`."""
     group = axes.groups.along("tensor")
-    return move if group.size == 1 else BatchComparer(group, move, axes.slice.announce)
+    return move if group.size == 1 else BatchComparer(group, axes.groups.meter("tensor"), move, axes.slice.announce)
 
 
 def tensors_of(batch: Any) -> Iterator[Tensor]:
@@ -69,11 +70,11 @@ def checksum(batch: Any) -> int:
 class BatchComparer:
     """Compares batches over `group`, whose workers should have the same ones. All of them call it for each batch.
 
-    `announce` is told once of batches that can't be compared.
+    `meter` measures the exchange, and `announce` is told once of batches that can't be compared.
     """
 
-    def __init__(self, group: Group, move: Callable[[Any], Any] | None, announce: Callable[[str], None]) -> None:
-        self._group, self._move, self._announce, self._seen, self._warned = group, move, announce, 0, False
+    def __init__(self, group: Group, meter: AxisMeter, move: Callable[[Any], Any] | None, announce: Callable[[str], None]) -> None:
+        self._group, self._meter, self._move, self._announce, self._seen, self._warned = group, meter, move, announce, 0, False
 
     def __call__(self, batch: Any) -> Any:
         """Return the batch on its device. Raises `DataError`, on all workers, where they have different ones."""
@@ -89,7 +90,9 @@ class BatchComparer:
                 f"batch {self._seen} of a loader is a {type(batch).__qualname__} in which no tensor is found, so it isn't compared along "
                 "`tensor`, where workers need the same samples: return tensors in dicts, lists or tuples to have them compared"
             )
-        found = [int.from_bytes(body, "little") for body in self._group.agree(checksum(batch).to_bytes(4, "little"))]
+        with self._meter.exchange("the batches"):
+            bodies = self._group.agree(checksum(batch).to_bytes(4, "little"))
+        found = [int.from_bytes(body, "little") for body in bodies]
         other = next((rank for rank, value in enumerate(found) if value != found[0]), None)
         if other is not None:
             one, two = self._group.global_rank(0), self._group.global_rank(other)

@@ -167,6 +167,9 @@ class RunSummary:
     events: list[dict[str, Any]]  # joins, losses, recoveries: at least {"time": seconds since the start, "what": text}
     servers: list[dict[str, Any]] = field(default_factory=list)  # messages, bytes, staleness, what was dropped (`paceline.server.main`)
     loader: dict[str, Any] | None = None  # how the training loader was dealt: num_workers, and the shares of a usual batch
+    mesh: dict[str, int] = field(default_factory=dict)  # the size of each axis, if a model was cut; then also
+    places: list[dict[str, int]] = field(default_factory=list)  # where each rank was on the axes
+    axes: dict[str, dict[str, float]] = field(default_factory=dict)  # a step's exchange by axis: "seconds", a mean, and all bytes sent
     results: dict[str, Any] = field(default_factory=dict)  # what the script has put into `Run.results`
 
     def fields(self) -> dict[str, Any]:

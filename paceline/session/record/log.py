@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.cluster.mesh import Mesh
 from paceline.comm.agreement import Agreement
 from paceline.errors import PacelineError, UsageError
 from paceline.session.record.folder import PARTS, RunTotals
@@ -65,7 +66,7 @@ class MetricsLog:
 
     `book`: where the first worker writes them; None on the others. `on_nan`: "warn" says which rank had the first loss that was no number,
     "stop" has `absorb` return the reason to stop too. `say` is told warnings, on every worker, and `note` who makes the others wait.
-    `accounts` of codecs are logged with each step.
+    `accounts` of codecs are logged with each step. `mesh`: where workers are, if a model is cut between them.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class MetricsLog:
         say: Callable[[str], None],
         note: Callable[[str], None] | None = None,
         accounts: Sequence[CodecAccount] = (),
+        mesh: Mesh | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if on_nan not in ("warn", "stop"):
@@ -91,7 +93,7 @@ class MetricsLog:
         self._ahead = 1
         self._bad: tuple[int, int, str, str] | None = None  # my first loss that is no number: number, step, name, nan or inf
         self._reason: str | None = None  # the first of all workers, in words
-        self._slowness = StragglerSensor()
+        self._slowness = StragglerSensor(mesh)
         self.total_steps: int | None = None
 
     def expect(self, steps: int | None) -> None:

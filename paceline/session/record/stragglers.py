@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from paceline.cluster.mesh import SAMPLED, Mesh
 from paceline.session.record.folder import PARTS
 
 LATE, STILL_LATE = 0.2, 0.1  # parts of a step: to be named, and to stay named
@@ -39,9 +40,13 @@ class _FlushMeans(NamedTuple):
 
 
 class StragglerSensor:
-    """Judges the last flushes. Its answers are the same on all workers with the same input, as its clock is the time of the steps."""
+    """Judges the last flushes. Its answers are the same on all workers with the same input, as its clock is the time of the steps.
 
-    def __init__(self) -> None:
+    `mesh`: where workers are, if a model is cut between them.
+    """
+
+    def __init__(self, mesh: Mesh | None = None) -> None:
+        self._mesh = mesh
         self._names: tuple[int, ...] = ()
         self._flushes: deque[_FlushMeans] = deque()
         self._clock = 0.0
@@ -80,7 +85,7 @@ class StragglerSensor:
         elif since >= PAUSE and (late != self._named or since >= AGAIN):
             self._named, self._said = late, self._clock
             work = [statistics.median(column) for column in zip(*(flush.work for flush in self._flushes), strict=True)]
-            return describe(work, late, step, hosts)
+            return describe(work, late, step, hosts, self._mesh)
         return None
 
 
@@ -89,7 +94,7 @@ def _enough(flushes: Sequence[_FlushMeans]) -> bool:
     return len(flushes) >= FLUSHES and steps >= STEPS and seconds >= SECONDS
 
 
-def describe(work: Sequence[float], late: frozenset[int], step: float, hosts: Sequence[str]) -> str:
+def describe(work: Sequence[float], late: frozenset[int], step: float, hosts: Sequence[str], mesh: Mesh | None = None) -> str:
     """Say which workers make the others wait, for how long, and what to do.
 
     `work` has the seconds that each rank computes in a step, `late` the slow ranks; a step takes `step` seconds.
@@ -97,11 +102,13 @@ def describe(work: Sequence[float], late: frozenset[int], step: float, hosts: Se
     others = [mine for rank, mine in enumerate(work) if rank not in late]
     lateness = statistics.median(work[rank] for rank in late) - statistics.median(others)
     where = dict.fromkeys(hosts[rank] for rank in sorted(late))
-    who = f"rank{'s' * (len(late) > 1)} {', '.join(map(str, sorted(late)))} on {', '.join(where)}"
+    named = [str(rank) if mesh is None else f"{rank} ({mesh.place(rank)})" for rank in sorted(late)]
+    who = f"rank{'s' * (len(late) > 1)} {', '.join(named)} on {', '.join(where)}"
     if len(late) > 1 and {rank for rank, host in enumerate(hosts) if host in where} == late:
-        who = f"the workers of {', '.join(where)} (ranks {', '.join(map(str, sorted(late)))})"
+        who = f"the workers of {', '.join(where)} (ranks {', '.join(named)})"
     make = "makes" if len(late) == 1 else "make"
-    return f"{who} {make} the others wait: {lateness * 1e3:.1f} ms in each step, {lateness / step:.0%} of it. {remedy(work)}"
+    what_helps = remedy(work_by_share(work, mesh))
+    return f"{who} {make} the others wait: {lateness * 1e3:.1f} ms in each step, {lateness / step:.0%} of it. {what_helps}"
 
 
 def unequal(steps: Sequence[Mapping[int, float]]) -> list[dict[str, float]]:
@@ -119,8 +126,21 @@ def unequal(steps: Sequence[Mapping[int, float]]) -> list[dict[str, float]]:
     return found
 
 
+def work_by_share(work: Sequence[float], mesh: Mesh | None) -> list[float]:
+    """Return the seconds of own work by share of the samples: of workers that have the same ones, those of the slowest."""
+    if mesh is None:
+        return list(work)
+    found: dict[int, float] = {}
+    for rank, mine in enumerate(work):
+        share = mesh.index(rank, SAMPLED)
+        found[share] = max(mine, found.get(share, 0.0))
+    return [mine for _, mine in sorted(found.items())]
+
+
 def remedy(work: Sequence[float]) -> str:
-    """Say what to do about workers with so many seconds (above 0) of own work in a step."""
+    """Say what to do about workers with so many seconds (above 0) of own work in a step; those with the same samples count once."""
+    if len(work) == 1:
+        return "See what else runs there; all workers have the same samples, so shares can't help"
     speeds = ", ".join(f"{min(work) / seconds:.2g}" for seconds in work)
     return (
         f"See what else runs there; if it is a slower machine and the shares are equal now, deal by speed: prepare(..., shares=[{speeds}])"

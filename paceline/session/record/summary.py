@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import shlex
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from paceline.comm.group import Traffic
 from paceline.data.loader import ShareLoader
 from paceline.formatting import counted, spell
 from paceline.session.axes import RunAxes
+from paceline.session.loop.step_clock import AxisTotals
 from paceline.session.prepare.registry import Prepared
 from paceline.session.record import timeline
 from paceline.session.record.folder import RunFolder, RunSummary, RunTotals
@@ -36,6 +37,7 @@ class RunOutcome(NamedTuple):
     cluster: Topology
     prepared: Prepared
     sent: Traffic  # by this worker, in all steps
+    along: dict[str, AxisTotals]  # of that, and of its time, what it has exchanged along each axis, where a model is cut
     event: Callable[[str], None]
     events: list[dict[str, Any]]
     checkpoints: dict[str, float]
@@ -48,6 +50,7 @@ class GatheredEnds(NamedTuple):
     """What the workers tell each other at the end."""
 
     sent: list[list[int]]  # by each worker, within hosts and between them
+    along: list[dict[str, list[float]]]  # the `AxisTotals` of each one
     ahead: list[timeline.ClockOffset]  # of each one
     spans: dict[int, list[Span]]
     digest: str  # of the parameters
@@ -64,7 +67,8 @@ def conclude(outcome: RunOutcome, axes: RunAxes, folder: RunFolder, log: Metrics
 def _gather(outcome: RunOutcome, axes: RunAxes) -> GatheredEnds:
     agreement, cluster, context = axes.everyone, outcome.cluster, axes.slice
     bytes_sent = [outcome.sent.within, outcome.sent.between]
-    sent = [msgpack.unpackb(body) for body in agreement.meet("bytes sent", msgpack.packb(bytes_sent))]
+    heads = [msgpack.unpackb(body) for body in agreement.meet("bytes sent", msgpack.packb([bytes_sent, outcome.along]))]
+    sent, along = [head[0] for head in heads], [head[1] for head in heads]
     ahead = timeline.compare(agreement, cluster.where())
     spans = timeline.gather(agreement, context.trace.spans())
     mine = outcome.prepared.tables.fingerprint(fingerprint(model for _, model in outcome.prepared.models))
@@ -74,7 +78,7 @@ def _gather(outcome: RunOutcome, axes: RunAxes) -> GatheredEnds:
     parts = [digests[rank] for rank in dict.fromkeys(twins)]
     digest = parts[0] if len(parts) == 1 else hashlib.sha256("".join(parts).encode()).hexdigest()
     codecs = [msgpack.unpackb(body) for body in agreement.meet("codecs", msgpack.packb([account.facts() for account in context.accounts]))]
-    return GatheredEnds(sent, ahead, spans, digest, different, codecs)
+    return GatheredEnds(sent, along, ahead, spans, digest, different, codecs)
 
 
 def _write(outcome: RunOutcome, axes: RunAxes, folder: RunFolder, totals: RunTotals | None, found: GatheredEnds) -> bytes:
@@ -101,10 +105,14 @@ def _write(outcome: RunOutcome, axes: RunAxes, folder: RunFolder, totals: RunTot
         checkpoints=outcome.checkpoints,
         servers=outcome.servers,
         loader=_dealt(outcome.prepared.loaders),
+        mesh=dict(axes.mesh.axes) if axes.cut else {},
+        places=[axes.mesh.coordinates(rank) for rank in range(axes.mesh.size)] if axes.cut else [],
+        axes=_by_axis(found.along, axes, steps),
         results=outcome.results,
     ).write(folder)
     if any(found.spans.values()):
-        events = timeline.merge(found.spans, names=cluster.names(), offsets=found.ahead, servers=outcome.served)
+        mesh = axes.mesh if axes.cut else None
+        events = timeline.merge(found.spans, names=cluster.names(), offsets=found.ahead, servers=outcome.served, mesh=mesh)
         timeline.write(folder.trace, events, offsets=found.ahead)
     if totals.steps and not (
         folder.path.is_absolute() and folder.path.is_relative_to(tempfile.gettempdir())
@@ -118,6 +126,15 @@ def told(path: Path, totals: RunTotals) -> str:
     loss = "" if totals.final_loss is None else f", loss {totals.final_loss:.4g}"
     took = f"{totals.seconds:.1f} s" if totals.seconds < 60 else spoken(totals.seconds)
     return f"{path}: {counted(totals.steps, 'step')}{loss}, {took}; paceline report {shlex.quote(str(path))}"
+
+
+def _by_axis(along: Sequence[Mapping[str, Sequence[float]]], axes: RunAxes, steps: int) -> dict[str, dict[str, float]]:
+    """Return what a step has taken for exchanges along each axis: the mean of seconds, and the bytes of all workers."""
+    found = {}
+    for axis in (name for name, size in axes.mesh.axes if axes.cut and size > 1):
+        seconds, within, between = (sum(column) / steps for column in zip(*(each.get(axis, (0.0, 0, 0)) for each in along), strict=True))
+        found[axis] = {"seconds": seconds / len(along), "within": within, "between": between}
+    return found
 
 
 def _dealt(loaders: Iterable[ShareLoader]) -> dict[str, Any] | None:

@@ -1,6 +1,7 @@
 """The timeline of all ranks, on one clock, in Chrome's trace format, which Perfetto (ui.perfetto.dev) opens.
 
-A rank is a process of the picture; each kind of span has a row of its own, more than one where spans of a kind overlap:
+A rank is a process of the picture; each kind of span has a row of its own, more than one where spans of a kind overlap. Where a model is
+cut, a rank has its place in the mesh, each axis that something is cut along a row, and an exchange says along which axis it is:
 
     rank 0 on A   step      [ turn          ][ turn         ]
                   compute     [      ]       [      ]
@@ -21,13 +22,15 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgpack
 
+from paceline.cluster.mesh import Mesh
 from paceline.session.record.folder import write_whole
 from paceline.trace import Served, Span
 
 if TYPE_CHECKING:  # so that reading a run's folder doesn't import torch
     from paceline.comm.agreement import Agreement
 
-KINDS: Final = ("step", "compute", "exchange", "wait", "data", "bucket", "within", "between")  # the order of the rows; others come after
+KINDS: Final = (*("step", "compute", "exchange", "wait", "data", "bucket"), *("tensor", "shard"), *("within", "between"))  # rows in order
+OF_STRATEGIES: Final = ("exchange", "bucket")  # what strategies do, which exchange along `data`
 SERVERS: Final = 1 << 20  # the number of the first server, as a process of the picture
 _MEETINGS = 16  # that clocks are compared at
 
@@ -83,18 +86,24 @@ def gather(agreement: Agreement, spans: Sequence[Span]) -> dict[int, list[Span]]
 
 
 def merge(
-    spans: Mapping[int, Sequence[Span]], *, names: Sequence[str] = (), offsets: Sequence[ClockOffset] = (), servers: Sequence[Served] = ()
+    spans: Mapping[int, Sequence[Span]],
+    *,
+    names: Sequence[str] = (),
+    offsets: Sequence[ClockOffset] = (),
+    servers: Sequence[Served] = (),
+    mesh: Mesh | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield the events of all ranks. `names` are their hosts, `offsets` those of their clocks (default: none).
 
-    Times of events are microseconds since the first span.
+    `mesh`: where ranks are, if a model is cut between them. Times of events are microseconds since the first span.
     """
     shift = {rank: offsets[rank].ahead if rank < len(offsets) else 0 for rank in spans}
     starts = [span.start - shift[rank] for rank, each in spans.items() for span in each]
     origin = min([*starts, *(span.start - server.ahead for server in servers for span in server.spans)], default=0)
     for rank, each in sorted(spans.items()):
         name = f"rank {rank} on {names[rank]}" if rank < len(names) else f"rank {rank}"
-        yield from _process(rank, name, each, shift[rank] + origin)
+        place, axis = ("", "") if mesh is None else (f" ({mesh.place(rank)})", "data" * (mesh.extent("data") > 1))
+        yield from _process(rank, name + place, each, shift[rank] + origin, axis)
     for number, server in enumerate(servers, SERVERS):
         zero = server.ahead + origin
         yield from _process(number, server.name, server.spans, zero)
@@ -102,13 +111,15 @@ def merge(
             yield {"ph": "C", "name": "put off", "pid": number, "tid": 0, "ts": (when - zero) / 1000, "args": {"messages": count}}
 
 
-def _process(number: int, name: str, spans: Sequence[Span], zero: int) -> Iterator[dict[str, Any]]:
+def _process(number: int, name: str, spans: Sequence[Span], zero: int, axis: str = "") -> Iterator[dict[str, Any]]:
+    """Yield the events of a process. `axis`: along which strategies exchange, where a model is cut."""
     yield _named("process", number, 0, name)
     yield {"ph": "M", "name": "process_sort_index", "pid": number, "tid": 0, "args": {"sort_index": number}}
     for row, (title, lane) in enumerate(_rows(spans)):
         yield _named("thread", number, row, title)
         yield {"ph": "M", "name": "thread_sort_index", "pid": number, "tid": row, "args": {"sort_index": row}}
         for span in lane:
+            along = span.axis or (axis if span.kind in OF_STRATEGIES else "")
             yield {
                 "ph": "X",
                 "name": span.name,
@@ -117,7 +128,7 @@ def _process(number: int, name: str, spans: Sequence[Span], zero: int) -> Iterat
                 "tid": row,
                 "ts": (span.start - zero) / 1000,
                 "dur": max(span.end - span.start, 0) / 1000,
-                "args": {"step": span.step},
+                "args": {"step": span.step, **({"axis": along} if along else {})},
             }
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
+from paceline.comm.axis_meter import AxisMeter
 from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import DataError
 from paceline.session.prepare.tensor_peers import BatchComparer, checksum
@@ -65,7 +66,7 @@ def test_batches_without_tensors_are_announced_once() -> None:
 
     def body(group: ThreadGroup) -> list[str]:
         said: list[str] = []
-        compare = BatchComparer(group, None, said.append)
+        compare = BatchComparer(group, AxisMeter("tensor"), None, said.append)
         for _ in range(2):
             compare(Sample(torch.full((2,), float(group.rank))))
         return said

@@ -130,6 +130,9 @@ def test_the_summary_has_every_field(tmp_path: Path) -> None:
             "events",
             "servers",
             "loader",
+            "mesh",
+            "places",
+            "axes",
             "results",
         ),
     ]

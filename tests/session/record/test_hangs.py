@@ -21,6 +21,7 @@ import paceline as pl
 from paceline.cluster.control import commands
 from paceline.cluster.discover import Place
 from paceline.comm.agreement import Agreement
+from paceline.comm.axis_meter import AxisMeter
 from paceline.comm.solo import SoloGroup
 from paceline.errors import UsageError
 from paceline.session.record.hangs import HangDetector, check_lateness
@@ -109,6 +110,35 @@ def test_a_call_that_is_skipped_is_named_at_once(job: Jobs) -> None:
     assert ended.code == 1 and "Mismatch" in ended.last, ended.err
 
 
+CUT = """
+with pl.start(deadline={seconds}, late_after=0.5, mesh="tensor") as run:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    cut = pl.tensor({{"0": pl.column(), "2": pl.row()}})
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = DataLoader(TensorDataset(torch.ones(160, 4), torch.ones(160, 1)), batch_size=8)
+    model, optimizer, loader = run.prepare(model, optimizer, loader, cut=cut)
+    for x, y in loader:
+        if run.rank == 1 and run.steps == 5:
+            while True: pass
+        step(run, model, optimizer, x, y)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.preloaded
+def test_who_is_waited_for_along_an_axis_of_the_mesh_is_named(job: Jobs) -> None:
+    """The others wait in the middle of a layer, and in no call of all."""
+    for seconds in (5.0, 20.0, 60.0):
+        ended = job.run(CUT.format(seconds=seconds)).end()
+        lines = [line for line in ended.err.splitlines() if "others wait" in line]
+        if lines:
+            break
+    last = "its last call was output of 2 along `tensor` of step 4, "
+    head = f"paceline: others wait for rank 1 on {HOST} (output of 2 along `tensor` of step 5): {last}"
+    assert len(lines) == 1 and lines[0].startswith(head) and place_of(job, ENDLESS) in ended.err, ended.err
+    assert ended.code == 1 and f"This was at step 5: rank 1 on {HOST}, last seen at run.log of step " in ended.err, ended.err
+
+
 @pytest.mark.slow
 @pytest.mark.preloaded
 def test_the_launcher_of_its_host_shows_it_where_others_wait_on_another(job: Jobs) -> None:
@@ -154,7 +184,8 @@ class Worker:
         os.set_blocking(self.shown, False)
         self.descriptors = [self._reports, report, heard, self.orders, self.shown, stack]
         self.place = Place(report_fd=report, orders_fd=heard, stack_fd=stack, worker=number, timings=timings)
-        self.watching = HangDetector(self.place, self.agreement, deadline, late_after)
+        self.meter = AxisMeter("tensor")
+        self.watching = HangDetector(self.place, self.agreement, deadline, late_after, others=(self.meter,))
         self._lines = os.fdopen(os.dup(self._reports))
 
     def report(self) -> dict[str, object]:
@@ -241,6 +272,23 @@ class TestWatching:
         other.agreement.attempt(other.watching.answer)
         where = other.report()
         assert (where["event"], where["call"], where["waits"]) == ("where", 1, True)
+
+    def test_sees_waits_along_axes_of_the_mesh(self, worker):
+        """No call of all is under way, and the worker is taken for one that waits all the same."""
+        found = worker(120.0, 0.3)
+        assert found.report()["event"] == "shows"
+        found.agreement.meet("run.mean")
+        with found.meter.exchange("output of up"):
+            late = found.report()
+            assert (late["event"], late["call"], late["what"]) == ("late", 1, "output of up along `tensor` of step 0")
+            os.write(found.orders, commands.ASK)
+            where = found.report()
+            assert (where["event"], where["what"], where["waits"]) == ("where", "output of up along `tensor` of step 0", True)
+        with found.meter.exchange("output of down"):  # of the same step, which is one call
+            pass
+        os.write(found.orders, commands.ASK)
+        where = found.report()
+        assert (where["call"], where["what"], where["waits"]) == (2, "output of down along `tensor` of step 0", False)
 
     def test_leaves_a_handler_of_the_script_s_alone(self, worker):
         signal.signal(commands.STACK, lambda *_: None)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.cluster.mesh import Mesh
 from paceline.session.record import stragglers
 from paceline.session.record.stragglers import AGAIN, FLUSHES, PAUSE, StragglerSensor
 from paceline.session.run import Run
@@ -41,6 +42,15 @@ def test_one_is_named_once() -> None:
     found = StragglerSensor()
     assert flush(found, *SLOW, times=FLUSHES - 1) == []
     assert flush(found, *SLOW, times=20) == [LINE]
+
+
+def test_workers_with_the_same_samples_have_one_share() -> None:
+    """Ranks 2 and 3 cut layers between them, and so do 0 and 1."""
+    mesh = Mesh((("data", 2), ("tensor", 2)), (0, 1, 2, 3))
+    (line,) = flush(StragglerSensor(mesh), *SLOW, times=20)
+    assert line.startswith("rank 2 (data 1, tensor 0) on b makes the others wait") and line.endswith("shares=[1, 0.67])")
+    (line,) = flush(StragglerSensor(Mesh((("tensor", 4),), (0, 1, 2, 3))), *SLOW, times=20)
+    assert line.startswith("rank 2 (tensor 2) on b") and "shares=[" not in line and "all workers have the same samples" in line
 
 
 def test_slow_data_are_work_too() -> None:

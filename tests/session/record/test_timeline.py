@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from paceline.cluster.mesh import Mesh
 from paceline.comm.agreement import Agreement
 from paceline.comm.threads import ThreadGroup, spawn
 from paceline.session.record.timeline import ClockOffset, compare, gather, merge, offsets, write
@@ -91,6 +92,19 @@ def test_kinds_have_rows_in_order() -> None:
     _, named = events({0: spans})
     assert [event["args"]["name"] for event in named if event["name"] == "thread_name"] == ["step", "exchange", "data", "odd"]
     assert [event["args"]["name"] for event in named if event["name"] == "process_name"] == ["rank 0"]
+
+
+def test_ranks_have_their_places_and_exchanges_their_axes() -> None:
+    mesh = Mesh((("data", 2), ("tensor", 2)), (0, 2, 1, 3))
+    mine = [span("backward", "exchange", 0, 1), span("bucket 0", "bucket", 0, 1), Span("sum", "tensor", 2, 3, 0, "tensor")]
+    drawn, named = events({0: [*mine, span("compute", "compute", 0, 9)], 2: []}, names=["A", "A", "B"], mesh=mesh)
+    names = [event["args"]["name"] for event in named if event["name"] == "process_name"]
+    assert names == ["rank 0 on A (data 0, tensor 0)", "rank 2 on B (data 0, tensor 1)"]
+    axes = {event["name"]: event["args"].get("axis") for event in drawn}
+    assert axes == {"backward": "data", "bucket 0": "data", "sum": "tensor", "compute": None}
+    assert [event["args"]["name"] for event in named if event["name"] == "thread_name"] == ["compute", "exchange", "bucket", "tensor"]
+    drawn, _ = events({0: mine}, mesh=Mesh((("tensor", 2),), (0, 1)))
+    assert [event["args"].get("axis") for event in drawn] == [None, None, "tensor"]
 
 
 def test_overlapping_spans_get_rows_of_their_own() -> None:
