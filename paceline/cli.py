@@ -208,6 +208,25 @@ def training(
     raise typer.Exit(_measure("training.py", args, workers, threads, sync))
 
 
+@bench.command()
+def pipeline(
+    *,
+    draw: Annotated[
+        str | None, typer.Option(metavar="SCHEDULE:RxM", help="Draw a schedule for R ranks and M micro-batches; 'all' compares them.")
+    ] = None,
+    forward: Annotated[float, typer.Option(help="Time of a forward of one micro-batch, of all that a rank holds.")] = 1.0,
+    backward: Annotated[float, typer.Option(help="Time of its backward.")] = 2.0,
+    transfer: Annotated[float, typer.Option(help="Time of sending what a stage gives to the next.")] = 0.0,
+) -> None:
+    """Draw schedules of pipelines, with their bubbles and what they keep."""
+    from rich.console import Console
+
+    from paceline.bench import pipelines
+
+    width = None if sys.stdout.isatty() else 120  # a file is read at any width
+    pipelines.show(draw, (forward, backward, transfer), Console(width=width, highlight=False))
+
+
 def _measure(script: str, args: Sequence[str], workers: int, threads: int | None, sync: str | None = None) -> int:
     """Run a script of paceline/bench on the workers, with run folders that go when it ends."""
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:

@@ -72,6 +72,7 @@ COMMANDS = {
     "lab clean": "",
     "demo": "--workers --steps --alone --folder --text",
     "bench collectives": "--workers --threads --sizes --via --seconds --draw",
+    "bench pipeline": "--draw --forward --backward --transfer",
     "bench training": "--workers --threads --model --batch --steps --sync",
     "report": "folder",
     "export": "folder out --part --force",
