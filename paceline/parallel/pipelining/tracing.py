@@ -70,7 +70,7 @@ def _trace(model: nn.Module, layers: Sequence[str], inputs: Sequence[str], *, tr
     tracer = LayerTracer(layers, inputs)
     try:
         for module in through.values():
-            module.training = training
+            vars(module)["training"] = training
         with tracer.recording():
             graph = tracer.trace(model)
     except UsageError:
