@@ -55,6 +55,15 @@ class AxisMeter:
         finally:
             self._trace.record(name, self.axis, started, self._go_on(started))
 
+    @contextmanager
+    def standing(self, name: str) -> Iterator[None]:
+        """Measure a wait for an exchange that may go on after it, inside of the block."""
+        started = self._stand(name)
+        try:
+            yield
+        finally:
+            self._trace.record(name, "exchange", started, self._stop(started))
+
     def wait(self, work: Work[T], name: str, begun: int) -> T:
         """Wait for the end of an exchange that has `begun` before (`time.perf_counter_ns`), and measure the wait."""
         if work.done():
@@ -75,8 +84,11 @@ class AxisMeter:
         return time.perf_counter_ns()
 
     def _go_on(self, started: int) -> int:
-        self.since = None
         self._note()
+        return self._stop(started)
+
+    def _stop(self, started: int) -> int:
+        self.since = None
         ended = time.perf_counter_ns()
         self.seconds += (ended - started) / 1e9
         return ended

@@ -254,7 +254,8 @@ class Blueprint:
     def _check_made(self, unborn: _Unborn, value: Tensor) -> None:
         """Raise where a reset has left a parameter, or elements of it, as `_real` made it; the trial may have guessed."""
         if value.is_floating_point() or value.is_complex():
-            self._refuse_empty([unborn] if bool(value.isnan().any()) else [])
+            numbers = torch.view_as_real(value) if value.is_complex() else value
+            self._refuse_empty([unborn] if value.numel() and bool(numbers.amax().isnan()) else [])  # without a copy, as isnan() makes
         elif GUESSED in unborn.writes:
             raise UsageError(
                 f"{self._prefix}{unborn.name} has whole numbers, and the reset of {type(unborn.owner.module).__qualname__} can't be tried "

@@ -85,3 +85,13 @@ def test_bytes_are_those_of_its_groups_each_once() -> None:
         return meter.traffic
 
     assert spawn(2, body) == [Traffic(16 + 8, 0)] * 2
+
+
+def test_a_wait_that_is_given_up_counts_though_the_exchange_goes_on() -> None:
+    trace = Trace()
+    meter = AxisMeter("shard", trace)
+    with meter.standing("the gradients"):
+        assert meter.since is not None
+    (still,) = trace.spans()
+    assert (still.kind, still.axis, meter.since, meter.calls) == ("exchange", "shard", None, 0)
+    assert meter.seconds == pytest.approx((still.end - still.start) / 1e9)

@@ -6,10 +6,13 @@
 
 Buckets leave in one order everywhere, that of the units backwards, and their sums are handed on in it. A worker in whose pass a parameter
 has no gradient keeps its bucket, and all later ones, to the end of the pass, when all workers say what they have used.
+
+A worker that is ahead waits until few buckets are on their way: each has the memory of a unit, and it would fill the memory of all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -21,9 +24,13 @@ from torch import Tensor
 from paceline.comm.axis_meter import AxisMeter
 from paceline.comm.bucket_layout import put
 from paceline.comm.group import Group, Work, WritesResults
-from paceline.errors import UsageError
+from paceline.errors import DeadlineExceeded, UsageError
 from paceline.parallel.cut import GradientSink
 from paceline.parallel.sharding.memory import FlatMemory
+
+ON_THE_WAY = 1  # buckets, while the next one fills
+LONGEST_WAIT = 5.0  # seconds for others to send theirs; half of it after each wait in vain
+SHORT_WAIT = 0.1  # seconds, well below those after which a group looks whether workers wait for each other
 
 
 class GradientBucket:
@@ -94,6 +101,19 @@ class GradientBucket:
         """Whether the sum is there; asking pushes it forward."""
         return self._work is not None and self._work.done()
 
+    def arrives(self, seconds: float, meter: AxisMeter) -> bool:
+        """Wait at most `seconds` for the sum, as `meter` measures, and return whether it is there.
+
+        These are short waits, which the group doesn't take for workers that wait for each other. What others need goes on meanwhile.
+        """
+        assert self._work is not None
+        end = time.monotonic() + seconds
+        with meter.standing(self._named):
+            while not self.arrived and time.monotonic() < end:
+                with contextlib.suppress(DeadlineExceeded):
+                    self._work.wait(SHORT_WAIT)
+        return self.arrived
+
     def sums(self, rank: int, meter: AxisMeter) -> list[Tensor]:
         """Wait for the sum, as `meter` measures, and return it cut into pieces. The bucket is as before the pass."""
         assert self._work is not None
@@ -135,6 +155,8 @@ class ShardGradients:
         self.buckets = [GradientBucket(memory, dtype, keeps=keeps) for memory in reversed(memories)]
         self._used = [bytearray(len(bucket.came)) for bucket in self.buckets]
         self._next = self._handed = 0
+        self._even = True  # all workers have used the same parameters in each pass
+        self._patience = LONGEST_WAIT
         self._sink: GradientSink | None = None
         self._watchers: list[PassWatcher] = []
         for number, bucket in enumerate(self.buckets):
@@ -177,13 +199,28 @@ class ShardGradients:
         if self._sink is None:
             raise UsageError(f"backward reached the parameter {name}, which no run follows; give its model and optimizer to run.prepare")
         bucket.put(index, grad, self._sink.weigh())
+        del grad  # its memory is free while others are waited for
         self._used[number][index] = True
         for watcher in self._watchers:
             watcher.gradient_came(bucket.memory)
         while self._next < len(self.buckets) and self.buckets[self._next].full:
             self.buckets[self._next].send(self._group)
             self._next += 1
+        self._make_room()
         while self._handed < self._next and self.buckets[self._handed].arrived:
+            self._hand_on(self._used[self._handed])
+
+    def _make_room(self) -> None:
+        """Wait until few buckets are on their way, and hand on those that have arrived.
+
+        A worker that doesn't use a parameter keeps its buckets to the end of the pass, and may need this worker to get there (zero=3): so
+        no wait is long, and there are none once workers have used different parameters.
+        """
+        while self._even and self._next - self._handed > ON_THE_WAY and not self.buckets[self._handed].keeps:
+            bucket = self.buckets[self._handed]
+            if not bucket.arrived and not bucket.arrives(self._patience, self._meter):
+                self._patience /= 2
+                return
             self._hand_on(self._used[self._handed])
 
     def _hand_on(self, used: Sequence[int]) -> None:
@@ -199,6 +236,7 @@ class ShardGradients:
         """End a backward pass, or take part in one in which others have used parameters. Collective."""
         with self._meter.exchange("the parameters that were used"):
             everyones = self._group.agree(b"".join(self._used))
+        self._even = self._even and len(set(everyones)) == 1
         union, used = bytes(any(flags) for flags in zip(*everyones, strict=True)), list[bytes]()
         for bucket in self.buckets:
             used.append(union[: len(bucket.came)])

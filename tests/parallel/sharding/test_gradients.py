@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -9,8 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.comm.axis_meter import AxisMeter
+from paceline.comm.group import Group
 from paceline.parallel.shard import shard
+from paceline.parallel.sharding import gradients
 from paceline.parallel.sharding.gradients import GradientBucket
+from tests.harness.jobs import PATIENCE
 from tests.harness.models import fill
 from tests.harness.sharded import Trainee, fitting, same
 from tests.harness.sharded_models import OddNet, odd_net, vectors
@@ -85,3 +90,83 @@ def test_parameters_that_some_workers_use(zero: Any) -> None:
         one.optimizer.step()
 
     same(lambda: fill(Choosing().double()), step, shard("blocks.*", zero=zero), 2, optimizer=optimizer)
+
+
+def test_a_worker_that_is_ahead_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead, under_way, most = threading.Event(), set[str](), list[int]()
+
+    class Watched(GradientBucket):
+        """Of rank 0; rank 1 has no gradients before rank 0 waits, or has sent more than it should."""
+
+        def put(self, index: int, grad: Tensor, scale: float) -> None:
+            assert self.memory.rank == 0 or ahead.wait(PATIENCE)
+            super().put(index, grad, scale)
+
+        def send(self, group: Group) -> None:
+            super().send(group)
+            if group.rank == 0:
+                under_way.add(self.memory.unit)
+                most.append(len(under_way))
+                if most[-1] > 2:
+                    ahead.set()
+
+        def arrives(self, seconds: float, meter: AxisMeter) -> bool:
+            ahead.set()
+            return super().arrives(seconds, meter)
+
+        def reset(self) -> None:
+            if self.memory.rank == 0:
+                under_way.discard(self.memory.unit)
+            super().reset()
+
+    monkeypatch.setattr(gradients, "GradientBucket", Watched)
+    same(odd_net, fitting(vectors), shard("blocks.*", zero=2), 2)
+    assert len(most) == 16 and most[:2] == [1, 2] and max(most) == 2
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_worker_that_keeps_its_buckets_is_not_waited_for_long(zero: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second worker doesn't use a parameter of the last block, and with zero=3 needs what the first one gathers later on."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.always, self.sometimes = nn.Linear(5, 5), nn.Linear(5, 5)
+
+        def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+            out: Tensor = self.always(x).tanh()
+            return out.index_put((chosen,), self.sometimes(x[chosen])) if bool(chosen.any()) else out
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inward, self.head = nn.Linear(7, 5), nn.Linear(5, 3)
+            self.blocks = nn.ModuleList([Block() for _ in range(7)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            chosen, x = x[:, 0] > 1.5, self.inward(x)
+            for number, block in enumerate(self.blocks):
+                x = x + block(x, chosen if number == 6 else chosen | True)
+            out: Tensor = self.head(x)
+            return out
+
+    def step(one: Trainee, number: int) -> None:
+        steps[one.rank] = number
+        x, y = vectors(number)
+        x[:, 0] = torch.arange(len(x)).lt(len(x) // 2) * 2.0
+        x, y = one.batch(x, y)
+        one.optimizer.zero_grad()
+        F.mse_loss(one.model(x), y).backward()
+        one.optimizer.step()
+
+    class Watched(GradientBucket):
+        def arrives(self, seconds: float, meter: AxisMeter) -> bool:
+            waits.append((self.memory.rank, steps[self.memory.rank]))
+            return super().arrives(seconds, meter)
+
+    steps, waits = dict[int, int](), list[tuple[int, int]]()
+    monkeypatch.setattr(gradients, "GradientBucket", Watched)
+    monkeypatch.setattr(gradients, "LONGEST_WAIT", 0.05)
+    monkeypatch.setattr(gradients, "SHORT_WAIT", 0.01)
+    same(lambda: fill(Deep().double()), step, shard("blocks.*", zero=zero), 2)
+    assert set(waits) == {(0, 0)}, "those who have seen that others use other parameters don't wait for them"
