@@ -45,6 +45,15 @@ class AxisFacts:
 
 
 @dataclass(frozen=True)
+class MemoryFacts:
+    """The bytes that one worker held, by kind, and the most that its process had in memory. What couldn't be predicted is None."""
+
+    predicted: dict[str, int | None]
+    measured: dict[str, int]
+    peak: int
+
+
+@dataclass(frozen=True)
 class SteadyTimes:
     """The times that last through a run: those seen in four of five tenths of it, first steps left out."""
 
@@ -76,6 +85,7 @@ class RunFacts:
     bytes_sent: dict[str, float] | None = None
     mesh: Mesh | None = None  # if a model was cut
     axes: tuple[AxisFacts, ...] = ()
+    memory: tuple[MemoryFacts, ...] = ()  # of each rank
     codecs: list[str] = field(default_factory=list)  # whether each paid, in words
     events: list[dict[str, Any]] = field(default_factory=list)
     saves: int = 0  # checkpoints on the disk
@@ -92,6 +102,15 @@ class RunFacts:
     def rank(self, rank: int) -> str:
         """Name a worker, with its place in the mesh."""
         return f"rank {rank}" if self.mesh is None else f"rank {rank} ({self.mesh.place(rank)})"
+
+    def ranks(self, ranks: Sequence[int]) -> str:
+        """Name several workers, with what their places in the mesh have in common."""
+        if len(ranks) == 1:
+            return self.rank(ranks[0])
+        named = f"ranks {', '.join(map(str, ranks))}" if len(ranks) < self.workers else "all workers"
+        places = [] if self.mesh is None else [self.mesh.coordinates(rank) for rank in ranks]
+        common = [f"{axis} {at}" for axis, at in (places[0] if places else {}).items() if all(place[axis] == at for place in places)]
+        return f"{named} ({', '.join(common)})" if common and named != "all workers" else named
 
     def share(self, part: str) -> float:
         """Return the share of a step that `part` takes."""
@@ -150,6 +169,7 @@ def _from_summary(folder: RunFolder) -> RunFacts:
             bytes_sent={where: float(fields["bytes_sent"][where]) for where in ("within", "between")},
             mesh=_mesh(fields),
             axes=tuple(AxisFacts(axis, *(float(one[key]) for key in _AXIS)) for axis, one in fields.get("axes", {}).items()),
+            memory=tuple(MemoryFacts(dict(one["predicted"]), dict(one["measured"]), int(one["peak"])) for one in fields.get("memory", [])),
             codecs=[str(codec["words"]) for codec in fields.get("codecs", [])],
             events=[{"time": float(event["time"]), "what": str(event["what"])} for event in fields["events"]],
             saves=int(saved["count"]),

@@ -11,6 +11,7 @@ from paceline.observe.facts import RunFacts, read
 from paceline.session.record.folder import PARTS, RunFolder
 from paceline.session.record.status_line import spoken
 
+HELD = ("parameters", "gradients", "optimizer")
 _MEANING = {
     "compute": "forward, backward and the optimizer",
     "exchange": "what could not be hidden behind compute",
@@ -28,7 +29,7 @@ def report(folder: Path) -> str:
     if facts.steps == 0:
         return f"{_title(facts)}\n\nNo step was finished, so there is nothing to tell about time."
     served = serving.tell(facts.servers, facts.seconds or 0.0, facts.samples)
-    exchanged = (_traffic(facts), _axes(facts), *facts.codecs, served)
+    exchanged = (_traffic(facts), _axes(facts), *facts.codecs, served, _memory(facts))
     blocks = [_title(facts), _times(facts), *exchanged, _checkpoints(facts), advise(facts), _events(facts)]
     return "\n\n".join(block for block in blocks if block)
 
@@ -81,6 +82,31 @@ def _axes(facts: RunFacts) -> str:
         sent = f"{sized(along.within)} within hosts, {sized(along.between)} between hosts"
         lines.append(f"  {along.axis:<9}{share:>5.0%}  {seconds(along.seconds):>9}  {sent}")
     return "\n".join(lines)
+
+
+def _memory(facts: RunFacts) -> str:
+    """Write what workers held; those that held the same share a line."""
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for rank, held in enumerate(facts.memory):
+        cells = tuple(_held(held.measured[kind], held.predicted[kind]) for kind in HELD)
+        alike.setdefault(cells, []).append(rank)
+    rows = [
+        (facts.ranks(ranks), *cells, sized(max(facts.memory[rank].peak for rank in ranks)))  # the last cell
+        for cells, ranks in alike.items()
+    ]
+    if not rows:
+        return ""
+    table = [("", *HELD, "process at most"), *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    lines = ["Held by each worker from step to step (in brackets what was predicted, where that is something else):"]
+    lines += ["  ".join(("", row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:]))) for row in table]
+    return "\n".join(lines)
+
+
+def _held(measured: int, predicted: int | None) -> str:
+    """Write bytes, with those that were predicted if they look otherwise."""
+    text = sized(measured)
+    return text if predicted is None or sized(predicted) == text else f"{text} ({sized(predicted)})"
 
 
 def _checkpoints(facts: RunFacts) -> str:

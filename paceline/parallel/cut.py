@@ -46,6 +46,11 @@ class CutGradients(Protocol):
     """The gradients of parameters of which workers have parts. Every worker ends every backward pass."""
 
     @property
+    def nbytes(self) -> int:
+        """The bytes of memory that it takes at this moment, beside the gradients that optimizers step by."""
+        ...
+
+    @property
     def kept_nbytes(self) -> int:
         """The bytes of memory that is kept from pass to pass, beside the gradients that optimizers step by."""
         ...

@@ -49,6 +49,7 @@ from paceline.session.record.hints import StartupHints
 from paceline.session.record.history import RunHistory
 from paceline.session.record.layout import ModelLayout
 from paceline.session.record.log import MetricsLog
+from paceline.session.record.memory import MemoryWatch
 from paceline.session.record.total_steps import TotalSteps
 from paceline.session.replicas.compare import Comparison, ReplicaComparer, check_comparison
 from paceline.session.replicas.manual_gradients import ManualGradients
@@ -145,8 +146,9 @@ class _Assembly:
         self.tally = StepCount(lambda: loop.steps, waits=self.view.waits)
         by_hand = ManualGradients(loop, self.records.meetings)
         self.watch = OptimizerWatch(prepared, loop, by_hand, self.tally, self.hints.strange)
+        self.memory = MemoryWatch(prepared, self.abilities.remote)
         conclusion = RunConclusion(
-            self.strategy, self.axes, self.abilities, self.view, loop, prepared, self.saving, history, self.folder, self.log
+            self.strategy, self.axes, self.abilities, self.view, loop, prepared, self.saving, history, self.folder, self.log, self.memory
         )
         self.ending = RunEnding(conclusion, self.watch, self.hints, self.joined.watching, self.joined.world)
         self.comparer = ReplicaComparer(
@@ -181,8 +183,8 @@ class _Assembly:
                 training_begins=(*instead, *restart, *(() if survival is None else (survival.begin,)), begin_comparing),
                 epoch_began=(collector.part,),
                 lead_taken=(plan.led,),
-                first_step=(*instead, self.prepared.cuts.check_used, self.hints.prepared),
-                stepped=() if observer is None else (observer.stepped,),
+                first_step=(*instead, self.prepared.cuts.check_used, self.memory.predict, self.hints.prepared),
+                stepped=(self.memory.stepped, *(() if observer is None else (observer.stepped,))),
                 committed=() if body is None else (body.buddies.committed,),
                 step_ended=(
                     log.step,

@@ -19,6 +19,7 @@ from paceline.session.record.hangs import HangDetector
 from paceline.session.record.hints import StartupHints
 from paceline.session.record.history import RunHistory
 from paceline.session.record.log import MetricsLog
+from paceline.session.record.memory import MemoryWatch
 from paceline.session.record.summary import RunOutcome, conclude
 from paceline.sync.abilities import Abilities
 from paceline.sync.base import Strategy
@@ -38,6 +39,7 @@ class RunConclusion:
     history: RunHistory
     folder: RunFolder
     log: MetricsLog
+    memory: MemoryWatch
 
     def write(self) -> None:
         """Write the summary and the trace. Collective."""
@@ -53,6 +55,7 @@ class RunConclusion:
             self.prepared,
             self.loop.sent,
             self.loop.axes,
+            self.memory.facts(),
             history.note,
             history.events,
             self.saving.tally(),

@@ -113,6 +113,27 @@ def test_an_exposed_exchange_has_the_advice_of_its_axis(tmp_path: Path, axes: di
     assert words in text and text.count("Exchange takes") == 1
 
 
+def holding(parameters: int, optimizer: int | None, peak: int) -> dict[str, object]:
+    measured = {"parameters": parameters, "gradients": parameters, "optimizer": 2 * parameters}
+    return {"predicted": {"parameters": 10**6, "gradients": parameters, "optimizer": optimizer}, "measured": measured, "peak": peak}
+
+
+def test_what_workers_hold(tmp_path: Path) -> None:
+    memory = [holding(10**6, 2 * 10**6, 3 * 10**8), holding(2 * 10**6, None, 10**8), *[holding(10**6, 2 * 10**6, 4 * 10**8)] * 2]
+    text = report(finished(tmp_path, memory=memory[:2], workers=2))
+    assert (
+        "Held by each worker from step to step (in brackets what was predicted, where that is something else):\n"
+        "               parameters  gradients  optimizer  process at most\n"
+        "  rank 0           1.0 MB     1.0 MB     2.0 MB         300.0 MB\n"
+        "  rank 1  2.0 MB (1.0 MB)     2.0 MB     4.0 MB         100.0 MB\n"
+    ) in text
+    text = report(finished(tmp_path / "other", memory=memory, **MESH))
+    assert "  ranks 0, 2, 3  " in text and "  rank 1 (data 1, tensor 0)  " in text and " 400.0 MB\n" in text
+    text = report(finished(tmp_path / "third", memory=[memory[0], memory[1], memory[0], memory[1]], **MESH))
+    assert "  ranks 0, 2 (data 0)  " in text and "  ranks 1, 3 (data 1)  " in text
+    assert "  all workers  " in report(finished(tmp_path / "all", memory=memory[2:], workers=2))
+
+
 def works(*seconds: float, late: tuple[float, ...]) -> list[dict[str, float]]:
     return [{"seconds": mine, "late": share} for mine, share in zip(seconds, late, strict=True)]
 

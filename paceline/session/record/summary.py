@@ -38,6 +38,7 @@ class RunOutcome(NamedTuple):
     prepared: Prepared
     sent: Traffic  # by this worker, in all steps
     along: dict[str, AxisTotals]  # of that, and of its time, what it has exchanged along each axis, where a model is cut
+    memory: dict[str, Any]  # the facts of this worker's `MemoryWatch`
     event: Callable[[str], None]
     events: list[dict[str, Any]]
     checkpoints: dict[str, float]
@@ -51,6 +52,7 @@ class GatheredEnds(NamedTuple):
 
     sent: list[list[int]]  # by each worker, within hosts and between them
     along: list[dict[str, list[float]]]  # the `AxisTotals` of each one
+    memory: list[dict[str, Any]]  # of each one
     ahead: list[timeline.ClockOffset]  # of each one
     spans: dict[int, list[Span]]
     digest: str  # of the parameters
@@ -67,8 +69,8 @@ def conclude(outcome: RunOutcome, axes: RunAxes, folder: RunFolder, log: Metrics
 def _gather(outcome: RunOutcome, axes: RunAxes) -> GatheredEnds:
     agreement, cluster, context = axes.everyone, outcome.cluster, axes.slice
     bytes_sent = [outcome.sent.within, outcome.sent.between]
-    heads = [msgpack.unpackb(body) for body in agreement.meet("bytes sent", msgpack.packb([bytes_sent, outcome.along]))]
-    sent, along = [head[0] for head in heads], [head[1] for head in heads]
+    heads = [msgpack.unpackb(body) for body in agreement.meet("bytes sent", msgpack.packb([bytes_sent, outcome.along, outcome.memory]))]
+    sent, along, memory = ([head[at] for head in heads] for at in range(3))
     ahead = timeline.compare(agreement, cluster.where())
     spans = timeline.gather(agreement, context.trace.spans())
     mine = outcome.prepared.tables.fingerprint(fingerprint(model for _, model in outcome.prepared.models))
@@ -78,7 +80,7 @@ def _gather(outcome: RunOutcome, axes: RunAxes) -> GatheredEnds:
     parts = [digests[rank] for rank in dict.fromkeys(twins)]
     digest = parts[0] if len(parts) == 1 else hashlib.sha256("".join(parts).encode()).hexdigest()
     codecs = [msgpack.unpackb(body) for body in agreement.meet("codecs", msgpack.packb([account.facts() for account in context.accounts]))]
-    return GatheredEnds(sent, along, ahead, spans, digest, different, codecs)
+    return GatheredEnds(sent, along, memory, ahead, spans, digest, different, codecs)
 
 
 def _write(outcome: RunOutcome, axes: RunAxes, folder: RunFolder, totals: RunTotals | None, found: GatheredEnds) -> bytes:
@@ -108,6 +110,7 @@ def _write(outcome: RunOutcome, axes: RunAxes, folder: RunFolder, totals: RunTot
         mesh=dict(axes.mesh.axes) if axes.cut else {},
         places=[axes.mesh.coordinates(rank) for rank in range(axes.mesh.size)] if axes.cut else [],
         axes=_by_axis(found.along, axes, steps),
+        memory=found.memory,
         results=outcome.results,
     ).write(folder)
     if any(found.spans.values()):

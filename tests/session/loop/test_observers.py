@@ -16,11 +16,12 @@ PLAIN = """\
 training_begins: begin_comparing
 epoch_began: LogCollector.part
 lead_taken: TotalSteps.led
-first_step: ModelCuts.check_used, StartupHints.prepared
+first_step: ModelCuts.check_used, MemoryWatch.predict, StartupHints.prepared
+stepped: MemoryWatch.stepped
 step_ended: MetricsLog.step, ReplicaComparer.step_ended, LogCollector.step_ended
 ghost_ended: StartupHints.haunted
 went_back: MetricsLog.fold"""
-OBSERVING = PLAIN.replace("step_ended:", "stepped: {}.stepped\nstep_ended:", 1)
+OBSERVING = PLAIN.replace("MemoryWatch.stepped", "MemoryWatch.stepped, {}.stepped")
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,7 @@ def test_the_summary_has_every_field(tmp_path: Path) -> None:
             "mesh",
             "places",
             "axes",
+            "memory",
             "results",
         ),
     ]

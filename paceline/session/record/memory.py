@@ -1,0 +1,165 @@
+"""What a worker holds of prepared models: predicted before an optimizer steps for the first time, and measured while it trains.
+
+parameters    as they are in the model
+gradients     as many bytes as what optimizers step, and the buckets that a cut keeps from pass to pass
+optimizer     predicted: what a copy of it keeps, which has stepped parameters without memory
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import resource
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.utils import _pytree
+
+from paceline.parallel.placement import Placement, local
+from paceline.session.prepare.registry import Prepared
+from paceline.sync.abilities import RemoteOptimizer
+from paceline.sync.base import Slot
+
+KINDS = ("parameters", "gradients", "optimizer")
+OptimizerBytes = Callable[[Optimizer], dict[int, int] | None]  # by the id of each parameter; None where it isn't known
+
+
+def predict(prepared: Prepared, memory: OptimizerBytes) -> Iterator[tuple[Placement, Parameter, dict[str, int | None]]]:
+    """Yield where each parameter is, the parameter, and the bytes that this worker will hold of each of `KINDS`."""
+    cuts, slots = prepared.cuts, {id(slot.parameter): slot for slot in prepared.slots}
+    known: dict[int, dict[int, int] | None] = {}
+    for prefix, model in prepared.models:
+        for name, parameter in model.named_parameters():
+            trained = cuts.trained(parameter)
+            slot = slots.get(id(trained), Slot(prefix + name, trained, None))
+            kept: int | None = 0
+            if slot.optimizer is not None and trained.requires_grad:
+                if id(slot.optimizer) not in known:
+                    known[id(slot.optimizer)] = memory(slot.optimizer)
+                by_parameter = known[id(slot.optimizer)]
+                kept = None if by_parameter is None else by_parameter.get(id(trained), 0)
+            sizes = {"parameters": nbytes(local(parameter)), "gradients": nbytes(local(trained)) if trained.requires_grad else 0}
+            yield cuts.placements.of(trained, prefix + name), parameter, {**sizes, "optimizer": kept}
+
+
+def kept_in_buckets(prepared: Prepared) -> int:
+    """Return the bytes of the buckets that cuts keep from pass to pass."""
+    return sum(source.kept_nbytes for source in prepared.cuts.sources)
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Return the bytes of the elements of a tensor."""
+    if tensor.layout == torch.sparse_coo:
+        return nbytes(tensor._values()) + nbytes(tensor._indices())
+    return tensor.numel() * tensor.element_size()
+
+
+def optimizer_nbytes(optimizer: Optimizer) -> dict[int, int] | None:
+    """Return the bytes that an optimizer will keep for each parameter, by a step of a copy of it without memory; None where that fails."""
+    found: dict[int, int] = {}
+    probes: dict[int, Parameter] = {}  # by the id of each parameter; one for all of a group that are alike
+    groups = []
+    for group in optimizer.param_groups:
+        alike: dict[tuple[torch.Size, torch.dtype], Parameter] = {}
+        for parameter in group["params"]:
+            if parameter in optimizer.state:
+                found[id(parameter)] = sum(map(nbytes, _tensors(optimizer.state[parameter])))
+            elif parameter.requires_grad:
+                mine = local(parameter)
+                probes[id(parameter)] = alike.setdefault((mine.shape, mine.dtype), _probe(mine))
+        settings = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
+        if "fused" in settings:
+            settings["fused"] = None  # fused steps need memory, and keep what others keep
+        groups.append({**settings, "params": list(alike.values())})
+    copied = copy.copy(optimizer)
+    copied.__dict__.update(param_groups=groups, state=defaultdict(dict))
+    step = inspect.unwrap(type(optimizer).step)  # without the hooks on steps
+    try:
+        with torch.no_grad():
+            step(copied)
+    except Exception:  # noqa: BLE001  a script's own optimizer may look at numbers, and raise anything
+        return None
+    return found | {key: sum(map(nbytes, _tensors(copied.state[probe]))) for key, probe in probes.items()}
+
+
+def _probe(parameter: Tensor) -> Parameter:
+    """Return a parameter of the same shape without memory, which has a gradient."""
+    probe = Parameter(torch.empty_like(parameter, device="meta"))
+    probe.grad = torch.empty_like(probe)
+    return probe
+
+
+class MemoryWatch:
+    """Predicts and measures what this worker holds, for the summary. `remote`: what steps optimizers elsewhere, if anything does.
+
+    It measures after the first step of an optimizer, and after the second, fourth, eighth and so on.
+    """
+
+    def __init__(self, prepared: Prepared, remote: RemoteOptimizer | None) -> None:
+        self._prepared, self._remote = prepared, remote
+        self._predicted: dict[int, dict[int, int] | None] = {}  # by the id of each optimizer
+        self._held = dict.fromkeys(KINDS, 0)
+        self._steps = 0
+
+    def predict(self, optimizer: Optimizer) -> None:
+        """Predict what an optimizer will keep, before it steps for the first time. One that isn't torch's own isn't tried."""
+        if self._remote is not None and self._remote.steps(optimizer):
+            self._predicted[id(optimizer)] = {}
+        elif inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim."):
+            self._predicted[id(optimizer)] = optimizer_nbytes(optimizer)
+
+    def stepped(self, _: Optimizer) -> None:
+        """Measure what is held, now and then."""
+        self._steps += 1
+        if self._steps & (self._steps - 1) == 0:
+            self._measure()
+
+    def facts(self) -> dict[str, Any]:
+        """Return the bytes predicted and measured of each of `KINDS`, and the most that this process has had in memory."""
+        self._measure()
+        rows = [held for _, _, held in predict(self._prepared, lambda optimizer: self._predicted.get(id(optimizer)))]
+        predicted = {kind: _sum(row[kind] for row in rows) for kind in KINDS}
+        predicted["gradients"] = (predicted["gradients"] or 0) + kept_in_buckets(self._prepared)
+        return {"predicted": predicted, "measured": dict(self._held), "peak": peak()}
+
+    def _measure(self) -> None:
+        prepared = self._prepared
+        trained = {id(slot.parameter): slot.parameter for slot in prepared.slots}
+        parameters = [*(local(p) for _, model in prepared.models for p in model.parameters()), *(local(p) for p in trained.values())]
+        grads = [parameter.grad for parameter in trained.values() if parameter.grad is not None]
+        states = {id(x): x for optimizer in prepared.optimizers for x in _tensors(dict(optimizer.state))}
+        now = {
+            "parameters": sum(dict(map(_memory_of, parameters)).values()),
+            "gradients": sum(nbytes(local(grad)) for grad in grads) + sum(source.nbytes for source in prepared.cuts.sources),
+            "optimizer": sum(map(nbytes, states.values())),
+        }
+        self._held = {kind: max(now[kind], self._held[kind]) for kind in KINDS}
+
+
+def peak() -> int:
+    """Return the most bytes that this process has had in memory, torch itself included."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def _memory_of(x: Tensor) -> tuple[int, int]:
+    """Return what tells the memory of a tensor from others', and its bytes, which may be more than those of the elements."""
+    if x.layout != torch.strided:
+        return id(x), nbytes(x)
+    return x.untyped_storage()._cdata, x.untyped_storage().nbytes()
+
+
+def _tensors(state: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in _pytree.tree_leaves(state) if isinstance(leaf, Tensor))
+
+
+def _sum(numbers: Iterable[int | None]) -> int | None:
+    """Return the sum of numbers; None where one isn't known."""
+    found = list(numbers)
+    return None if None in found else sum(number for number in found if number is not None)
