@@ -35,6 +35,8 @@ from paceline.timings import Timings
 
 PLACEMENTS = ("block", "round-robin")
 _LATER = 1000  # a host that comes later calls its workers by its number times this, until they have ranks
+# what is the same on all hosts
+_ALIKE = ("hosts", "join", "secret_file", "workers", "sync", "mesh", "cut", "placement", "min_workers", "servers", "backend")
 _DESCRIPTORS = 64  # of any process of a job; more for each worker of its host, and of all
 USAGE = 2  # the exit code for a wrong request
 _NOT_INHERITED = (
@@ -323,14 +325,8 @@ def _prepare(
 
 def _line(job: LaunchRequest) -> str:
     """Write the command that starts this job on another host. Options that may differ there aren't shown, but the number of workers."""
-    given = {"hosts": job.hosts, "join": job.join, "secret_file": job.secret_file, "workers": job.workers, "sync": job.sync}
-    given |= {"mesh": job.mesh, "cut": job.cut}
-    given |= {
-        "placement": None if job.placement == PLACEMENTS[0] else job.placement,
-        "min_workers": job.min_workers,
-        "servers": job.servers,
-    }
-    return hints.line(job.script, job.args, given)
+    given = {name: getattr(job, name) for name in _ALIKE}
+    return hints.line(job.script, job.args, given | {"placement": None if job.placement == PLACEMENTS[0] else job.placement})
 
 
 def _first_tasks(job: LaunchRequest, shared: dict[str, str], mine: _HostOffer, ranks: Sequence[int]) -> list[WorkerCommand]:

@@ -89,6 +89,10 @@ class ReducingBackend(BackendBase):
         op = reduction(opts)
         if callable(op):
             raise UsageError("reduce_scatter: bitwise operations need tensors of one size")
+        mine = parts[self._rank]
+        if out.numel() != mine.numel() or out.dtype != whole.dtype:
+            sizes = f"{out.dtype} {list(out.shape)} of {whole.dtype} {list(mine.shape)}"
+            raise UsageError(f"reduce_scatter: rank {self._rank} can't get {sizes}: its output has the size and dtype of its own input")
         start = sum(part.numel() for part in parts[: self._rank])
         stop = start + out.numel()
         return self._begin(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import threading
+from dataclasses import fields
 
 import pytest
 import typer
@@ -173,8 +174,13 @@ class TestWaiting:
 def test_the_line_for_another_host_starts_the_same_job(monkeypatch):
     """Read as a user would type it there."""
     given = LaunchRequest(
-        "x y.py", ("--lr", "0.1 "), 3, 2, "10.0.0.1:29400", 0, "s.secret", sync="LocalSGD(every=4)", placement="round-robin", min_workers=2
+        *("x y.py", ("--lr", "0.1 "), 3, 2, "10.0.0.1:29400", 0, "s.secret"),
+        **{"sync": "LocalSGD(every=4)", "mesh": "data=2, shard=3", "cut": "shard('blocks.*')", "backend": "paceline", "servers": 2},
+        **{"placement": "round-robin", "min_workers": 2},
     )
+    may_differ = {"host_rank", "threads", "deadline", "name", "restarts", "patience"}
+    same = {field.name for field in fields(LaunchRequest) if getattr(given, field.name) == field.default}
+    assert same == may_differ - {"host_rank"}, "an option that hosts have to have alike is not tried here"
     asked: list[LaunchRequest] = []
     monkeypatch.setattr("paceline.cli.launch.run", lambda job, environ: asked.append(job) or 0)
     monkeypatch.setattr(sys, "argv", shlex.split(_line(given)))

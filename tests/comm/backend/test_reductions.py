@@ -103,6 +103,19 @@ def test_reduce_scatter(run: Any, size: int) -> None:
         torch.testing.assert_close(coalesced[1], sum(mine(r, size, 2) for r in ranks)[rank : rank + 1])
 
 
+@pytest.mark.parametrize("out", [torch.empty(3, 3), torch.empty(1, 3), torch.empty(2, 3, dtype=torch.float64)])
+def test_an_output_that_is_not_like_its_part_of_uneven_ones_is_refused(out: Tensor) -> None:
+    """It would have elements of the next rank's, or a part of its own, or another precision."""
+
+    def body(group: GroupBackend) -> None:
+        parts = [torch.ones(2, 3), torch.ones(3, 3)]
+        if group.rank() == 0:
+            with pytest.raises(UsageError, match=r"rank 0 can't get .* of torch.float32 \[2, 3\]"):
+                group.reduce_scatter([out.clone()], [parts], reducing(dist.ReduceOp.SUM, dist.ReduceScatterOptions))
+
+    on_threads(2, body)
+
+
 def test_an_unknown_reduction_names_those_there_are() -> None:
     def body(group: GroupBackend) -> None:
         options = dist.AllreduceOptions()
