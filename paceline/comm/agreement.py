@@ -323,6 +323,23 @@ class SliceAgreement(Agreement):
         return self._everyone.tell(what, make)
 
 
+def act_together(agreement: Agreement, what: str, act: Callable[[], bytes], failure: type[PacelineError]) -> list[bytes]:
+    """Let every worker `act`, and return what all have got, by rank. Collective.
+
+    Where some fail with `failure`, all raise it: those their own, and the others the one of the first of them.
+    """
+    own: PacelineError | None = None
+    try:
+        answer = b"+" + act()
+    except failure as error:
+        own, answer = error, b"-" + str(error).encode()
+    answers = agreement.meet(what, answer)
+    failed = next((rank for rank, body in enumerate(answers) if body.startswith(b"-")), None)
+    if failed is not None:
+        raise own or failure(f"rank {failed}: {answers[failed][1:].decode()}")
+    return [body[1:] for body in answers]
+
+
 def _names(group: Group) -> tuple[int, ...]:
     """Return what the ranks of a group are called in messages: their numbers among all workers."""
     return tuple(group.global_rank(rank) for rank in range(group.size))

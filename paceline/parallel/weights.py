@@ -67,7 +67,8 @@ def opened(source: Source) -> Iterator[Weights]:
 def load(model: nn.Module, weights: Weights, placements: Placements, *, prefix: str = "") -> None:
     """Give a model these weights, each worker its part; parameters without memory get it.
 
-    Raises `UsageError` before anything is changed where names or shapes are not those of the model. One name of a tied parameter is enough.
+    Raises `UsageError` before anything is changed where names or shapes are not those of the model, and for a file that can't be read after
+    all. One name of a tied parameter is enough.
     """
     targets = dict(_targets(model))
     _compare(targets, weights, placements, prefix)
@@ -81,7 +82,14 @@ def load(model: nn.Module, weights: Weights, placements: Placements, *, prefix: 
             give_memory(target, placement)
             mine = local(target)
             for region in placement.regions:
-                region.of_local(mine).copy_(weights.read(name, region.logical).view(region.shape))
+                region.of_local(mine).copy_(_part(weights, name, region.logical).view(region.shape))
+
+
+def _part(weights: Weights, name: str, box: Rectangle) -> Tensor:
+    try:
+        return weights.read(name, box)
+    except (OSError, RuntimeError, safetensors.SafetensorError) as error:
+        raise UsageError(f"{name} can't be read from {weights.name}: {' '.join(str(error).split())[:LONGEST_REASON]}") from error
 
 
 def _targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from paceline.comm.agreement import Agreement, CallDiscarded, CallResult, SliceAgreement
+from paceline.comm.agreement import Agreement, CallDiscarded, CallResult, SliceAgreement, act_together
 from paceline.comm.threads import ThreadGroup, spawn
-from paceline.errors import Mismatch, PacelineError, ViewChanged, WorkerLost
+from paceline.errors import Mismatch, PacelineError, UsageError, ViewChanged, WorkerLost
 
 
 class Flaky:
@@ -207,6 +207,24 @@ def test_a_slice_meets_by_itself_and_is_told_what_the_first_of_all_tells() -> No
         return list(b"".join(met)), list(told), list(b"".join(mine.compare("all", bytes([group.rank])))), mine.alone
 
     assert spawn(4, body) == [([rank % 2, rank % 2 + 2], [100], [0, 1, 2, 3], False) for rank in range(4)]
+
+
+def test_all_raise_what_one_fails_with() -> None:
+    def body(group: ThreadGroup) -> Any:
+        def act() -> bytes:
+            if group.rank == 1:
+                raise UsageError("there is no such file")
+            return b"%d" % group.rank
+
+        one = Agreement(group)
+        fine = act_together(one, "acting", lambda: b"%d" % group.rank, UsageError)
+        with pytest.raises(UsageError) as raised:
+            act_together(one, "acting", act, UsageError)
+        return fine, str(raised.value), len(one.meet("after it"))
+
+    fine = [b"0", b"1", b"2"]
+    told = "rank 1: there is no such file"
+    assert spawn(3, body) == [(fine, told, 3), (fine, "there is no such file", 3), (fine, told, 3)]
 
 
 def test_a_slice_of_one_worker_is_not_alone() -> None:

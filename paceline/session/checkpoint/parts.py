@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.comm.agreement import Agreement
+from paceline.comm.agreement import Agreement, act_together
 from paceline.errors import CheckpointError
 from paceline.fault import pending
 from paceline.fault.block_files import BlockReader, BlocksLayout, plan
@@ -135,16 +135,10 @@ class CutParts:
 
     def _all(self, what: str, act: Callable[[], int], place: Path | None) -> list[int]:
         """Return what `act` returns on each worker; if it raises `CheckpointError` on one, all raise that, and `place` is gone."""
-        answer, own = b"", None
         try:
-            answer = b"+%d" % act()
-        except CheckpointError as error:
-            answer, own = b"-" + str(error).encode(), error
-        answers = self.agreement.meet(what, answer)
-        failed = next((body for body in answers if body.startswith(b"-")), None)
-        if failed is not None:
+            return [int(body) for body in act_together(self.agreement, what, lambda: b"%d" % act(), CheckpointError)]
+        except CheckpointError:
             if place is not None and self.agreement.group.rank == 0:
                 with pending.ending(place):
                     pass
-            raise own or CheckpointError(failed[1:].decode())
-        return [int(body) for body in answers]
+            raise

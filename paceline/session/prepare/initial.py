@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.comm.agreement import Agreement
-from paceline.errors import PacelineError, UsageError
+from paceline.comm.agreement import Agreement, act_together
+from paceline.errors import UsageError
 from paceline.parallel.initialise import Blueprint, is_unborn
 from paceline.parallel.placement import Placements
-from paceline.parallel.weights import Source, load, opened
+from paceline.parallel.weights import Source, Weights, load, opened
 
 Init = Callable[[nn.Module], Any] | Source
 
@@ -66,19 +66,19 @@ class InitialValues:
         move([model for _, model in self._models], self._device)
 
     def _read(self, source: Source, placements: Placements, agreement: Agreement) -> None:
-        (prefix, model), own = self._models[0], list[PacelineError]()
+        (prefix, model), found = self._models[0], list[Weights]()
+
+        def begin() -> bytes:
+            found.append(files.enter_context(opened(source)))
+            return found[0].digest.encode()
+
+        def read() -> bytes:
+            load(model, found[0], placements, prefix=prefix)
+            return b""
+
         with contextlib.ExitStack() as files:
-            try:
-                weights = files.enter_context(opened(source))
-                answer = b"+" + weights.digest.encode()
-            except UsageError as error:
-                own.append(error)
-                answer = b"-" + str(error).encode()
-            answers = agreement.meet("weights of prepare", answer)
-            failed = next((rank for rank, body in enumerate(answers) if body.startswith(b"-")), None)
-            if failed is not None:
-                raise own[0] if own else UsageError(f"rank {failed}: {answers[failed][1:].decode()}")
-            other = next((rank for rank, body in enumerate(answers) if body != answers[0]), None)
+            digests = act_together(agreement, "weights of prepare", begin, UsageError)
+            other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
             if other is not None:
                 raise UsageError(f"ranks 0 and {other} were given different weights by init=; give all workers the same file or dict")
-            load(model, weights, placements, prefix=prefix)
+            act_together(agreement, "parts of the weights of prepare", read, UsageError)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.nn import functional as F
 import paceline as pl
 from paceline.errors import UsageError
 from paceline.fault import export
+from paceline.session.prepare import initial
 from paceline.session.run import Run
 from tests.harness.runs import batches, workers
 
@@ -156,6 +159,32 @@ def test_workers_with_different_files_of_the_same_shapes(tmp_path: Path, kind: s
         safetensors.torch.save_file(values, path) if kind == "safetensors" else torch.save(values, path)
     with pytest.raises(UsageError, match=r"ranks 0 and 1 were given different weights by init="):
         workers(2, preparing(network, Of(lambda rank: paths[rank])))
+
+
+def test_a_file_that_one_worker_cannot_read_after_all_is_said_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, reasons = tmp_path / "weights.safetensors", dict[int, str]()
+    safetensors.torch.save_file(weights(), path)
+    opening = initial.opened
+
+    @contextlib.contextmanager
+    def breaking(source: Any) -> Iterator[Any]:
+        def read(name: str, box: Any) -> Tensor:
+            raise OSError(5, "Input/output error")
+
+        with opening(path) as found:
+            yield found if source == str(path) else dataclasses.replace(found, read=read)
+
+    monkeypatch.setattr(initial, "opened", breaking)
+
+    def body(run: Run) -> None:
+        with pytest.raises(UsageError) as raised:
+            run.prepare(network(), init="of rank 1" if run.rank == 1 else str(path))
+        reasons[run.rank] = str(raised.value)
+        assert len(run.gather(torch.ones(1))) == 3
+
+    workers(3, body)
+    text = "0.weight can't be read from weights.safetensors: [Errno 5] Input/output error"
+    assert reasons == {0: f"rank 1: {text}", 1: text, 2: f"rank 1: {text}"}
 
 
 def test_workers_of_which_one_has_no_memory_have_different_models() -> None:
