@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import DistError
 
 from paceline.cluster import network
+from paceline.cluster import secret as secrets
 from paceline.cluster.discover import Place
 from paceline.cluster.machine import cores, fingerprint
 from paceline.cluster.signature import Signer
@@ -102,6 +103,10 @@ class Store:
             return bool(self.torch.check(keys))
         except DistError as error:
             raise _gone(error) from error
+
+    def derive(self, purpose: str) -> bytes:
+        """Derive a key for one purpose of this part of the store: all who know the job's secret can, and it tells nothing of that."""
+        return secrets.derive(self._seal.secret or b"", "/".join((self._seal.start, self._seal.path, purpose)))
 
     def sub(self, prefix: str) -> Store:
         """Return the part of this store whose keys start with `prefix`."""

@@ -12,7 +12,9 @@ makes workers wait for each other.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -20,8 +22,14 @@ from torch import Tensor
 
 from paceline.comm.group import Group, Traffic, Work
 from paceline.comm.hierarchy.group import HostsGroup
+from paceline.comm.native.group import TorchGroup
 from paceline.comm.p2p.message import PairMessage
+from paceline.comm.p2p.processes import PairSetting, ProcessPairs
 from paceline.comm.p2p.threads import ThreadPairs
+from paceline.comm.shm import futex
+from paceline.comm.shm.group import SharedGroup
+from paceline.comm.shm.segment import ORDERED_STORES
+from paceline.comm.solo import SoloGroup
 from paceline.comm.threads import ThreadGroup
 from paceline.errors import UsageError
 
@@ -63,9 +71,38 @@ class Pairs(Protocol):
         ...
 
 
-def pairs(group: Group, *, device: torch.device | str = "cpu") -> Pairs:
-    """Connect the workers of `group` in pairs. Collective. Tensors come out on `device`; what ends the group ends the pairs."""
+def pairs(group: Group, *, device: torch.device | str = "cpu", hostnames: Sequence[str] | None = None) -> Pairs:
+    """Connect the workers of `group` in pairs. Collective. Tensors come out on `device`; what ends the group ends the pairs.
+
+    `hostnames`: what errors call the host of each rank (None: as its machine calls itself). Inside a host messages go through shared
+    memory, between hosts over TCP connections that begin with a proof of the job's secret.
+    """
     flat = group.flat if isinstance(group, HostsGroup) else group
     if isinstance(flat, ThreadGroup):
         return ThreadPairs(flat, torch.device(device))
-    raise UsageError(f"messages between pairs of workers don't go over a {type(group).__name__} yet")
+    told = group.gather_objects([platform.node(), platform.machine() in ORDERED_STORES and futex.available()], name="pairs")
+    setting = PairSetting(
+        rank=group.rank,
+        names=tuple(group.global_rank(rank) for rank in range(group.size)),
+        hosts=(0,) * group.size,
+        hostnames=tuple(name for name, _ in told) if hostnames is None else tuple(hostnames),
+        deadline=120.0,
+        meet=lambda word: [answer.decode() for answer in group.agree(word.encode())],
+        broken=lambda: None,
+        shares=all(able for _, able in told),
+    )
+    return ProcessPairs(_fitted(setting, group, flat), torch.device(device))
+
+
+def _fitted(setting: PairSetting, group: Group, flat: Group) -> PairSetting:
+    """Return the setting with what this kind of group knows."""
+    inner = group.inner if isinstance(group, HostsGroup) else flat
+    if isinstance(inner, SharedGroup):
+        watch = inner.segment.watch
+        setting = replace(setting, deadline=watch.deadline, broken=lambda: watch.broken, busy=watch.busy)
+    if isinstance(flat, TorchGroup):
+        inside = setting.broken
+        return replace(setting, deadline=flat.deadline, hosts=flat.hosts, broken=lambda: flat.broken or inside(), meeting=flat.reserve())
+    if not isinstance(flat, SharedGroup | SoloGroup):
+        raise UsageError(f"workers of a {type(flat).__name__} can't be connected in pairs; use a group that paceline has made")
+    return setting

@@ -21,13 +21,12 @@ from paceline.comm.group import Group
 from paceline.comm.hierarchy.group import HostsGroup
 from paceline.comm.native.group import TorchGroup
 from paceline.comm.shm.group import SharedGroup
+from paceline.comm.shm.segment import ORDERED_STORES
 from paceline.comm.solo import SoloGroup
 from paceline.errors import ResourceError, UsageError
 from paceline.fault.replicate import Replicate
 from paceline.sync.context import SyncContext
 from paceline.trace import Trace
-
-ORDERED_STORES = ("x86_64", "AMD64")  # processors on which counters in shared memory are a sound barrier
 
 
 @dataclass

@@ -95,6 +95,27 @@ class TorchGroup:
         return group
 
     @property
+    def hosts(self) -> tuple[int, ...]:
+        """The host of each rank, as far as is known here."""
+        return self._meter.hosts
+
+    @property
+    def deadline(self) -> float:
+        """Seconds that a wait may take."""
+        return self._fabric.deadline
+
+    @property
+    def broken(self) -> PacelineError | None:
+        """Why nothing can be called any more, if so."""
+        return self._fabric.broken
+
+    def reserve(self) -> tuple[Store, str]:
+        """Return a part of the store that nobody else uses, and the address at which others reach this worker. Collective."""
+        self.check(CallFingerprint("reserve"))
+        self._subs += 1
+        return self._store.sub(f"sub{self._subs}"), self._address
+
+    @property
     def waited(self) -> float:
         """Seconds spent waiting for ranks that came later to a compared call or an agreement."""
         return self._fabric.waited

@@ -6,7 +6,8 @@ import copy
 import threading
 import time
 from collections import defaultdict, deque
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -14,6 +15,7 @@ from paceline.comm.p2p.message import PairMessage, moved
 from paceline.errors import DeadlineExceeded, PacelineError
 
 TICK = 0.05  # seconds between two looks whether a message can still come
+SLICE = 2e-3  # seconds that a receive sleeps where other work may have to be pushed meanwhile
 
 
 class PairLink(Protocol):
@@ -22,8 +24,8 @@ class PairLink(Protocol):
     name: int  # of the worker, among all
     host: str
 
-    def look(self) -> None:
-        """Take in what has come. Never blocks."""
+    def look(self, *, last: bool = False) -> None:
+        """Take in what has come. If another thread does so, go on without, unless this is the `last` look."""
         ...
 
     def rest(self, work: ReceiveWork, seconds: float) -> None:
@@ -64,10 +66,10 @@ class PairInbox:
             else:
                 self._wanted[place].append(work)
 
-    def rest(self, work: ReceiveWork, seconds: float) -> None:
-        """Wait until `work` has its message, or something has changed; at most so long."""
+    def rest(self, work: ReceiveWork, seconds: float, needed: Callable[[], bool] = lambda: True) -> None:
+        """Wait until `work` has its message, or something has changed, if that is `needed`; at most so long."""
         with self.changed:
-            if not work.came:
+            if not work.came and needed():
                 self.changed.wait(seconds)
 
     def notify(self) -> None:
@@ -82,11 +84,20 @@ def _tidy(places: dict[tuple[int, int], deque[Any]], place: tuple[int, int]) -> 
         del places[place]
 
 
-class ReceiveWork:
-    """A message that is to come (a `Work`). `what` is what it is called in errors, `me` who waits for it."""
+class ReceiveTerms(NamedTuple):
+    """What all receives of one worker share: what it is called, how long a wait may take, where tensors are to lie, and what ends them."""
 
-    def __init__(self, link: PairLink, me: str, what: str, deadline: float, device: torch.device) -> None:
-        self._link, self._me, self._what, self._deadline, self._device = link, me, what, deadline, device
+    me: str
+    deadline: float  # seconds
+    device: torch.device
+    broken: Callable[[], PacelineError | None]
+
+
+class ReceiveWork:
+    """A message that is to come (a `Work`). `what` is what errors call it."""
+
+    def __init__(self, link: PairLink, what: str, terms: ReceiveTerms) -> None:
+        self._link, self._what, self._terms = link, what, terms
         self._message: PairMessage | None = None
         self._landed: PairMessage | None = None  # where it is asked for
         self._error: PacelineError | None = None
@@ -103,7 +114,7 @@ class ReceiveWork:
     def wait(self, timeout: float | None = None) -> PairMessage:
         """Wait for the message. `DeadlineExceeded` ends this wait alone; other errors stay."""
         began = time.monotonic()
-        seconds = self._deadline if timeout is None else timeout
+        seconds = self._terms.deadline if timeout is None else timeout
         while not self.done():
             left = began + seconds - time.monotonic()
             if left <= 0:
@@ -113,7 +124,7 @@ class ReceiveWork:
             raise copy.copy(self._error)
         assert self._message is not None
         if self._landed is None:
-            self._landed = moved(self._message, self._device)
+            self._landed = moved(self._message, self._terms.device)
         return self._landed
 
     def done(self) -> bool:
@@ -122,10 +133,10 @@ class ReceiveWork:
         self._link.look()
         if self.came:
             return True
-        error = self._link.gone()
+        error = self._terms.broken() or self._link.gone()
         if error is None:
             return False
-        self._link.look()  # what came before the end
+        self._link.look(last=True)  # at what came before the end
         if not self.came:
             self._error = self._explained(error)
         return True
@@ -139,4 +150,4 @@ class ReceiveWork:
         return told
 
     def _missing(self) -> str:
-        return f"{self._me} has not received {self._what} from rank {self._link.name} on {self._link.host}"
+        return f"{self._terms.me} has not received {self._what} from rank {self._link.name} on {self._link.host}"

@@ -79,6 +79,13 @@ def _form(name: str, shape: list[int]) -> tuple[torch.dtype, tuple[int, ...]]:
     return dtype, tuple(shape)
 
 
+def copied(x: Tensor) -> Tensor:
+    """Return the values of a tensor in CPU memory of their own, contiguous."""
+    with torch.inference_mode(False):
+        return torch.empty(x.shape, dtype=x.dtype).copy_(x.detach())
+
+
 def moved(message: PairMessage, device: torch.device) -> PairMessage:
     """Return the message with its tensors on a device."""
-    return message._replace(tensors=tuple(x.to(device) for x in message.tensors))
+    with torch.inference_mode(False):
+        return message._replace(tensors=tuple(x.to(device) for x in message.tensors))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.comm.group import Finished, Traffic, Work
-from paceline.comm.p2p.inbox import PairInbox, ReceiveWork
-from paceline.comm.p2p.message import PairMessage, pack
+from paceline.comm.p2p.inbox import PairInbox, ReceiveTerms, ReceiveWork
+from paceline.comm.p2p.message import PairMessage, copied, pack
 from paceline.comm.threads import ThreadGroup
 from paceline.comm.traffic import TrafficMeter
 from paceline.errors import PacelineError, UsageError, ViewChanged, WorkerLost
@@ -33,18 +33,16 @@ class _Exchange:
 class _ThreadLink:
     """The way from one rank to another."""
 
-    def __init__(self, group: ThreadGroup, exchange: _Exchange, source: int, broken: Callable[[], PacelineError | None]) -> None:
+    def __init__(self, group: ThreadGroup, exchange: _Exchange, source: int) -> None:
         self.name, self.host = group.names[source], f"host {group.hosts[source]}"
-        self._group, self._exchange, self._source, self._broken = group, exchange, source, broken
+        self._group, self._exchange, self._source = group, exchange, source
 
-    def look(self) -> None: ...
+    def look(self, *, last: bool = False) -> None: ...
 
     def rest(self, work: ReceiveWork, seconds: float) -> None:
         self._exchange.inboxes[self._group.rank].rest(work, seconds)
 
     def gone(self) -> PacelineError | None:
-        if (broken := self._broken()) is not None:
-            return broken
         if self._source in self._exchange.left:
             return WorkerLost(f"rank {self.name} has closed its end", (self.name,))
         if self._source in self._group.segment.left:
@@ -57,7 +55,9 @@ class ThreadPairs:
 
     def __init__(self, group: ThreadGroup, device: torch.device) -> None:
         self.rank, self.size = group.rank, group.size
-        self._group, self._device = group, device
+        self._group = group
+        me = f"rank {group.names[group.rank]} on host {group.hosts[group.rank]}"
+        self._terms = ReceiveTerms(me, group.segment.deadline, device, self._broken)
         self._exchange = group.share(lambda: _Exchange(group.size))
         self._meter = TrafficMeter(group.rank, group.size, group.hosts)
         self._closed = False
@@ -70,7 +70,7 @@ class ThreadPairs:
         self._check(to)
         self._group.pause()
         text = pack(lane, head, tensors)
-        copies = tuple(x.detach().resolve_conj().resolve_neg().to("cpu", copy=True).contiguous() for x in tensors)
+        copies = tuple(copied(x) for x in tensors)
         self._meter.sent(to, len(text) + sum(x.nbytes for x in copies))
         self._exchange.inboxes[to].put(self.rank, lane, PairMessage(json.loads(text)[1], copies))
         return Finished()
@@ -78,9 +78,7 @@ class ThreadPairs:
     def receive(self, source: int, lane: int, *, what: str = "") -> Work[PairMessage]:
         self._check(source)
         self._group.pause()
-        link = _ThreadLink(self._group, self._exchange, source, self._broken)
-        me = f"rank {self._group.names[self.rank]}"
-        work = ReceiveWork(link, me, what or f"a message on lane {lane}", self._group.segment.deadline, self._device)
+        work = ReceiveWork(_ThreadLink(self._group, self._exchange, source), what or f"a message on lane {lane}", self._terms)
         self._exchange.inboxes[self.rank].ask(source, lane, work)
         return work
 

@@ -7,6 +7,7 @@ not open it, a file in /dev/shm serves, which is unlinked as soon as all process
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import tempfile
@@ -42,6 +43,7 @@ class SharedSegment:
     def __init__(self, fd: int, nbytes: int, path: str | None) -> None:
         self.nbytes = nbytes
         self._path, self._fd = path, fd
+        self.named = path is not None  # a file that others find by its name, where memory without one can't be had
         self._storage: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", True, nbytes)
         self.start = self._storage.data_ptr()  # address of the first byte
         # All pages at once. A kernel that can't (before 5.14) makes the first touch of each page slower, nothing else.
@@ -76,14 +78,17 @@ class SharedSegment:
         return self._path or f"/proc/{os.getpid()}/fd/{self._fd}"
 
     @classmethod
-    def open(cls, address: str, nbytes: int) -> SharedSegment:
-        """Map a segment that another process has made."""
+    def open(cls, address: str, nbytes: int, *, alone: bool = False) -> SharedSegment:
+        """Map a segment that another process has made; its name, if it has one, goes if no other process is to map it (`alone`)."""
         fd = -1
         try:
             fd = os.open(address, os.O_RDWR | os.O_CLOEXEC)
             if os.fstat(fd).st_size != nbytes:
                 raise ResourceError(f"the shared memory {address} has another size than the {nbytes} bytes agreed on")
             segment = cls(fd, nbytes, None)
+            segment.named = not address.startswith("/proc/")
+            if alone and segment.named:
+                os.unlink(address)
         except (OSError, RuntimeError) as error:
             raise ResourceError(f"the shared memory of a worker on this host can't be mapped ({address}: {error})") from error
         finally:
@@ -95,7 +100,8 @@ class SharedSegment:
     def seal(self) -> None:
         """Take the segment's name away: all have mapped it. The memory goes with the last mapping."""
         if self._path is not None:
-            os.unlink(self._path)
+            with contextlib.suppress(FileNotFoundError):  # the only one that maps it was faster
+                os.unlink(self._path)
             self._path = None
         if self._fd >= 0:
             os.close(self._fd)

@@ -23,6 +23,7 @@ from paceline.comm.fingerprint import OWN, CallFingerprint, compare, digest
 from paceline.comm.shm.memory import SharedSegment, share
 from paceline.comm.shm.waiting import RankWaiter, WaitCondition
 
+ORDERED_STORES = ("x86_64", "AMD64")  # processors on which counters in shared memory are a sound barrier
 SLOTS = 4  # stages of a rank, used in turn
 STAGE = 2 << 20  # bytes of each
 SMALL = 32 << 10  # bytes of each half of a rank's small stage: what every rank sums all by itself

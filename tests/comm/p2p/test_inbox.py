@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import torch
 
-from paceline.comm.p2p.inbox import PairInbox, ReceiveWork
+from paceline.comm.p2p.inbox import PairInbox, ReceiveTerms, ReceiveWork
 from paceline.comm.p2p.message import PairMessage
 from paceline.errors import PacelineError, WorkerLost
+
+TERMS = ReceiveTerms("rank 0", 60.0, torch.device("cpu"), lambda: None)
 
 
 class FakeLink:
@@ -17,7 +19,7 @@ class FakeLink:
         self.coming: list[tuple[int, str]] = []
         self.error: PacelineError | None = None
 
-    def look(self) -> None:
+    def look(self, *, last: bool = False) -> None:
         for lane, text in self.coming:
             self.inbox.put(0, lane, PairMessage(text, ()))
         self.coming.clear()
@@ -29,7 +31,7 @@ class FakeLink:
 
 
 def asked(inbox: PairInbox, link: FakeLink, lane: int) -> ReceiveWork:
-    work = ReceiveWork(link, "rank 0", "it", 60.0, torch.device("cpu"))
+    work = ReceiveWork(link, "it", TERMS)
     inbox.ask(0, lane, work)
     return work
 
@@ -65,7 +67,7 @@ def test_what_came_before_the_end_is_received() -> None:
             self.coming, self.error = [(0, "last")], WorkerLost("rank 4 has died", (4,))  # between the look and the question
             return self.error
 
-    last = ReceiveWork(Dies(inbox), "rank 0", "it", 60.0, torch.device("cpu"))
+    last = ReceiveWork(Dies(inbox), "it", TERMS)
     inbox.ask(0, 7, last)
     assert last.done() and isinstance(last.exception(), WorkerLost) and "rank 0 has not received it from rank 4" in str(last.exception())
     assert works[0].wait().head == "last" and not works[1].done()

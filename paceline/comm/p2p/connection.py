@@ -1,0 +1,171 @@
+"""A TCP connection that carries messages one way between two workers, and the proof with which it begins.
+
+    sender      its rank, nonce a                                      -->
+                                    <--   nonce b, MAC(receiver, ranks, a, b)
+                MAC(sender, ranks, a, b)                               -->
+                length | header | tensor | tensor | length | header ...
+
+Both prove that they know a key: it comes of the job's secret, and of a number that the receiver has put, signed, into the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets as random
+import socket
+import struct
+import time
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.cluster import secret as secrets
+from paceline.comm.p2p.message import LONGEST, PairMessage, unpack
+from paceline.comm.shm.memory import fresh
+from paceline.comm.wire_format import MalformedMessage
+from paceline.errors import SecretError
+from paceline.state.snapshot import raw, shaped
+
+MAGIC = b"pacepair"
+HELLO = struct.Struct("<8sI16s")  # what it is, rank of the sender, nonce
+NONCE = 16
+PROOF = 4.0  # seconds that a connection may take to prove itself
+SILENCE = 15  # seconds after which a host that doesn't answer counts as lost
+LENGTH = struct.Struct("<I")
+MOST = 64  # pieces of memory that are sent at a time
+
+
+def introduce(connection: socket.socket, key: bytes, ranks: tuple[int, int], who: str) -> None:
+    """Prove, as a sender, to the receiver, and have it prove itself. Raises `OSError`, and `SecretError` for a stranger."""
+    _tune(connection)
+    end, nonce = time.monotonic() + PROOF, random.token_bytes(NONCE)
+    connection.sendall(HELLO.pack(MAGIC, ranks[0], nonce))
+    answer = _exactly(connection, NONCE + secrets.MAC_BYTES, end)
+    nonces = nonce + answer[:NONCE]
+    if not hmac.compare_digest(answer[NONCE:], _proof(key, "receiver", ranks, nonces)):
+        raise SecretError(f"who answers in the place of {who} doesn't know the secret of this job: another program listens there")
+    connection.sendall(_proof(key, "sender", ranks, nonces))
+    connection.settimeout(None)
+
+
+def admit(connection: socket.socket, key: bytes, rank: int, known: Collection[int]) -> int | None:
+    """Return the rank of a sender that has called and proved itself; None for anybody else. Raises `OSError`."""
+    end = time.monotonic() + PROOF
+    _tune(connection)
+    magic, source, nonce = HELLO.unpack(_exactly(connection, HELLO.size, end))
+    if magic != MAGIC or source not in known:
+        return None
+    nonces = nonce + random.token_bytes(NONCE)
+    connection.sendall(nonces[NONCE:] + _proof(key, "receiver", (source, rank), nonces))
+    mac = _exactly(connection, secrets.MAC_BYTES, end)
+    connection.settimeout(None)
+    return int(source) if hmac.compare_digest(mac, _proof(key, "sender", (source, rank), nonces)) else None
+
+
+def _proof(key: bytes, side: str, ranks: tuple[int, int], nonces: bytes) -> bytes:
+    """Make the proof of one side of a connection. `ranks`: those of the sender and the receiver."""
+    return secrets.sign(key, side.encode(), struct.pack("<II", *ranks), nonces)
+
+
+def _tune(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5), ("TCP_USER_TIMEOUT", 1000 * SILENCE)):
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def _exactly(connection: socket.socket, nbytes: int, end: float) -> bytes:
+    """Read so many bytes until `end` (time.monotonic()). Raises `OSError`."""
+    found = b""
+    while len(found) < nbytes:
+        connection.settimeout(max(0.001, end - time.monotonic()))
+        part = connection.recv(nbytes - len(found))
+        if not part:
+            raise ConnectionResetError("the other side has hung up")
+        found += part
+    return found
+
+
+def _fill(connection: socket.socket, into: memoryview) -> int:
+    """Read until `into` is full, or nothing more comes; return how many bytes came."""
+    at = 0
+    while at < into.nbytes and (count := connection.recv_into(into[at:], 0, socket.MSG_WAITALL)):
+        at += count
+    return at
+
+
+def read(connection: socket.socket) -> tuple[int, PairMessage] | None:
+    """Read the next message, with its lane; None at the end of all. Raises `OSError`, and `MalformedMessage`."""
+    length = bytearray(LENGTH.size)
+    came = _fill(connection, memoryview(length))
+    if not came:
+        return None
+    [nbytes] = LENGTH.unpack(length)
+    if came < LENGTH.size or nbytes > LONGEST:
+        raise MalformedMessage("what comes is no message")
+    text = bytearray(nbytes)
+    _whole(connection, memoryview(text))
+    header = unpack(bytes(text))
+    tensors = [_tensor(connection, nbytes, *form) for nbytes, form in zip(header.lengths, header.forms, strict=True)]
+    return header.lane, PairMessage(header.head, tuple(tensors))
+
+
+def _tensor(connection: socket.socket, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if not nbytes:
+        return torch.empty(shape, dtype=dtype)
+    memory = fresh((nbytes,), torch.uint8)
+    _whole(connection, memory.numpy().data)
+    return shaped(memory, dtype, shape)
+
+
+def _whole(connection: socket.socket, into: memoryview) -> None:
+    if _fill(connection, into) < into.nbytes:
+        raise ConnectionResetError("it broke off in the middle of a message")
+
+
+def frames(header: bytes, tensors: Sequence[Tensor]) -> list[memoryview]:
+    """Return the memory of a message, in the order in which it is sent; that of the tensors as they lie, where it can be."""
+    return [memoryview(LENGTH.pack(len(header)) + header), *(raw(x).numpy().data for x in tensors if x.numel())]
+
+
+def send_some(connection: socket.socket, parts: list[memoryview]) -> list[memoryview]:
+    """Send what the network takes at once; return the rest. A broken connection shows itself to the thread that writes the rest."""
+    try:
+        return _after(parts, connection.sendmsg(parts[:MOST], (), socket.MSG_DONTWAIT))
+    except OSError:
+        return parts
+
+
+def send_all(connection: socket.socket, parts: list[memoryview]) -> None:
+    """Send all of it. Raises `OSError`."""
+    while parts:
+        parts = _after(parts, connection.sendmsg(parts[:MOST]))
+
+
+def _after(parts: list[memoryview], sent: int) -> list[memoryview]:
+    """Return what is left of `parts` when so many bytes are sent."""
+    for index, part in enumerate(parts):
+        if sent < part.nbytes:
+            return [part[sent:], *parts[index + 1 :]]
+        sent -= part.nbytes
+    return []
+
+
+def has_hung_up(connection: socket.socket) -> bool:
+    """Whether the other side takes nothing more."""
+    try:
+        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def hang_up(connection: socket.socket) -> None:
+    """End a connection, or a listener, at once: whoever waits at it returns."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.comm.p2p import connection
+from paceline.comm.p2p.connection import HELLO, MAGIC, admit, frames, has_hung_up, introduce, read, send_all, send_some
+from paceline.comm.p2p.message import pack
+from paceline.comm.wire_format import MalformedMessage
+from paceline.errors import SecretError
+from tests.harness.jobs import PATIENCE, wait_for
+
+KEY = b"k" * 32
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Two ends of a TCP connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        return one, server.accept()[0]
+
+
+def both(left: Callable[[], Any], right: Callable[[], Any]) -> tuple[Any, Any]:
+    """What two functions give that run at the same time; an error is given, too."""
+    results: list[Any] = [None, None]
+
+    def run(index: int, act: Callable[[], Any]) -> None:
+        try:
+            results[index] = act()
+        except Exception as error:  # noqa: BLE001  looked at by the test
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=each, daemon=True) for each in enumerate((left, right))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    return results[0], results[1]
+
+
+def test_two_that_know_the_key_let_each_other_in() -> None:
+    here, there = pair()
+    assert both(lambda: introduce(here, KEY, (3, 5), "rank 5"), lambda: admit(there, KEY, 5, {3})) == (None, 3)
+
+
+@pytest.mark.parametrize(
+    ("key", "ranks"),
+    [(b"x" * 32, (3, 5)), (KEY, (4, 5)), (KEY, (3, 6))],
+    ids=["another key", "a rank that isn't awaited", "meant for another receiver"],
+)
+def test_a_stranger_is_not_let_in(key: bytes, ranks: tuple[int, int]) -> None:
+    here, there = pair()
+
+    def answer() -> int | None:
+        found = admit(there, KEY, 5, {3})
+        there.close()
+        return found
+
+    def call() -> None:
+        with here:
+            introduce(here, key, ranks, "rank 5 on node")
+
+    caller, admitted = both(call, answer)
+    assert admitted is None or isinstance(admitted, OSError)
+    assert isinstance(caller, OSError | SecretError)
+    if isinstance(caller, SecretError):
+        assert "rank 5 on node doesn't know the secret" in str(caller)
+
+
+def test_a_proof_does_not_count_a_second_time() -> None:
+    here, there = pair()
+    heard = []
+
+    class Tapped:
+        """What a sender says, written down."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(here, name)
+
+        def sendall(self, data: bytes) -> None:
+            heard.append(data)
+            here.sendall(data)
+
+    assert both(lambda: introduce(Tapped(), KEY, (3, 5), ""), lambda: admit(there, KEY, 5, {3}))[1] == 3  # type: ignore[arg-type]
+    here, there = pair()
+    here.sendall(b"".join(heard))
+    assert admit(there, KEY, 5, {3}) is None
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n" * 9, MAGIC, HELLO.pack(MAGIC, 3, b"n" * 16) + b"0" * 32], ids=range(4))
+def test_noise_is_not_let_in(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "PROOF", 0.05)
+    here, there = pair()
+    here.sendall(said)
+    with contextlib.suppress(OSError):  # it says too little, for too long
+        assert admit(there, KEY, 5, {3}) is None
+
+
+def test_messages_come_as_they_were_sent_however_they_are_cut() -> None:
+    here, there = pair()
+    dice = random.Random(3)
+    messages = []
+    for number in range(30):
+        shapes = [dice.choice((0, 1, 30_000, 100_000)) for _ in range(100 if number == 9 else number % 5)]
+        tensors = [torch.full((length,), number).to(dice.choice((torch.bool, torch.float64))) for length in shapes]
+        messages.append((number, {"n": number}, tensors))
+
+    def send() -> None:
+        for lane, head, tensors in messages:
+            send_all(here, send_some(here, frames(pack(lane, head, tensors), tensors)))
+        here.close()
+
+    def receive() -> list[Any]:
+        return [read(there) for _ in range(31)]
+
+    error, found = both(send, receive)
+    assert error is None and found.pop() is None
+    for (lane, head, tensors), (came, message) in zip(messages, found, strict=True):
+        assert (came, message.head, len(message.tensors)) == (lane, head, len(tensors))
+        assert all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(message.tensors, tensors, strict=True))
+
+
+@pytest.mark.parametrize("cut", [2, 10, 60, 500])
+def test_a_message_that_breaks_off_is_an_error(cut: int) -> None:
+    here, there = pair()
+    x = torch.ones(1000)
+    here.sendall(b"".join(bytes(part) for part in frames(pack(0, {"a": "b" * 40}, [x]), [x]))[:cut])
+    here.close()
+    with pytest.raises((ConnectionResetError, MalformedMessage)):
+        read(there)
+
+
+def test_a_header_that_is_too_long_is_not_read() -> None:
+    here, there = pair()
+    here.sendall(struct.pack("<I", 1 << 31) + b"{}")
+    with pytest.raises(MalformedMessage):
+        read(there)
+
+
+def test_who_has_hung_up_is_seen() -> None:
+    here, there = pair()
+    assert not has_hung_up(here)
+    there.close()
+    wait_for(lambda: has_hung_up(here))
