@@ -128,7 +128,7 @@ def _copy(segment: SharedSegment, at: int, x: Tensor) -> None:
         segment.tensor(at, x.shape, x.dtype).copy_(x)
 
 
-class BlockReader:
+class MessageReader:
     """The receiver's view of the blocks of one sender."""
 
     def __init__(self) -> None:

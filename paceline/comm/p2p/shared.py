@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from paceline.comm.group import Finished, Work
-from paceline.comm.p2p.blocks import BlockPool, BlockReader
+from paceline.comm.p2p.blocks import BlockPool, MessageReader
 from paceline.comm.p2p.inbox import SLICE, PairInbox, ReceiveWork
 from paceline.comm.p2p.ring import CELLS, RingReader, RingWriter
 from paceline.comm.shm.memory import SHM, SharedSegment, share
@@ -95,7 +95,7 @@ class SharedWay:
         self._table, self._place, self._source, self._inbox, self._busy = table, table.ranks.index(source), source, inbox, busy
         self._pool = BlockPool(table.make)
         self._writer = RingWriter(table.segment, table.pair(table.place, self._place), table.make)
-        self._blocks = BlockReader()
+        self._blocks = MessageReader()
         self._reader = RingReader(table.segment, table.pair(self._place, table.place))
         self._sending, self._looking, self._resting = threading.Lock(), threading.Lock(), threading.Lock()
         self._unreadable: PacelineError | None = None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.comm.p2p.blocks import SMALL, SMALLEST, BlockPool, BlockReader, capacity
+from paceline.comm.p2p.blocks import SMALL, SMALLEST, BlockPool, MessageReader, capacity
 from paceline.comm.p2p.message import pack
 from paceline.comm.shm.memory import SharedSegment
 
@@ -24,7 +24,7 @@ class Counted:
         return SharedSegment.create(nbytes, folder=None if self.folder is None else str(self.folder))
 
 
-def sent(pool: BlockPool, reader: BlockReader, *tensors: Tensor) -> tuple[Tensor, ...]:
+def sent(pool: BlockPool, reader: MessageReader, *tensors: Tensor) -> tuple[Tensor, ...]:
     lane, message = reader.read(pool.write(pack(3, {"a": len(tensors)}, tensors), tensors))
     assert lane == 3 and message.head == {"a": len(tensors)}
     return message.tensors
@@ -37,7 +37,7 @@ def test_blocks_have_few_sizes_and_waste_little(nbytes: int) -> None:
 
 
 def test_messages_of_all_sizes_and_layouts_arrive() -> None:
-    pool, reader, dice = BlockPool(Counted()), BlockReader(), random.Random(2)
+    pool, reader, dice = BlockPool(Counted()), MessageReader(), random.Random(2)
     kept: list[tuple[Tensor, Tensor]] = []
     for number in range(300):
         x = torch.arange(dice.choice((0, 1, 50, 5000, 100_000))).add(number).to(dice.choice((torch.uint8, torch.float32, torch.complex128)))
@@ -52,7 +52,7 @@ def test_messages_of_all_sizes_and_layouts_arrive() -> None:
 
 def test_a_block_is_used_again_once_no_tensor_lies_in_it() -> None:
     make = Counted()
-    pool, reader = BlockPool(make), BlockReader()
+    pool, reader = BlockPool(make), MessageReader()
     for number in range(20):
         [came] = sent(pool, reader, torch.full((100_000,), float(number)))
         row = came[5:10]
@@ -71,13 +71,13 @@ def test_a_block_is_used_again_once_no_tensor_lies_in_it() -> None:
 
 def test_a_small_tensor_that_is_kept_holds_no_block() -> None:
     make = Counted()
-    pool, reader = BlockPool(make), BlockReader()
+    pool, reader = BlockPool(make), MessageReader()
     kept = [sent(pool, reader, torch.full((100,), number))[0] for number in range(2000)]
     assert [int(x[0]) for x in kept] == [*range(2000)] and make.made == 1
 
 
 def test_a_tensor_outlives_both_ends_and_an_evaluation() -> None:
-    pool, reader = BlockPool(Counted()), BlockReader()
+    pool, reader = BlockPool(Counted()), MessageReader()
     with torch.inference_mode():
         [x] = sent(pool, reader, torch.ones(100_000))
     pool.close()
@@ -89,7 +89,7 @@ def test_a_tensor_outlives_both_ends_and_an_evaluation() -> None:
 
 
 def test_named_memory_has_lost_its_name_once_it_is_mapped(tmp_path: Path) -> None:
-    pool, reader = BlockPool(Counted(tmp_path)), BlockReader()
+    pool, reader = BlockPool(Counted(tmp_path)), MessageReader()
     entry = pool.write(pack(0, {}, [torch.ones(3)]), [torch.ones(3)])
     assert [*tmp_path.iterdir()]
     assert reader.read(entry)[1].tensors[0].tolist() == [1, 1, 1]
