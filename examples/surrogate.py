@@ -1,0 +1,22 @@
+"""A U-Net learns to do what a solver does: `paceline run --workers 2 --cut 'shard(("down.*", "up.*"))' examples/surrogate.py`."""
+
+import torch
+
+import paceline as pl
+from paceline.apps.advection import Advection, SolvedSamples, relative_errors
+from paceline.apps.unet import UNet, UNetShape
+
+torch.manual_seed(0)
+model = UNet(UNetShape(width=8))  # enter, down.*, middle, up.*, leave; skips lead from each level down to its other side
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+loader = SolvedSamples(Advection(grid=32, time=0.25), seed=0, first=0, count=60 * 16).loader(16)  # solved as they are read
+
+with pl.start() as run:
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    for given, after in loader:  # a dye, a flow and a diffusivity; and where the dye is after the time
+        errors = relative_errors(model(given), after)
+        loss = errors.square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.log(loss=loss, error=errors.mean())  # 1.0 if it says that nothing changes
