@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from paceline.parallel.shard import shard
     from paceline.parallel.tensor.cut import tensor
     from paceline.parallel.tensor.styles import column, row, sequence, summed, vocab
+    from paceline.session.load import load
     from paceline.session.run import Run
     from paceline.session.start import start
     from paceline.sync.allreduce import AllReduce
@@ -74,6 +75,7 @@ __all__ = [
     "half",
     "int4",
     "int8",
+    "load",
     "meta",
     "named",
     "nesterov",
@@ -106,6 +108,7 @@ _NAMES: Final = {
     "paceline.parallel.tensor.cut": ("tensor",),
     "paceline.parallel.tensor.styles": ("column", "row", "sequence", "summed", "vocab"),
     "paceline.fault.export": ("state_dict",),
+    "paceline.session.load": ("load",),
     "paceline.session.run": ("Run",),
     "paceline.session.start": ("start",),
     "paceline.sync.allreduce": ("AllReduce",),

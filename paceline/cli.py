@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 
 import paceline
 from paceline import notation
+from paceline.cluster import mesh as shape
 from paceline.cluster.discover import environment
 from paceline.cluster.launcher import launch, output
 from paceline.errors import PacelineError, UsageError
@@ -32,7 +33,7 @@ app.add_typer(lab, name="lab")
 bench = typer.Typer(help="Measure what this machine can do.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench, name="bench")
 
-BENCH = Path(__file__).parent / "bench"
+BENCH, APPS = Path(__file__).parent / "bench", Path(__file__).parent / "apps"
 Workers = Annotated[int, typer.Option("--workers", "-n", help="Workers on this host.")]
 Threads = Annotated[int | None, typer.Option(help="Threads of each worker; default: its part of the cores, or OMP_NUM_THREADS.")]
 Script = Annotated[Path, typer.Argument(help="The training script; what stands after it belongs to the script.")]
@@ -155,6 +156,7 @@ def demo(
     alone: Annotated[int, typer.Option(help="Steps that one worker trains, to compare.")] = 150,
     folder: Annotated[str, typer.Option(help="Where run folders go.")] = "runs",
     text: Annotated[Path | None, typer.Option(help="A folder of .py files to learn from; default: the standard library.")] = None,
+    mesh: Annotated[list[str] | None, typer.Option(help="Train as many steps cut like that, such as 'tensor=2'; may be repeated.")] = None,
 ) -> None:
     """Train a small GPT on this machine, alone and with several workers, and compare."""
     from rich.console import Console
@@ -162,10 +164,37 @@ def demo(
     from paceline.apps.demo import DemoPlan
     from paceline.apps.demo import demo as play
 
-    def start(script: Path, args: Sequence[str], workers: int, threads: int) -> int:
-        return _start(launch.LaunchRequest(str(script), tuple(args), workers, threads=threads))
+    def start(script: Path, args: Sequence[str], workers: int, threads: int, mesh: str | None) -> int:
+        return _start(launch.LaunchRequest(str(script), tuple(args), workers, threads=threads, mesh=mesh))
 
-    raise typer.Exit(play(DemoPlan(workers, steps, alone, folder, text), start, Console()))
+    raise typer.Exit(play(DemoPlan(workers, steps, alone, folder, text, tuple(mesh or ())), start, Console()))
+
+
+@app.command()
+def generate(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run of paceline demo: its folder, its name in runs, or a checkpoint.")],
+    *,
+    prompt: Annotated[str, typer.Option(help="The text to go on from.")] = "def ",
+    workers: Annotated[int | None, typer.Option("--workers", "-n", help="Workers on this host; default: those of --mesh, or 1.")] = None,
+    mesh: Annotated[str | None, typer.Option(help="How workers cut the model, such as 'tensor=2' (the default along all workers).")] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens (bytes) to write.", min=1)] = 200,
+    temperature: Annotated[float, typer.Option(help="How freely tokens are drawn; 0 is --greedy.", min=0)] = 0.8,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Draws the same tokens each time; default: others each time.")] = None,
+    threads: Threads = None,
+) -> None:
+    """Write text with the model of a run, cut in any way."""
+    from paceline.observe.choosing import choose
+
+    count = workers if workers is not None else 1 if mesh is None else shape.workers(mesh)
+    if mesh is not None and shape.read(mesh).get("data", 1) != 1:
+        raise UsageError(f"--mesh {mesh!r} has replicas, which would all write the same; leave out `data`")
+    if not prompt:
+        raise UsageError("--prompt is empty: give a letter or more to go on from")
+    args = [f"--of={choose(folder)}", f"--prompt={prompt}", f"--tokens={tokens}", f"--temperature={0.0 if greedy else temperature}"]
+    args += [] if seed is None else [f"--seed={seed}"]
+    script = str(APPS / "generation.py")
+    raise typer.Exit(_start(launch.LaunchRequest(script, tuple(args), count, threads=threads, mesh=mesh, bare=True)))
 
 
 @bench.command()

@@ -14,24 +14,30 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.apps import load
+from paceline.cluster import mesh
 from paceline.cluster.machine import allowed, cores
+from paceline.cluster.topology import HostRanks, Topology
 from paceline.errors import UsageError
 from paceline.formatting import counted
 
 SCRIPT = Path(__file__).with_name("pretrain.py")
-# Runs a script with arguments on so many workers of so many threads each; returns its exit code.
-Launch = Callable[[Path, Sequence[str], int, int], int]
+# Runs a script with arguments on so many workers of so many threads each, in a mesh; returns its exit code.
+Launch = Callable[[Path, Sequence[str], int, int, str | None], int]
 
 
 @dataclass(frozen=True)
 class DemoPlan:
-    """What the demo runs: `steps` with all workers, and the first `alone` of them with one, for speed and for the same losses."""
+    """What the demo runs: `steps` with all workers, and the first `alone` of them with one, for speed and for the same losses.
+
+    In each of `meshes` all workers train the first `alone` steps, too, and cut the model between them.
+    """
 
     workers: int = 2
     steps: int = 800
     alone: int = 150
     folder: str = "runs"
     text: Path | None = None
+    meshes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.workers < 2:
@@ -40,6 +46,9 @@ class DemoPlan:
             raise UsageError(f"--alone {self.alone}, --steps {self.steps}: give 2 <= alone <= steps")
         if self.text is not None and not any(self.text.rglob("*.py")):  # here, rather than in each of the workers
             raise UsageError(f"--text {self.text}: there are no .py files under it; give a folder that has some")
+        everyone = Topology((HostRanks("here", tuple(range(self.workers)), "127.0.0.1"),))
+        for text in self.meshes:  # before the first run, rather than after some minutes
+            mesh.choose(text, everyone, survives=False)
 
 
 @dataclass(frozen=True)
@@ -59,27 +68,33 @@ def demo(plan: DemoPlan, launch: Launch, console: Console, clocks: Callable[[], 
     share = max(1, cores() // plan.workers)  # threads of each worker, and of the one that is compared with them
     whole = share * plan.workers
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    runs = [
-        (f"1 worker, {counted(share, 'core')}", f"demo-{stamp}-alone", 1, share, plan.alone),
-        (f"1 worker, {counted(whole, 'core')}", f"demo-{stamp}-whole", 1, whole, plan.alone),
-        (f"{plan.workers} workers, {counted(share, 'core')} each", f"demo-{stamp}", plan.workers, share, plan.steps),
+    several, last = f"{plan.workers} workers, {counted(share, 'core')} each", f"demo-{stamp}"
+    runs: list[tuple[str, str, int, int, int, str | None]] = [
+        (f"1 worker, {counted(share, 'core')}", f"{last}-alone", 1, share, plan.alone, None),
+        (f"1 worker, {counted(whole, 'core')}", f"{last}-whole", 1, whole, plan.alone, None),
+        (several, last, plan.workers, share, plan.steps, None),
     ]
+    for number, each in enumerate(plan.meshes):
+        runs.append((f"{several}, {each}", f"{last}-mesh{number + 1}", plan.workers, share, plan.alone, each))
     outcomes = []
-    for title, name, workers, threads, steps in runs:
+    for title, name, workers, threads, steps, asked in runs:
         console.print(f"\n{title}: {steps} steps", style="bold")
         arguments = ["--steps", str(steps), "--of", str(plan.steps), "--name", name, "--folder", plan.folder]
         arguments += ["--text", str(plan.text)] if plan.text else []
         before = clocks()
-        code = launch(SCRIPT, arguments, workers, threads)
+        code = launch(SCRIPT, arguments, workers, threads, asked)
         if code != 0:
             return code
         outcomes.append(replace(collect(Path(plan.folder) / name, title), others=load.others(before, clocks())))
     console.print(table(outcomes))
     if disturbed(outcomes):
         console.print(busy(outcomes), style="bold", soft_wrap=True)
+    elif plan.meshes:
+        console.print(fastest(outcomes), style="bold", soft_wrap=True)
     console.print("A sample of what it has learned to write:\n", style="bold")
-    console.print(Text(outcomes[-1].sample), soft_wrap=True)
-    console.print(f"\nWhere the time went: paceline report {plan.folder}/{runs[-1][1]}", soft_wrap=True)
+    console.print(Text(outcomes[2].sample), soft_wrap=True)
+    console.print(f"\nWhere the time went: paceline report {plan.folder}/{last}", soft_wrap=True)
+    console.print(f"More text: paceline generate {plan.folder}/{last} --prompt 'class '", soft_wrap=True)
     return 0
 
 
@@ -93,6 +108,14 @@ def busy(outcomes: Sequence[DemoOutcome]) -> str:
     most = max(outcomes, key=lambda outcome: outcome.others)
     used = f"beside '{most.title}' other programs used {most.others:.1f} of {counted(allowed(), 'core')}"
     return f"The machine is busy ({used}): the speed-up isn't meaningful, and is left out. Try again when nothing else runs.\n"
+
+
+def fastest(outcomes: Sequence[DemoOutcome]) -> str:
+    """Say which of the outcomes is of the fastest run, and how much faster it was than the others."""
+    first, *others = sorted(outcomes, key=lambda outcome: outcome.summary["samples_per_second"], reverse=True)
+    speed = first.summary["samples_per_second"]
+    behind = ", ".join(f"{speed / other.summary['samples_per_second']:.2f} times '{other.title}'" for other in others)
+    return f"The fastest here was '{first.title}', with {speed:,.0f} samples/s: {behind}.\n"
 
 
 def collect(folder: Path, title: str) -> DemoOutcome:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
+
+import paceline as pl
+from paceline.parallel.cut import ModelCut
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,33 @@ SMALL = GPTShape()  # 0.9 M parameters
 MEDIUM = GPTShape(d=512, layers=6, heads=8)  # 19 M parameters
 
 
+class KeyValueCache:
+    """The keys and values of the tokens so far, of each attention layer: (batch, heads that this worker has, context, d / heads)."""
+
+    def __init__(self, context: int) -> None:
+        self.length = 0  # tokens that all layers have
+        self._context = context
+        self._kept: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def extend(self, layer: nn.Module, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add those of new tokens to what a layer has, and return all of them."""
+        if layer not in self._kept:
+            empty = (*keys.shape[:2], self._context, keys.shape[3])
+            self._kept[layer] = keys.new_empty(empty), values.new_empty(empty)
+        stop = self.length + keys.shape[2]
+        for kept, new in zip(self._kept[layer], (keys, values), strict=True):
+            kept[:, :, self.length : stop] = new
+        return self._kept[layer][0][:, :, :stop], self._kept[layer][1][:, :, :stop]
+
+    def took(self, count: int) -> None:
+        """Count tokens that all layers have been given."""
+        self.length += count
+
+    def clear(self) -> None:
+        """Forget all tokens."""
+        self.length = 0
+
+
 class Attention(nn.Module):
     """Causal self-attention of every token to those before it; (batch, tokens, d) in and out."""
 
@@ -35,10 +68,21 @@ class Attention(nn.Module):
         self.heads, self.dropout = shape.heads, shape.dropout
         self.qkv = nn.Linear(shape.d, 3 * shape.d)
         self.out = nn.Linear(shape.d, shape.d)
+        self.cache: KeyValueCache | None = None  # while text is generated
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        if self.cache is not None:
+            return self._continued(q, *self.cache.extend(self, k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+    def _continued(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Let the newest tokens, whose queries are `q`, look at all so far, whose keys and values are `k` and `v`."""
+        new, there = q.shape[2], k.shape[2]
+        mask = torch.ones(new, there, dtype=torch.bool, device=q.device).tril(there - new) if new > 1 else None
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
 
@@ -67,6 +111,7 @@ class GPT(nn.Module):
         if shape.d % shape.heads:
             raise ValueError(f"d = {shape.d} can't be cut in {shape.heads} heads: choose a d that the number of heads divides")
         self.shape = shape
+        self.cache: KeyValueCache | None = None  # while text is generated
         self.tokens = nn.Embedding(shape.vocab, shape.d)
         self.positions = nn.Embedding(shape.context, shape.d)
         self.blocks = nn.Sequential(*(Block(shape) for _ in range(shape.layers)))
@@ -86,8 +131,25 @@ class GPT(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         here = torch.arange(x.shape[1], device=x.device)
+        if self.cache is not None:
+            here = here + self.cache.length
         logits: Tensor = self.head(self.norm(self.blocks(self.tokens(x) + self.positions(here))))
+        if self.cache is not None:
+            self.cache.took(x.shape[1])
         return logits
+
+    @contextlib.contextmanager
+    def caching(self) -> Iterator[KeyValueCache]:
+        """Keep keys and values inside of the block: each call there goes on from the tokens of those before, in eval mode."""
+        layers: list[GPT | Attention] = [self, *(module for module in self.modules() if isinstance(module, Attention))]
+        cache = KeyValueCache(self.shape.context)
+        try:
+            for layer in layers:
+                layer.cache = cache
+            yield cache
+        finally:
+            for layer in layers:
+                layer.cache = None
 
     @torch.no_grad()
     def continued(self, x: Tensor, count: int, *, temperature: float = 0.8, generator: Generator | None = None) -> Tensor:
@@ -99,6 +161,26 @@ class GPT(nn.Module):
             x = torch.cat([x, torch.multinomial(logits.softmax(-1), 1, generator=generator)], dim=1)
         self.train(training)
         return x
+
+
+def maker(fields: Mapping[str, Any]) -> Callable[[], GPT]:
+    """Return what makes the GPT that these fields of a `GPTShape` describe, as a run's folder has them."""
+    shape = GPTShape(**fields)
+    return lambda: GPT(shape)
+
+
+def cuts(axes: Collection[str]) -> list[ModelCut]:
+    """Return how a GPT is cut along these axes of a mesh."""
+    layers = {
+        "blocks.*.attention.qkv": pl.column(parts=3),
+        "blocks.*.attention.out": pl.row(),
+        "blocks.*.up": pl.column(),
+        "blocks.*.down": pl.row(),
+        "tokens": pl.vocab(),
+        "head": pl.vocab(),
+    }
+    found: list[ModelCut] = [pl.tensor(layers, divide=["blocks.*.attention.heads"])] if "tensor" in axes else []
+    return [*found, pl.shard("blocks.*")] if "shard" in axes else found
 
 
 def next_token_loss(logits: Tensor, y: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,8 @@ from torch.utils.data import DataLoader, Subset
 
 import paceline as pl
 from paceline.apps import text
-from paceline.apps.gpt import GPT, SMALL, next_token_loss
+from paceline.apps.gpt import GPT, SMALL, cuts, next_token_loss
+from paceline.session.load import DESCRIPTION, describe
 
 BATCH = 32  # of all workers together
 VALIDATION = 1024  # windows
@@ -78,7 +80,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     schedule = OneCycleLR(optimizer, max_lr=3e-3, total_steps=options.of + 1, pct_start=0.1)
     with pl.start(name=options.name, folder=options.folder, total_steps=options.steps) as run:
-        model, optimizer, schedule, loader, held_out = run.prepare(model, optimizer, schedule, loader, held_out)
+        parts = run.prepare(model, optimizer, schedule, loader, held_out, cut=cuts(run.mesh.cut))
+        model, optimizer, schedule, loader, held_out = parts
         before = evaluate(run, model, held_out)
         for x, y in loader:
             loss = next_token_loss(model(x.to(run.device)), y.to(run.device))
@@ -89,9 +92,12 @@ def main() -> None:
             schedule.step()
             run.log(loss=loss)
         after = evaluate(run, model, held_out)
+        written = sample(model) if run.is_first or run.mesh.cut else ""  # a cut model is run by all that have parts of it
         if run.is_first:
-            outcome = {"validation": [before, after], "sample": sample(model)}
+            outcome = {"validation": [before, after], "sample": written}
             (run.folder.path / "demo.json").write_text(json.dumps(outcome))
+            (run.folder.path / DESCRIPTION).write_text(describe("gpt", asdict(SMALL)))
+        run.save(keep=1)
 
 
 if __name__ == "__main__":

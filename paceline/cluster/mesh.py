@@ -135,6 +135,15 @@ def read(text: str) -> dict[str, int | None]:
     return found
 
 
+def workers(text: str) -> int:
+    """Return the number of workers of a mesh as users write it. Raises `UsageError` where it leaves a size open."""
+    found = read(text)
+    for name, size in found.items():
+        if size is None:
+            raise UsageError(f"mesh={text!r} leaves the size of {name} open: say how many, {name}=2, or give --workers")
+    return prod(size for size in found.values() if size is not None)
+
+
 @dataclass(frozen=True)
 class _Block:
     """Workers that are neighbours already, in their order, and the hosts that they are on."""

@@ -130,6 +130,18 @@ def listen(address: str, port: int = 0, *, backlog: int = 512) -> socket.socket:
     return server
 
 
+def reserve(address: str) -> socket.socket:
+    """Reserve a port for MASTER_PORT that stays ours: bound but not listening, so that a worker can still bind it (SO_REUSEADDR)."""
+    reserved = socket.socket(family(address), socket.SOCK_STREAM)
+    try:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((address, 0))
+    except OSError as error:
+        reserved.close()
+        raise PlaceError(f"no port can be had on {address} ({error.strerror})") from error
+    return reserved
+
+
 def unacknowledged(connection: socket.socket) -> int:
     """Return how many of the bytes sent on a TCP connection the other side's system has not acknowledged."""
     count = array.array("i", [0])

@@ -44,7 +44,7 @@ def state_dict(folder: str | Path, part: str | None = None) -> dict[str, Any]:
     Example: `model.load_state_dict(pl.state_dict("runs/circle"))`.
     """
     found = locate(Path(folder), lambda text: warnings.warn(text, stacklevel=3))
-    tree = _part(found, part)
+    tree = model_tree(found, part)
     with BlockReader(found.path, found.index) as reader, _readable(found):
         state: dict[str, Any] = decode(tree, LazyTensors(reader))
     return state
@@ -62,7 +62,7 @@ def export(folder: Path, out: Path, part: str | None = None, *, force: bool = Fa
     if out.exists() and not force:
         raise UsageError(f"{out} is there already; choose another name, or replace it with --force")
     found = locate(folder, say)
-    nodes = _entries(_part(found, part))
+    nodes = _entries(model_tree(found, part))
     with BlockReader(found.path, found.index) as reader:
         tensors = LazyTensors(reader)
         with _readable(found):
@@ -93,8 +93,8 @@ def locate(folder: Path, say: Say) -> Checkpoint:
     return checkpoint.load(inner if inner.is_dir() else folder, say=say, lazy=True, own=False)
 
 
-def _part(found: Checkpoint, asked: str | None) -> Json:
-    """Return the tree of the model that is meant."""
+def model_tree(found: Checkpoint, asked: str | None) -> Json:
+    """Return the tree of the model that is meant: the only one, or the part that is asked for. Raises `UsageError` where there is none."""
     tree = found.snapshot.tree
     if not isinstance(tree, dict) or "$" in tree:
         raise CheckpointError(f"{found.path.name} is not what a run saves; use another one")

@@ -29,6 +29,7 @@ from paceline.session.checkpoint.state import RunProgress, WorkerState
 from paceline.session.elastic.survival import Survival
 from paceline.session.ending import RunEnding
 from paceline.session.groups import CurrentView
+from paceline.session.inference import ModelInference
 from paceline.session.loop import collectives
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.cuts import Asked
@@ -85,6 +86,7 @@ class Run:
         self._hints, self._watch, self._collector, self._resumption = parts.hints, parts.watch, parts.collector, parts.resumption
         self._comparer, self._survival, self._ending = parts.comparer, parts.survival, parts.ending
         self._backward = parts.loop.backward
+        self._inference = ModelInference(parts.axes, parts.prepared.cuts)
         worker = parts.view.worker
         self.device, self.host = worker.device, worker.cluster.of(worker.place.rank).name
         self.strategy, self.folder, self.state = parts.strategy, parts.folder, parts.prepared.state
@@ -224,6 +226,14 @@ class Run:
             self._progress.end()
             self._resumption.epoch_ended()
             self._hints.ended()
+
+    def forward(self, model: nn.Module, *inputs: Any, **options: Any) -> Any:
+        """Run a model on `inputs` and return all of what it gives, without gradients, however it is cut.
+
+        Workers that differ along `tensor` alone give it the same inputs, and get the same outputs; those along `data` and `shard` may have
+        inputs of their own. Whether dropout acts is the model's own matter: say `model.eval()` before. Collective where the model is cut.
+        """
+        return self._inference.forward(model, inputs, options)
 
     def event(self, what: str) -> None:
         """Note that something happened, for the summary."""

@@ -19,9 +19,11 @@ class Launcher:
 
     def __init__(self, failing: int | None = None) -> None:
         self.calls: list[tuple[Path, dict[str, str], int, int]] = []
+        self.meshes: list[str | None] = []
         self.failing = failing
 
-    def __call__(self, script: Path, args: Sequence[str], workers: int, threads: int) -> int:
+    def __call__(self, script: Path, args: Sequence[str], workers: int, threads: int, mesh: str | None) -> int:
+        self.meshes.append(mesh)
         options = dict(zip(args[::2], args[1::2], strict=True))
         self.calls.append((script, options, workers, threads))
         if len(self.calls) == self.failing:
@@ -32,7 +34,7 @@ class Launcher:
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         parts = {"compute": 0.08, "exchange": 0.001 * workers, "wait": 0.0, "data": 0.0001}
         summary = {
-            "samples_per_second": 300.0 * workers,
+            "samples_per_second": (300.0 if mesh is None else 200.0) * workers,
             "step_seconds": parts,
             "bytes_sent": {"within": 3_468_000 * (workers - 1), "between": 0},
         }
@@ -84,6 +86,18 @@ def test_runs_and_table(tmp_path: Path) -> None:
     assert "def [bold]tools(self):" in said and "paceline report" in said
 
 
+def test_meshes_train_the_first_steps_too(tmp_path: Path) -> None:
+    launcher = Launcher()
+    plan = demo.DemoPlan(steps=30, alone=20, folder=str(tmp_path), meshes=("tensor=2", "shard=2"))
+    code, said = play(plan, launcher, *[0.0] * 5)
+    assert code == 0 and launcher.meshes == [None, None, None, "tensor=2", "shard=2"]
+    assert [call[1]["--steps"] for call in launcher.calls] == ["20", "20", "30", "20", "20"]
+    assert [call[2] for call in launcher.calls] == [1, 1, 2, 2, 2] and len({call[1]["--name"] for call in launcher.calls}) == 5
+    assert next(line for line in said.splitlines() if "largest difference, 20 steps" in line).count("1.0e-06") == 3
+    two = "2 workers, 1 core each"
+    assert f"The fastest here was '{two}', with 600 samples/s: 1.50 times '{two}, tensor=2', 1.50 times '{two}, shard=2', 2.00" in said
+
+
 @pytest.mark.parametrize("others", [(1.6, 0.0, 0.0), (0.0, 0.0, 1.6)])
 def test_a_busy_machine_is_said_instead_of_a_speed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: tuple[float, ...]) -> None:
     monkeypatch.setattr(demo, "cores", lambda: 2)
@@ -133,7 +147,9 @@ def test_other_text_reaches_the_script(tmp_path: Path) -> None:
     assert {call[1]["--text"] for call in launcher.calls} == {str(words)}
 
 
-@pytest.mark.parametrize("wrong", [{"workers": 1}, {"steps": 10, "alone": 11}, {"alone": 1}, {"text": Path("/nowhere")}])
+@pytest.mark.parametrize(
+    "wrong", [{"workers": 1}, {"steps": 10, "alone": 11}, {"alone": 1}, {"text": Path("/nowhere")}, {"meshes": ("tensor=3",)}]
+)
 def test_plans_that_make_no_sense(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         demo.DemoPlan(**wrong)

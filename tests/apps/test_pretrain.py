@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import paceline as pl
 from paceline.apps import pretrain
+from paceline.apps.gpt import GPT
 from tests.harness import nursery
+from tests.harness.jobs import Jobs
 
 
 @pytest.fixture
@@ -41,8 +44,13 @@ def test_a_small_text_is_read_several_times(words: Path) -> None:
     assert len(task.train) == 60 > len({x.sum().item() for batch, _ in task.train for x in batch}) / pretrain.BATCH
 
 
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.slow
-def test_the_script_alone(words: Path, tmp_path: Path) -> None:
+@pytest.mark.preloaded
+def test_the_script_alone_and_in_meshes(job: Jobs, words: Path, tmp_path: Path) -> None:
     arguments = ["--steps", "3", "--of", "6", "--name", "x", "--folder", str(tmp_path / "runs"), "--text", str(words)]
     answer = nursery.run_script(Path(pretrain.__file__), tmp_path, *arguments)
     assert answer.returncode == 0, answer.stderr
@@ -50,5 +58,16 @@ def test_the_script_alone(words: Path, tmp_path: Path) -> None:
     before, after = said["validation"]
     assert 5 < before < 6.5 and after < before
     assert said["sample"].startswith(pretrain.PROMPT)
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "runs" / "x" / "metrics.jsonl").read_text().splitlines()]
-    assert len(losses) == 3
+    alone = losses(tmp_path / "runs" / "x")
+    assert len(alone) == 3
+    with pl.load(tmp_path / "runs" / "x") as loaded:
+        assert isinstance(loaded.model, GPT)
+        assert pretrain.sample(loaded.model) == said["sample"]
+    for mesh in ("tensor", "shard"):
+        ended = job.program(
+            Path(pretrain.__file__), 2, "--mesh", mesh, args=tuple(mesh if word == "x" else word for word in arguments)
+        ).end()
+        assert ended.code == 0, ended.err
+        folder = tmp_path / "runs" / mesh
+        assert losses(folder) == pytest.approx(alone, abs=1e-5)
+        assert json.loads((folder / "demo.json").read_text())["validation"] == pytest.approx([before, after], abs=1e-4)

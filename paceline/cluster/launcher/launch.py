@@ -24,12 +24,13 @@ from paceline.cluster.hosts.membership import HostSeat, View
 from paceline.cluster.hosts.peers import NoPeers, Offer, Peers
 from paceline.cluster.hosts.rendezvous import Admission, Meeting, assemble, seek
 from paceline.cluster.launcher import hints
+from paceline.cluster.launcher.output import screens
 from paceline.cluster.launcher.replacement import Replacement
 from paceline.cluster.launcher.restarts import JobRestarts
 from paceline.cluster.launcher.supervisor import Supervisor
 from paceline.cluster.launcher.worker import WorkerCommand
 from paceline.cluster.topology import HostRanks, Topology
-from paceline.errors import PacelineError, PlaceError, UsageError
+from paceline.errors import PacelineError, UsageError
 from paceline.formatting import choices
 from paceline.timings import Timings
 
@@ -63,7 +64,8 @@ class LaunchRequest:
     `placement` says how ranks are dealt to hosts (see `deal`). With `min_workers` the job goes on when workers die, as long as there are
     so many; up to `restarts` of them are started again on this host. With fewer it saves, and waits so many seconds (`patience`) for
     others to come. Without `min_workers` the whole job starts again, up to `restarts` times. `backend`: what scripts that
-    use torch.distributed by themselves get in the place of Gloo ("paceline"; None: Gloo).
+    use torch.distributed by themselves get in the place of Gloo ("paceline"; None: Gloo). `bare`: what workers write is shown at once and
+    as it is, without the ranks that wrote it, for commands of which one worker alone speaks.
     """
 
     script: str
@@ -85,6 +87,7 @@ class LaunchRequest:
     backend: str | None = None
     mesh: str | None = None
     cut: str | None = None
+    bare: bool = False
 
     @property
     def command(self) -> list[str]:
@@ -146,7 +149,9 @@ def _work(
         ready = _prepare(job, surroundings, mine, points, ranks)
         assembly = ready.peers if isinstance(ready.peers, ElasticPeers) else None
         mending = None if assembly is None else partial(_mending, job, assembly, ready.again, mine.timings)
-        supervisor = Supervisor(ready.host, surroundings["PACELINE_JOB"], ready.peers, mending, restarts=restarts, timings=mine.timings)
+        shown = screens(bare=job.bare)
+        mark = surroundings["PACELINE_JOB"]
+        supervisor = Supervisor(ready.host, mark, ready.peers, mending, shown=shown, restarts=restarts, timings=mine.timings)
         code = supervisor.run(ready.tasks, started=inherited.close)  # what workers inherit is theirs alone from then on
         back = assembly is not None and assembly.cut_off and not supervisor.asked and job.patience > 0
         return code, assembly.points if back and assembly is not None else [], [task.rank for task in ready.tasks]
@@ -285,7 +290,7 @@ def _bring(job: LaunchRequest, environ: Mapping[str, str], held: ExitStack, inhe
     survives = job.min_workers is not None
     stores = [inherited.enter_context(network.listen(address)) for _ in range(job.workers if survives else 1)]
     numbers = tuple(commands.named(random.randbits(32), store.getsockname()[1]) for store in stores) if survives else ()
-    reserved = held.enter_context(_reserve(address))
+    reserved = held.enter_context(network.reserve(address))
     ports = (stores[0].getsockname()[1], reserved.getsockname()[1])
     agent = held.enter_context(network.listen(address)) if survives else None
     called = 0 if agent is None else agent.getsockname()[1]
@@ -432,15 +437,3 @@ def _shared_variables(job: LaunchRequest, environ: Mapping[str, str], table: tup
         kept.setdefault("NCCL_SOCKET_IFNAME", carrier)
     given = {"SYNC": job.sync, "MESH": job.mesh, "CUT": job.cut, "NAME": job.name, "SERVERS": job.servers}
     return kept | {f"PACELINE_{name}": str(value) for name, value in given.items() if value is not None}
-
-
-def _reserve(address: str) -> socket.socket:
-    """Reserve a port for MASTER_PORT that stays ours: bound but not listening, so that a worker can still bind it (SO_REUSEADDR)."""
-    reserved = socket.socket(network.family(address), socket.SOCK_STREAM)
-    try:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind((address, 0))
-    except OSError as error:
-        reserved.close()
-        raise PlaceError(f"no port can be had on {address} ({error.strerror})") from error
-    return reserved

@@ -25,14 +25,26 @@ def _by_rank(rank: Hashable) -> bytes:
     return b"[%d] " % rank if isinstance(rank, int) else b""
 
 
+def _nothing(rank: Hashable) -> bytes:
+    return b""
+
+
 class Screen:
     """One output of the launcher: its standard output or error. Never blocks; `full` asks its writers to wait.
 
-    `prefix` gives the beginning of each writer's lines, `copy` is called with all that is shown.
+    `prefix` gives the beginning of each writer's lines, `copy` is called with all that is shown. `at_once`: parts of lines are shown as
+    soon as they are there, and lines of several writers may mix.
     """
 
-    def __init__(self, descriptor: int, prefix: Callable[[Any], bytes] = _by_rank, copy: Callable[[bytes], object] | None = None) -> None:
-        self.descriptor = descriptor
+    def __init__(
+        self,
+        descriptor: int,
+        prefix: Callable[[Any], bytes] = _by_rank,
+        copy: Callable[[bytes], object] | None = None,
+        *,
+        at_once: bool = False,
+    ) -> None:
+        self.descriptor, self.at_once = descriptor, at_once
         self.broken = False
         self.last: Hashable = None  # the last writer; None: the launcher
         self._prefix, self._copy = prefix, copy
@@ -144,7 +156,7 @@ class OutputStream:
             end = match.end()
         self._held = data[end:]
         self._since = time.monotonic()
-        if len(self._held) > _HELD_BYTES:
+        if len(self._held) > _HELD_BYTES or self.screen.at_once:
             self.show()
         return True
 
@@ -196,11 +208,15 @@ def stand_in() -> None:
             setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 (for as long as this process lives)
 
 
-def screens() -> tuple[Screen, Screen]:
-    """Make the screens of standard output and error; one when both are the same file, so that their lines don't mix."""
+def screens(*, bare: bool = False) -> tuple[Screen, Screen]:
+    """Make the screens of standard output and error; one when both are the same file, so that their lines don't mix.
+
+    `bare`: what is written is shown at once and as it is, without the rank that wrote it.
+    """
     out, err = os.fstat(1), os.fstat(2)
-    first = Screen(1)
-    return first, first if (out.st_dev, out.st_ino) == (err.st_dev, err.st_ino) else Screen(2)
+    prefix = _nothing if bare else _by_rank
+    first = Screen(1, prefix, at_once=bare)
+    return first, first if (out.st_dev, out.st_ino) == (err.st_dev, err.st_ino) else Screen(2, prefix, at_once=bare)
 
 
 def last_words(tail: str) -> str:

@@ -12,7 +12,7 @@ from functools import partial
 from paceline.cluster.hosts.peers import Failure, Peers
 from paceline.cluster.launcher.cleanup import JobCleanup
 from paceline.cluster.launcher.hangs import HangSearch
-from paceline.cluster.launcher.output import screens
+from paceline.cluster.launcher.output import Screen, screens
 from paceline.cluster.launcher.replacement import Replacement
 from paceline.cluster.launcher.restarts import JobRestarts
 from paceline.cluster.launcher.verdict import FailureSearch
@@ -30,13 +30,14 @@ class Supervisor:
         peers: Peers,
         mending: Callable[[Supervisor], Replacement] | None = None,
         *,
+        shown: tuple[Screen, Screen] | None = None,
         restarts: JobRestarts | None = None,
         timings: Timings = DEFAULTS,
     ) -> None:
         self._peers, self._restarts = peers, restarts
         self._timings = timings.supervisor
         self._workers: list[WorkerProcess] = []
-        self._out, self._err = screens()
+        self._out, self._err = screens() if shown is None else shown
         self._signals: list[int] = []
         self._failure: Failure | None = None  # what failed first on this host
         self._told_at = 0.0  # monotonic: when the other hosts got it

@@ -75,7 +75,7 @@ class ModelCuts:
                 self.applied += [] if cut in self.applied else [cut]
                 self._endings += context.endings
         self.sources += sources
-        initial.give(self.placements, axes.everyone)
+        initial.give(self.placements, axes.everyone, axes.slice.announce)
         return sources
 
     def _note(self, before: dict[str, Parameter], now: dict[str, Parameter], renewed: dict[Parameter, Parameter]) -> None:

@@ -13,7 +13,8 @@ from paceline.comm.agreement import Agreement, act_together
 from paceline.errors import UsageError
 from paceline.parallel.initialise import Blueprint, is_unborn
 from paceline.parallel.placement import Placements
-from paceline.parallel.weights import Source, Weights, load, opened
+from paceline.parallel.weights import Weights, load
+from paceline.session.prepare.stored import Source, opened
 
 Init = Callable[[nn.Module], Any] | Source
 
@@ -57,19 +58,22 @@ class InitialValues:
         if self._unborn and cuts and self._device.type == "cuda":
             raise UsageError("a model that was built under pl.meta() can be cut on processors only so far: build it without pl.meta()")
 
-    def give(self, placements: Placements, agreement: Agreement) -> None:
-        """Give each worker its part of the values. Collective, where weights are read: if one worker can't, all raise."""
+    def give(self, placements: Placements, agreement: Agreement, say: Callable[[str], None]) -> None:
+        """Give each worker its part of the values. Collective, where weights are read: if one worker can't, all raise.
+
+        `say` is told of checkpoints that can't be used, where an older one is.
+        """
         for model, blueprint in self._plans:
             blueprint.make(model, placements, self._seed)
         if self._source is not None:
-            self._read(self._source, placements, agreement)
+            self._read(self._source, placements, agreement, say)
         move([model for _, model in self._models], self._device)
 
-    def _read(self, source: Source, placements: Placements, agreement: Agreement) -> None:
+    def _read(self, source: Source, placements: Placements, agreement: Agreement, say: Callable[[str], None]) -> None:
         (prefix, model), found = self._models[0], list[Weights]()
 
         def begin() -> bytes:
-            found.append(files.enter_context(opened(source)))
+            found.append(files.enter_context(opened(source, say)))
             return found[0].digest.encode()
 
         def read() -> bytes:

@@ -67,6 +67,15 @@ def checksum(batch: Any) -> int:
     return found
 
 
+def check_equal(group: Group, batch: Any, what: str, hint: str) -> None:
+    """Raise `DataError`, on all workers, where tensors that should be the same along `tensor` are not. Collective."""
+    found = [int.from_bytes(body, "little") for body in group.agree(checksum(batch).to_bytes(4, "little"))]
+    other = next((rank for rank, value in enumerate(found) if value != found[0]), None)
+    if other is not None:
+        one, two = group.global_rank(0), group.global_rank(other)
+        raise DataError(f"{what} is not the same on ranks {one} and {two}, which differ along `tensor` alone: {hint}")
+
+
 class BatchComparer:
     """Compares batches over `group`, whose workers should have the same ones. All of them call it for each batch.
 
@@ -90,13 +99,6 @@ class BatchComparer:
                 f"batch {self._seen} of a loader is a {type(batch).__qualname__} in which no tensor is found, so it isn't compared along "
                 "`tensor`, where workers need the same samples: return tensors in dicts, lists or tuples to have them compared"
             )
+        hint = "read and augment samples by a seed that both have (run.seed), and not by rank or time"
         with self._meter.exchange("the batches"):
-            bodies = self._group.agree(checksum(batch).to_bytes(4, "little"))
-        found = [int.from_bytes(body, "little") for body in bodies]
-        other = next((rank for rank, value in enumerate(found) if value != found[0]), None)
-        if other is not None:
-            one, two = self._group.global_rank(0), self._group.global_rank(other)
-            raise DataError(
-                f"batch {self._seen} of a loader is not the same on ranks {one} and {two}, which differ along `tensor` alone: read and "
-                "augment samples by a seed that both have (run.seed), and not by rank or time"
-            )
+            check_equal(self._group, batch, f"batch {self._seen} of a loader", hint)

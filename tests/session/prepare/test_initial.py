@@ -167,11 +167,11 @@ def test_a_file_that_one_worker_cannot_read_after_all_is_said_on_all(tmp_path: P
     opening = initial.opened
 
     @contextlib.contextmanager
-    def breaking(source: Any) -> Iterator[Any]:
+    def breaking(source: Any, say: Any) -> Iterator[Any]:
         def read(name: str, box: Any) -> Tensor:
             raise OSError(5, "Input/output error")
 
-        with opening(path) as found:
+        with opening(path, say) as found:
             yield found if source == str(path) else dataclasses.replace(found, read=read)
 
     monkeypatch.setattr(initial, "opened", breaking)

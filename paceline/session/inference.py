@@ -1,0 +1,48 @@
+"""Runs models for what they answer, in any layout: nothing is trained, and all workers of a replica get the whole answer.
+
+              tensor 0          tensor 1
+data 0        answer a          answer a        the same samples, parts of each layer: parts of logits are put together
+data 1        answer b          answer b        other samples
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from paceline.errors import UsageError
+from paceline.parallel.tensor.vocab import VocabLogits
+from paceline.session.axes import RunAxes
+from paceline.session.prepare.cuts import ModelCuts
+from paceline.session.prepare.tensor_peers import EARLY, OFTEN, check_equal
+
+
+class ModelInference:
+    """Runs the models of a run. Whether workers along `tensor` have the same inputs is looked at in the first calls, and now and then."""
+
+    def __init__(self, axes: RunAxes, cuts: ModelCuts) -> None:
+        self._axes, self._cuts = axes, cuts
+        self._calls = 0
+
+    def forward(self, model: nn.Module, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        """Run a model without gradients, and return all of its output. Collective along the axes by which the model is cut."""
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"run.forward got a {type(model).__qualname__}; give the model first, and then its inputs")
+        self._calls += 1
+        if self._calls == 1:
+            self._cuts.check_used()
+        group = self._axes.groups.along("tensor")
+        if group.size > 1 and (self._calls <= EARLY or self._calls % OFTEN == 0):
+            hint = "give both the same, as each of them has a part of every layer"
+            check_equal(group, [*args, *options.values()], f"the input of run.forward (call {self._calls})", hint)
+        with torch.no_grad():
+            out = model(*args, **options)
+            return _pytree.tree_map(_whole, out)
+
+
+def _whole(value: Any) -> Any:
+    return value.whole() if isinstance(value, VocabLogits) else value.detach() if isinstance(value, Tensor) else value

@@ -1,0 +1,138 @@
+"""Models of runs, ready to answer: with the weights of a run's folder, in the layout that the workers of this job have.
+
+runs/NAME/checkpoints/step-00000800     trained by any number of workers, cut in any way
+          |
+pl.load("runs/NAME", model, mesh="tensor=2", cut=...)     each worker reads its part of the weights
+          |
+loaded(x)                               the whole answer, on both workers
+
+Programs of paceline's own leave beside their checkpoints which model they have trained, so that theirs need not be given.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, NamedTuple
+
+from torch import nn
+
+from paceline.errors import UsageError
+from paceline.parallel.cut import ModelCut
+from paceline.parallel.meta import meta
+from paceline.session.prepare.cuts import Asked
+from paceline.session.prepare.stored import StoredModel
+from paceline.session.run import Run
+from paceline.session.start import start
+
+DESCRIPTION: Final = "model.json"  # in a run's folder: the program that has trained its model, and what that makes one of
+PROGRAMS: Final = {"gpt": "paceline.apps.gpt"}  # each has `maker(fields)` and `cuts(axes)`; nothing else that a file names is imported
+
+
+class LoadedModel:
+    """A model with the weights of a run. Called with inputs it returns all of what the model gives, on every worker.
+
+    `run` has begun with it, and ends with `close` or at the end of a `with` block. `model` is as `run.prepare` leaves it, in eval mode.
+    """
+
+    def __init__(self, run: Run, model: nn.Module) -> None:
+        self.run, self.model = run, model
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        """Run the model, as `run.forward` does."""
+        return self.run.forward(self.model, *inputs, **options)
+
+    def close(self) -> None:
+        """Leave together with all workers. Twice is harmless."""
+        self.run.close()
+
+    def __enter__(self) -> LoadedModel:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.run.__exit__(kind, error, trace)
+
+
+def load(
+    folder: str | Path,
+    model: nn.Module | Callable[[], nn.Module] | None = None,
+    *,
+    mesh: str | None = None,
+    cut: Asked | None = None,
+    part: str | None = None,
+    device: str | None = None,
+) -> LoadedModel:
+    """Join the workers that were started with this process, and load a model with the weights of a run's newest checkpoint, to be used.
+
+    `folder`: that of a run, its checkpoints, or one checkpoint; it may have been written in any layout. `model`: the model, or a function
+    that makes it, which is called under `pl.meta()`: then no worker ever has the whole. It can be left out for runs of `paceline demo`.
+    `mesh`, `cut`: the layout to use it in, as for `start` and `run.prepare`; models of the demo bring cuts along. `part`: which of
+    several models, as for `state_dict`. `device`: as for `start`.
+
+    The run that begins leaves no folder behind. In a run that is there, `run.prepare(model, init="runs/NAME")` does the same.
+
+    Raises `UsageError` where there is no checkpoint that can be used, and for one of another model.
+
+    Example: `with pl.load("runs/circle", Circle) as circle: print(circle(x))`.
+    """
+    where = Path(folder)
+    if not where.is_dir():
+        raise UsageError(f"there is no folder {where}; give that of a run, such as runs/NAME, or of one of its checkpoints")
+    program = _described(where) if model is None else None
+    make = model if program is None else program.make
+    if make is None or not callable(make):
+        raise UsageError(f"load got the model {model!r}; give an nn.Module, or a function that makes one")
+    temporary = Path(tempfile.gettempdir()) / f"paceline-load-{secrets.token_hex(8)}"
+    run = start(mesh=mesh, folder=str(temporary), device=device, trace="off", compare=None)
+    if run.is_first:
+        run.on_close(lambda: shutil.rmtree(run.folder.path.parent, ignore_errors=True))
+    try:
+        cuts = program.cuts(run.mesh.cut) if cut is None and program is not None else cut
+        ready: nn.Module = run.prepare(_built(make), init=StoredModel(where, part), cut=cuts)
+        ready.eval()
+    except BaseException as error:  # the script has no run yet to leave by
+        run.fail(type(error), error)
+        raise
+    return LoadedModel(run, ready)
+
+
+def describe(program: str, fields: Mapping[str, Any]) -> str:
+    """Write what `DESCRIPTION` has for a model of one of our programs."""
+    return json.dumps({"program": program, "fields": dict(fields)}, indent=2) + "\n"
+
+
+class _Program(NamedTuple):
+    """What one of our programs knows of its model: `make` makes it, `cuts` gives its cuts along the axes of a mesh."""
+
+    make: Callable[[], nn.Module]
+    cuts: Callable[[Collection[str]], Sequence[ModelCut]]
+
+
+def _described(folder: Path) -> _Program:
+    """Find which of our programs has trained the model of a run. Raises `UsageError` for a run of another script."""
+    places = [place / DESCRIPTION for place in (folder, folder.parent, folder.parent.parent)]
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
+        raise UsageError(f"{folder} doesn't say which model it has: give load(folder, model), the model or a function that makes it")
+    try:
+        found = json.loads(path.read_bytes())
+        module: Any = importlib.import_module(PROGRAMS[found["program"]])
+        return _Program(module.maker(found["fields"]), module.cuts)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UsageError(f"{path} is not what a program of this paceline writes; give load(folder, model)") from error
+
+
+def _built(make: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    if isinstance(make, nn.Module):
+        return make
+    with meta():
+        made = make()
+    if not isinstance(made, nn.Module):
+        raise UsageError(f"load got a function that makes a {type(made).__qualname__}; give one that makes the model")
+    return made
