@@ -39,8 +39,8 @@ class LayerCost:
     """
 
     name: str
-    forward: float
-    backward: float
+    forward_seconds: float
+    backward_seconds: float
     parameters: int = 0
     trained: int = 0
     kept: int = 0
@@ -83,7 +83,7 @@ class SplitProblem:
 
     @cached_property
     def _sums(self) -> tuple[list[float], list[int], list[int]]:
-        seconds = accumulate((cost.forward + cost.backward for cost in self.costs), initial=0.0)
+        seconds = accumulate((cost.forward_seconds + cost.backward_seconds for cost in self.costs), initial=0.0)
         state = accumulate((self.state_bytes(cost) for cost in self.costs), initial=0)
         return list(seconds), list(state), list(accumulate((cost.kept for cost in self.costs), initial=0))
 
@@ -113,8 +113,8 @@ class SplitProblem:
         starts = [0, *accumulate(counts)]
         parts = [self.costs[start:stop] for start, stop in pairwise(starts)]
         return StageTimes(
-            forwards=[sum(cost.forward for cost in part) for part in parts],
-            backwards=[sum(cost.backward for cost in part) for part in parts],
+            forwards=[sum(cost.forward_seconds for cost in part) for part in parts],
+            backwards=[sum(cost.backward_seconds for cost in part) for part in parts],
             kept=[sum(cost.kept for cost in part) for part in parts],
             sends=[part[-1].sends for part in parts[:-1]],
             returns=[part[-1].returns for part in parts[:-1]],

@@ -51,7 +51,7 @@ def slowest(problem: SplitProblem, counts: list[int]) -> float:
     found = []
     for stage, (start, stop) in enumerate(pairwise([0, *accumulate(counts)])):
         rank, part = problem.schedule.placed[stage], problem.costs[start:stop]
-        found.append(sum(cost.forward + cost.backward for cost in part) / problem.speeds[rank])
+        found.append(sum(cost.forward_seconds + cost.backward_seconds for cost in part) / problem.speeds[rank])
         if stage < len(counts) - 1 and problem.schedule.placed[stage + 1] != rank and problem.links:
             found += [nbytes / problem.links[stage].bytes_per_second for nbytes in (part[-1].sends, part[-1].returns)]
     return max(found)
