@@ -30,12 +30,13 @@ def draw(timeline: PipelineTimeline, width: int) -> Text:
     columns = round(timeline.makespan * scale)
     rows = [_row(schedule, spans, cell, scale, columns) for spans in timeline.rows]
     band = max(1, (width - margin) // cell) * cell
+    bands = [row.divide(range(band, columns, band)) for row in rows]
     lines = [*map(Text, _head(schedule)), Text()]
-    for begin in range(0, columns, band):
+    for number, parts in enumerate(zip(*bands, strict=True)):
         if columns > band:
-            lines.append(Text(f"{'time':<{margin}}{begin / scale:.4g}"))
-        for rank, row in enumerate(rows):
-            line = Text(f"{f'rank {rank}':<{margin}}") + row[begin : begin + band]
+            lines.append(Text(f"{'time':<{margin}}{number * band / scale:.4g}"))
+        for rank, part in enumerate(parts):
+            line = Text(f"{f'rank {rank}':<{margin}}") + part
             line.rstrip()
             lines.append(line)
     return Text("\n").join([*lines, Text(), Text(_sums(timeline))])
