@@ -144,7 +144,7 @@ class _Assembly:
             start=start,
         )
         self.tally = StepCount(lambda: loop.steps, waits=self.view.waits)
-        by_hand = ManualGradients(loop, self.records.meetings)
+        by_hand = ManualGradients(loop, self.records.meetings, self.axes.twin)
         self.watch = OptimizerWatch(prepared, loop, by_hand, self.tally, self.hints.strange)
         self.memory = MemoryWatch(prepared, self.abilities.remote)
         conclusion = RunConclusion(

@@ -34,6 +34,7 @@ class ModelCuts:
         self.seed = seed
         self.applied: list[ModelCut] = []
         self.sources: list[CutGradients] = []
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._used: set[str] = set()
         self._endings: list[Callable[[], None]] = []
         self._renewed: dict[int, tuple[weakref.ref[Parameter], Parameter]] = {}  # by the id of what was cut
@@ -60,6 +61,8 @@ class ModelCuts:
         """Cut models, which have these prefixes in names, and give their parts values. Return where gradients come from. Collective."""
         axes, sources = self._axes, list[CutGradients]()
         initial.check_device(cuts)
+        self.refuse_late(optimizer for optimizer in optimizers if optimizer not in self._optimizers)
+        self._optimizers.update(optimizers)
         for optimizer, (_, model) in itertools.product(optimizers, models if cuts else ()):
             refuse_memory(optimizer, model.parameters())
         for prefix, model in models:
@@ -99,6 +102,20 @@ class ModelCuts:
         """Let optimizers step what is trained in the place of their parameters."""
         for optimizer in optimizers if self._renewed else ():
             repoint(optimizer, self.renewed)
+
+    def flat(self, optimizer: Optimizer) -> str:
+        """Return the name of a parameter that an optimizer steps and of which the model has a flat piece alone; "" if there is none."""
+        parameters = (p for group in optimizer.param_groups for p in group["params"]) if len(self.placements) else ()
+        return next((where.name for p in parameters if p.dim() != len((where := self.placements.of(p)).shape)), "")
+
+    def refuse_late(self, optimizers: Iterable[Optimizer]) -> None:
+        """Raise `UsageError` for optimizers of models that were cut before: a script that groups parameters by shape sees flat pieces."""
+        for optimizer in optimizers:
+            if name := self.flat(optimizer):
+                raise UsageError(
+                    f"the {type(optimizer).__qualname__} steps {name}, which is a flat piece since shard(zero=3) has cut its model, so "
+                    "groups made by shape would be wrong: make the optimizer before run.prepare, and give it to the call that cuts it"
+                )
 
     def slots(self, found: Iterable[Slot]) -> Iterator[Slot]:
         """Yield slots with what is trained in the place of parameters that were cut, each once, under its logical name."""

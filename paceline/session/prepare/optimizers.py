@@ -126,7 +126,12 @@ class OptimizerWatch:
             why = "when a worker is lost (--min-workers), it would step twice for one step"
         elif any(id(p) in handles for group in optimizer.param_groups for p in group["params"]):
             why = "it has sparse tables, whose rows are stepped by a prepared optimizer alone"
-        if why and not self._within_prepared():
+        flat = self._prepared.cuts.flat(optimizer)
+        if not (why or flat) or self._within_prepared():
+            return
+        if flat:
+            self._prepared.cuts.refuse_late([optimizer])
+        else:
             raise UsageError(
                 f"{name} steps on parameters of a prepared model and was not given to run.prepare: {why}; give it to run.prepare"
             )

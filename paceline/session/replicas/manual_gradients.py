@@ -8,7 +8,10 @@ A gradient changed in place (clipped, decayed) still counts as what backward has
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from typing import Any, Final, Protocol
 
 import msgpack
@@ -31,14 +34,17 @@ class NextMeeting(Protocol):
 
 
 class ManualGradients:
-    """Checks the gradients of an optimizer that is about to step: in the first steps, and when workers meet anyway."""
+    """Checks the gradients of an optimizer that is about to step: in the first steps, and when workers meet anyway.
 
-    def __init__(self, loop: TrainingLoop, meetings: NextMeeting) -> None:
-        self._loop, self.meetings = loop, meetings
+    `twin` gives the first of the workers that have the same part of a cut model as one.
+    """
+
+    def __init__(self, loop: TrainingLoop, meetings: NextMeeting, twin: Callable[[int], int]) -> None:
+        self._loop, self.meetings, self._twin = loop, meetings, twin
         self._calls = 0  # outside of loops over a loader
 
     def look(self, optimizer: Optimizer) -> None:
-        """Raise `UsageError` on all workers if gradients were set that are not the same on all. Collective, where a check is due."""
+        """Raise `UsageError` on all workers if gradients were set that replicas don't have alike. Collective, where a check is due."""
         if not self._due():
             return
         backward, meet = self._loop.backward, self._loop.context.agreement.meet
@@ -49,13 +55,20 @@ class ManualGradients:
             return
         figures = [_figures(backward.hooks[number].parameter.grad) for number in numbers]
         theirs = [msgpack.unpackb(body) for body in meet("gradients set by the script", msgpack.packb(figures))]
-        for number, *values in zip(numbers, *theirs, strict=True):
-            if any(not _near(values[0], other) for other in values):
-                sides = "; ".join(f"rank {rank}: {_worded(value)}" for rank, value in enumerate(values))
+        for (number, *values), ranks in itertools.product(zip(numbers, *theirs, strict=True), self._replicas(len(theirs))):
+            if any(not _near(values[ranks[0]], values[rank]) for rank in ranks):
+                sides = "; ".join(f"rank {self._loop.context.group.global_rank(rank)}: {_worded(values[rank])}" for rank in ranks)
                 raise UsageError(
                     f"p.grad of {backward.hooks[number].name} was set by the script, and differs between workers ({sides}): only what "
                     "loss.backward() adds is exchanged. Use loss.backward(), or set p.grad = run.mean(g) on every worker"
                 )
+
+    def _replicas(self, size: int) -> Iterable[list[int]]:
+        """Return the ranks that have the same part of the model, of each part."""
+        found = defaultdict[int, list[int]](list)
+        for rank in range(size):
+            found[self._twin(self._loop.context.group.global_rank(rank))].append(rank)
+        return found.values()
 
     def _due(self) -> bool:
         loop = self._loop

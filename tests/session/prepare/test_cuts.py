@@ -24,7 +24,8 @@ from paceline.session.run import Run
 from paceline.sync.base import Slot
 from paceline.sync.context import SyncContext
 from paceline.sync.localsgd.strategy import LocalSGD
-from tests.harness.runs import batches, workers
+from tests.harness.models import fill
+from tests.harness.runs import alone, batches, distance, parameters, workers
 
 ALONE = Topology((HostRanks("here", (0,), "127.0.0.1"),))
 
@@ -122,3 +123,47 @@ def test_momentum_of_parts_is_averaged_between_replicas(zero: Literal[1, 2, 3]) 
     for one, other in ((0, 2), (1, 3)):
         pairs = list(zip(found[one], found[other], strict=True))
         assert pairs and all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+def by_shape(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer as many scripts make it: what has one dimension doesn't decay."""
+    groups = [[p for p in model.parameters() if (p.dim() > 1) == large] for large in (True, False)]
+    return torch.optim.AdamW([{"params": groups[0], "weight_decay": 0.5}, {"params": groups[1], "weight_decay": 0.0}], lr=0.1)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_an_optimizer_that_was_made_after_its_model_was_cut_is_refused(prepared: bool) -> None:
+    """It has found flat pieces, of which none would decay."""
+
+    def body(run: Run) -> None:
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+        first = by_shape(model)
+        model, first, loader = run.prepare(model, first, batches(16, 8), cut=shard(zero=3))
+        assert [len(group["params"]) for group in first.param_groups] == [2, 2]
+        for number, (x, y) in enumerate(loader):
+            nn.functional.mse_loss(model(x), y).backward()
+            first.step()
+            run.prepare(first)
+            if number:
+                with pytest.raises(
+                    UsageError, match=r"AdamW steps 0.weight, .*: make the optimizer before run.prepare, and give it to the"
+                ):
+                    run.prepare(by_shape(model)) if prepared else by_shape(model).step()
+
+    workers(2, body, mesh="shard")
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_an_optimizer_that_was_made_of_whole_parameters_is_as_good_later(zero: Literal[1, 2]) -> None:
+    def body(run: Run) -> Tensor:
+        model = fill(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double())
+        model, loader = run.prepare(model, batches(16, 8), cut=shard(zero=zero) if run.size > 1 else None)
+        optimizer = run.prepare(by_shape(model))
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        return parameters(model)
+
+    wanted = alone(body)
+    assert all(distance(found, wanted) < 1e-12 for found in workers(2, body, mesh="shard"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
+from paceline.parallel.shard import shard
 from paceline.session.replicas.manual_gradients import _figures, _near
 from paceline.session.run import Run
 from paceline.sync.localsgd.strategy import LocalSGD
@@ -104,6 +106,29 @@ def test_what_is_the_same_goes_on(how: Set) -> None:
     for size in (2, 3):
         for found in workers(size, loop(how)):
             assert distance(found, wanted) < 1e-12
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_parts_of_a_cut_model_are_compared_with_those_of_other_replicas(zero: Literal[1, 3]) -> None:
+    def body(run: Run) -> Tensor:
+        model = net()
+        optimizer = sgd(model)
+        model, optimizer, loader = run.prepare(model, optimizer, batches(), cut=shard(zero=zero) if run.size > 1 else None)
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            for p in optimizer.param_groups[0]["params"]:
+                p.grad = p.grad * (0.5 if run.rank != 3 or run.steps != wrong else 0.4)
+            optimizer.step()
+        return parameters(model) if zero == 1 else torch.zeros(1)
+
+    wrong = -1
+    wanted = alone(body)
+    assert all(distance(found, wanted) < 1e-12 for found in workers(4, body, mesh="data=2, shard=2") if zero == 1)
+    workers(2, body, mesh="shard")
+    wrong = 1
+    with pytest.raises(UsageError, match=r"differs between workers \(rank 1: norm .*; rank 3: norm [^;]*\)"):
+        workers(4, body, mesh="data=2, shard=2")
 
 
 def test_steps_without_a_loader_are_looked_at_too() -> None:
