@@ -58,7 +58,8 @@ def compare(timelines: Iterable[PipelineTimeline]) -> Table:
 def _head(schedule: PipelineSchedule) -> list[str]:
     """Say what is drawn, and how to read it."""
     chunks = schedule.stages // schedule.ranks
-    counts = [counted(schedule.ranks, "rank"), counted(schedule.micro_batches, "micro-batch").replace("batchs", "batches")]
+    number = schedule.micro_batches
+    counts = [counted(schedule.ranks, "rank"), f"{number} micro-batch{'' if number == 1 else 'es'}"]
     each = f", {chunks} stages on each" if chunks > 1 else ""
     parts = ["F0: forward of micro-batch 0"]
     parts += ["I0: gradients of its inputs", "W0: of parameters"] if schedule.split else ["B0: its backward"]

@@ -93,7 +93,7 @@ class PipelineTimeline:
     @cached_property
     def idle(self) -> tuple[float, ...]:
         """Seconds in which each rank has nothing to do."""
-        return tuple(self.makespan - sum(span.end - span.start for span in row) for row in self.rows)
+        return tuple(max(0.0, self.makespan - sum(span.end - span.start for span in row)) for row in self.rows)  # sums are rounded
 
     @property
     def bubble(self) -> float:
@@ -153,6 +153,8 @@ def _fit(schedule: PipelineSchedule, times: StageTimes, speeds: Sequence[float])
             raise UsageError(f"{name} has {counted(len(values), 'value')}: for {schedule.name} here it has to have {number}")
         if name != "links" and any(not value >= 0 or value == float("inf") or (name == "speeds" and not value) for value in values):
             raise UsageError(f"{name} is {list(values)}: a number of them is no {'speed' if name == 'speeds' else 'time or size'}")
+    if any(not link.latency_seconds >= 0 or not link.bytes_per_second > 0 for link in times.links or ()):
+        raise UsageError(f"links is {[tuple(link) for link in times.links or ()]}: a link has a latency of 0 or more, and takes bytes")
 
 
 def even_times(schedule: PipelineSchedule, forward: float, backward: float, transfer: float = 0.0) -> StageTimes:

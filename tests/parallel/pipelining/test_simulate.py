@@ -112,6 +112,13 @@ def test_halves_of_a_backward() -> None:
     assert [span.end for span in simulate(schedule, StageTimes([1], [4], [3], [2])).rows[0]] == [1, 4, 6]
 
 
+def test_nobody_is_idle_for_less_than_nothing() -> None:
+    """0.1 + 0.2 and the like end later than they take."""
+    schedule = make_schedule("gpipe", 1, 9)
+    timelines = [simulate(schedule, StageTimes([0.1 * number], [0.7 / number])) for number in range(1, 40)]
+    assert all(timeline.idle[0] >= 0 and timeline.bubble >= 0 for timeline in timelines)
+
+
 def test_nothing_takes_no_time() -> None:
     assert unit("gpipe", 1, 4).bubble == 0
     schedule = make_schedule("gpipe", 2, 1)
@@ -124,6 +131,8 @@ def test_nothing_takes_no_time() -> None:
         (StageTimes([1], [2, 2]), None, "forwards has 1 value: for 1f1b here it has to have 2"),
         (StageTimes([1, 1], [2, 2], sends=[1, 1]), None, "sends has 2 values: .* have 1"),
         (StageTimes([1, 1], [2, 2], links=[]), None, "links has 0 values"),
+        (StageTimes([1, 1], [2, 2], links=[LinkSpeed(0.0, 0.0)]), None, r"links is \[\(0.0, 0.0\)\]: a link has a latency"),
+        (StageTimes([1, 1], [2, 2], links=[LinkSpeed(-1.0, 5.0)]), None, r"links is \[\(-1.0, 5.0\)\]"),
         (StageTimes([1, 1], [2, -2]), None, r"backwards is \[2, -2\]"),
         (StageTimes([1, float("nan")], [2, 2]), None, "forwards is"),
         (StageTimes([1, 1], [2, 2]), [1], "speeds has 1 value"),
