@@ -93,7 +93,7 @@ class PipelineTimeline:
     @cached_property
     def idle(self) -> tuple[float, ...]:
         """Seconds in which each rank has nothing to do."""
-        return tuple(max(0.0, self.makespan - sum(span.end - span.start for span in row)) for row in self.rows)  # sums are rounded
+        return tuple(self.makespan - sum(span.end - span.start for span in row) for row in self.rows)
 
     @property
     def bubble(self) -> float:
