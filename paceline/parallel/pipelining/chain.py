@@ -75,7 +75,7 @@ class LayerGraph:
 
     def __init__(self, model: nn.Module, layers: Sequence[str], inputs: Sequence[str], operations: Sequence[Operation]) -> None:
         self.layers, self.inputs = tuple(layers), tuple(inputs)
-        self._model, self._operations = model, tuple(operations)
+        self.model, self._operations = model, tuple(operations)
         self._starts = place_boundaries(operations, layers, inputs)
 
     def part(self, start: int, stop: int) -> StagePart:
@@ -85,17 +85,17 @@ class LayerGraph:
         first, end = self._starts[start], self._starts[stop]
         takes = self.inputs if start == 0 else crossing(self._operations, self.inputs, first)
         gives = (OUTPUT,) if stop == len(self.layers) else crossing(self._operations, self.inputs, end)
-        return StagePart(self._model, self._operations[first:end], takes, gives)
+        return StagePart(self.model, self._operations[first:end], takes, gives)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Give the arguments of a call of the model the names that the first part takes."""
         if self.inputs == CHAINED:
             return dict(zip(CHAINED, (tuple(args), dict(kwargs)), strict=True))
-        signature = inspect.signature(type(self._model).forward)
+        signature = inspect.signature(type(self.model).forward)
         try:
-            given = dict(signature.bind(self._model, *args, **kwargs).arguments)
+            given = dict(signature.bind(self.model, *args, **kwargs).arguments)
         except TypeError as error:
-            raise UsageError(f"{type(self._model).__name__} was called with other arguments than its forward takes: {error}") from None
+            raise UsageError(f"{type(self.model).__name__} was called with other arguments than its forward takes: {error}") from None
         del given[next(iter(given))]  # the model itself
         for name, value in given.items():
             if name not in self.inputs and value is not signature.parameters[name].default:
@@ -110,7 +110,7 @@ class LayerGraph:
         """Find parameters that several stages use: each steps by the sum of their gradients. `starts`: the first layer of each stage."""
         found = dict[int, dict[int, str]]()
         for stage, part in enumerate(self._parts(starts)):
-            for name, parameter in part_parameters(self._model, part):
+            for name, parameter in part_parameters(self.model, part):
                 found.setdefault(id(parameter), {}).setdefault(stage, name)
         self._refuse_shared_statistics(starts)
         return [Tie(tuple(names), tuple(names.values())) for names in found.values() if len(names) > 1]
@@ -122,7 +122,7 @@ class LayerGraph:
         users = dict[int, int]()
         for stage, part in enumerate(self._parts(starts)):
             for path in part.modules:
-                for inner in find(self._model, path).modules():
+                for inner in find(self.model, path).modules():
                     if isinstance(inner, _NormBase) and inner.track_running_stats and users.setdefault(id(inner), stage) != stage:
                         raise UsageError(f"stages {users[id(inner)]} and {stage} both use {path}, whose statistics only one stage can keep")
 

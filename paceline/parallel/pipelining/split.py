@@ -34,8 +34,8 @@ Load = tuple[str | int, ...]  # what is loaded: ("time", stage), ("there", stage
 class LayerCost:
     """What one layer takes for one micro-batch: seconds on a worker of speed 1, and bytes.
 
-    `trained` are the bytes of those parameters that have gradients, `kept` those of activations that wait for the backward. `sends` would
-    go to the next worker if a stage ended after this layer, `returns` would come back.
+    `trained` are the bytes of those parameters that have gradients, `kept` those of what it makes and keeps for its backward. `sends` would
+    go to the next worker if a stage ended after this layer, and be kept there; `returns` would come back.
     """
 
     name: str
@@ -79,7 +79,7 @@ class SplitProblem:
     def sizes(self, start: int, stop: int) -> tuple[float, float, float]:
         """Return seconds, bytes of state and bytes of activations of the layers from `start` to before `stop`."""
         seconds, state, kept = [line[stop] - line[start] for line in self._sums]
-        return seconds, state, kept
+        return seconds, state, kept + (self.costs[start - 1].sends if start else 0)
 
     @cached_property
     def _sums(self) -> tuple[list[float], list[int], list[int]]:
@@ -110,12 +110,12 @@ class SplitProblem:
 
     def times(self, counts: Sequence[int]) -> StageTimes:
         """Return what a split takes, as a schedule is run on."""
-        starts = [0, *accumulate(counts)]
-        parts = [self.costs[start:stop] for start, stop in pairwise(starts)]
+        bounds = list(pairwise([0, *accumulate(counts)]))
+        parts = [self.costs[start:stop] for start, stop in bounds]
         return StageTimes(
             forwards=[sum(cost.forward_seconds for cost in part) for part in parts],
             backwards=[sum(cost.backward_seconds for cost in part) for part in parts],
-            kept=[sum(cost.kept for cost in part) for part in parts],
+            kept=[self.sizes(*part)[2] for part in bounds],
             sends=[part[-1].sends for part in parts[:-1]],
             returns=[part[-1].returns for part in parts[:-1]],
             links=self.links,

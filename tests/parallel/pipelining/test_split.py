@@ -67,7 +67,7 @@ def fits(problem: SplitProblem, counts: list[int]) -> bool:
         state = sum(cost.parameters + round(cost.trained * (1 + problem.remembered)) for cost in mine)
         kept = most = 0
         for action in row:
-            size = sum(cost.kept for cost in parts[action.stage])
+            size = sum(cost.kept for cost in parts[action.stage]) + (parts[action.stage - 1][-1].sends if action.stage else 0)
             kept += size if action.kind == "forward" else -size if action.kind in ("backward", "weight") else 0
             most = max(most, kept)
         if state + most > problem.memory[rank]:
