@@ -63,7 +63,7 @@ def count_layers(
 
 def _measure(graph: LayerGraph, values: Mapping[str, Any], loss: Criterion | None, repeats: int, clock: Clock) -> Iterator[LayerCost]:
     for at in range(len(graph.layers)):
-        layer = _Layer(graph, at, loss if at == len(graph.layers) - 1 else None, clock)
+        layer = _MeasuredLayer(graph, at, loss if at == len(graph.layers) - 1 else None, clock)
         runs = [layer.run(values) for _ in range(repeats + 1)]  # the first warms up
         values = runs[-1].gives
         tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
@@ -91,14 +91,14 @@ def combine_costs(measured: Sequence[Sequence[LayerCost]]) -> tuple[list[LayerCo
     return costs, speeds
 
 
-class _Run(NamedTuple):
+class _MeasuredPass(NamedTuple):
     forward_seconds: float
     backward_seconds: float
     kept: int
     gives: dict[str, Any]  # what the next layer takes, without the graph of this one
 
 
-class _Layer:
+class _MeasuredLayer:
     """One layer of a model, which can be run again and again."""
 
     def __init__(self, graph: LayerGraph, at: int, loss: Criterion | None, clock: Clock) -> None:
@@ -114,7 +114,7 @@ class _Layer:
                 torch.cuda.synchronize(device)
         return self._clock()
 
-    def run(self, values: Mapping[str, Any]) -> _Run:
+    def run(self, values: Mapping[str, Any]) -> _MeasuredPass:
         taken = {name: tree_map_only(Tensor, _copied, values[name]) for name in self._part.takes}
         entries = [leaf for leaf in tree_leaves(taken) if isinstance(leaf, Tensor)]
         devices = {leaf.device for leaf in (*entries, *self._parameters)}
@@ -140,7 +140,7 @@ class _Layer:
             began = self._now(devices)
             torch.autograd.grad(roots, wanted, [torch.ones_like(leaf) for leaf in roots], allow_unused=True)
             backward = self._now(devices) - began
-        return _Run(forward, backward, nbytes, tree_map_only(Tensor, _alone, gives))
+        return _MeasuredPass(forward, backward, nbytes, tree_map_only(Tensor, _alone, gives))
 
 
 def _alone(x: Tensor) -> Tensor:
