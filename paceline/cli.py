@@ -191,7 +191,10 @@ def generate(
         raise UsageError(f"--mesh {mesh!r} has replicas, which would all write the same; leave out `data`")
     if not prompt:
         raise UsageError("--prompt is empty: give a letter or more to go on from")
-    args = [f"--of={choose(folder)}", f"--prompt={prompt}", f"--tokens={tokens}", f"--temperature={0.0 if greedy else temperature}"]
+    where = choose(folder)
+    if not where.is_dir():
+        raise UsageError(f"there is no folder {where}; give that of a run, such as runs/NAME, or of one of its checkpoints")
+    args = [f"--of={where}", f"--prompt={prompt}", f"--tokens={tokens}", f"--temperature={0.0 if greedy else temperature}"]
     args += [] if seed is None else [f"--seed={seed}"]
     script = str(APPS / "generation.py")
     raise typer.Exit(_start(launch.LaunchRequest(script, tuple(args), count, threads=threads, mesh=mesh, bare=True)))

@@ -32,6 +32,7 @@ from paceline.session.run import Run
 from paceline.session.start import start
 
 DESCRIPTION: Final = "model.json"  # in a run's folder: the program that has trained its model, and what that makes one of
+TEMPORARY: Final = "paceline-load-"  # what the folders of such runs begin with, which go when they end
 PROGRAMS: Final = {"gpt": "paceline.apps.gpt"}  # each has `maker(fields)` and `cuts(axes)`; nothing else that a file names is imported
 
 
@@ -88,9 +89,9 @@ def load(
     make = model if program is None else program.make
     if make is None or not callable(make):
         raise UsageError(f"load got the model {model!r}; give an nn.Module, or a function that makes one")
-    temporary = Path(tempfile.gettempdir()) / f"paceline-load-{secrets.token_hex(8)}"
+    temporary = Path(tempfile.gettempdir()) / f"{TEMPORARY}{secrets.token_hex(8)}"
     run = start(mesh=mesh, folder=str(temporary), device=device, trace="off", compare=None)
-    if run.is_first:
+    if run.is_first and run.folder.path.parent.name.startswith(TEMPORARY):  # of this start, or of one before it of the same job
         run.on_close(lambda: shutil.rmtree(run.folder.path.parent, ignore_errors=True))
     try:
         cuts = program.cuts(run.mesh.cut) if cut is None and program is not None else cut

@@ -81,6 +81,26 @@ def test_models_of_the_demo_are_known_by_their_folder(job: Jobs, tmp_path: Path)
     assert (job.left(), [path.name for path in (tmp_path / "runs").iterdir()]) == ([], ["test"])
 
 
+RESTARTED = """
+import signal
+with pl.load("runs/test", mesh="tensor") as loaded:
+    answer = loaded(torch.arange(8).view(1, 8))
+    if rank == 1 and not os.path.exists("again"):
+        open("again", "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    loaded.run.barrier()
+    print("answered", flush=True)
+"""
+
+
+@pytest.mark.preloaded
+def test_a_job_that_starts_again_answers_and_leaves_nothing(job: Jobs, tmp_path: Path) -> None:
+    written(tmp_path / "runs")
+    ended = job.run(RESTARTED, 2, "--restarts", "1").end()
+    assert ended.code == 0 and ended.out.count("answered") == 2, ended.err
+    assert (job.left(), [path.name for path in (tmp_path / "runs").iterdir()]) == ([], ["test"])
+
+
 def test_a_checkpoint_itself_will_do(tmp_path: Path) -> None:
     path, wanted = written(tmp_path)
     for place in (path / "checkpoints", path / "checkpoints" / "step-00000000"):
