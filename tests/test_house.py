@@ -23,7 +23,6 @@ UNTESTED = {  # modules without a test file of their name so far: tests of their
     "cluster/network",
     "codec/auto",
     "codec/powersgd",
-    "comm/group",
     "comm/native/transport",
     "comm/sample_queue",
     "comm/shm/registered",

@@ -164,6 +164,15 @@ class UncheckedAllReduce(Protocol):
 
 
 @runtime_checkable
+class UncheckedReduceScatter(Protocol):
+    """A group that compares calls while it waits for all ranks, and can reduce-scatter what they are known to agree on without that."""
+
+    def reduce_scatter_agreed(self, x: Tensor, *, op: Op = "sum") -> Work[Tensor]:
+        """Reduce as `Group.reduce_scatter` does, without finding differences between ranks. Never blocks."""
+        ...
+
+
+@runtime_checkable
 class WritesResults(Protocol):
     """A group that can write what it gathers and reduces into tensors that the caller has already, without a copy between."""
 
@@ -171,9 +180,14 @@ class WritesResults(Protocol):
         """Gather every rank's `x` into `outs`, one contiguous tensor for each rank, of the shape and dtype of `x`."""
         ...
 
-    def reduce_scatter_into(self, x: Tensor, out: Tensor, *, op: Op = "sum") -> Work[Tensor]:
+    def reduce_scatter_into(self, x: Tensor, out: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
         """Reduce `x` and write piece `rank` to `out`, contiguous and 1-D, as long as `pieces` says."""
         ...
+
+
+def gather_into(group: Group, x: Tensor, outs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
+    """Gather every rank's `x` into `outs`, as `WritesResults` has it, if the group can write there; else the result lies elsewhere."""
+    return group.all_gather_into(x, outs, name=name) if isinstance(group, WritesResults) else group.all_gather(x, name=name)
 
 
 def pieces(numel: int, size: int) -> list[tuple[int, int]]:

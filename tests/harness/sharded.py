@@ -18,6 +18,7 @@ from paceline.cluster.topology import HostRanks, Topology
 from paceline.comm.agreement import Agreement
 from paceline.comm.axes import AxisGroups
 from paceline.comm.group import Group
+from paceline.comm.native.group import TorchGroup
 from paceline.comm.shm.group import SharedGroup
 from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import UsageError
@@ -134,9 +135,10 @@ def train(
     strategy: Callable[[], Strategy] = AllReduce,
     ended: Callable[[Trainee], Any] = lambda one: None,
     shared: bool = False,
+    native: bool = False,
     first: ModelCut | None = None,
 ) -> list[tuple[Tensor, Any]]:
-    """Each worker's parameters after some steps, and what `ended` says of it; in `shared` memory, or on groups of threads."""
+    """Each worker's parameters after some steps, and what `ended` says of it; in `shared` memory, on `native` Gloo, or on threads."""
 
     def body(group: Group) -> tuple[Tensor, Any]:
         one = trainee(group, build, optimizer, cut, strategy=strategy(), data=data, first=first)
@@ -148,14 +150,15 @@ def train(
         group.barrier().wait()
         return result, found
 
-    def on_shared_memory(rank: int, size: int, store: Store) -> tuple[Tensor, Any]:
-        group = SharedGroup.from_store(store, rank, size, deadline=30)
+    def over_a_store(rank: int, size: int, store: Store) -> tuple[Tensor, Any]:
+        kind = TorchGroup if native else SharedGroup
+        group: Group = kind.from_store(store, rank, size, deadline=30)
         try:
             return body(group)
         finally:
             group.close()
 
-    return threads(size, on_shared_memory) if shared else spawn(size, body)
+    return threads(size, over_a_store) if shared or native else spawn(size, body)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

@@ -20,7 +20,7 @@ from torch import Tensor
 from paceline.comm.backend.base import one, root_of
 from paceline.comm.backend.reductions import ReducingBackend
 from paceline.comm.backend.work import BackendWork, PairWork
-from paceline.comm.group import Group, Work, WritesResults
+from paceline.comm.group import Group, Work, gather_into
 from paceline.errors import UsageError
 
 SHORTEST = 1e-3  # seconds of a wait that was given none
@@ -67,7 +67,7 @@ class GroupBackend(ReducingBackend):
         fit = all(out.shape == x.shape and out.dtype == x.dtype and out.is_contiguous() for out in outs) and not x.is_complex()
 
         def call(group: Group) -> Work[Any]:
-            return group.all_gather_into(x, outs) if fit and isinstance(group, WritesResults) else group.all_gather(x)
+            return gather_into(group, x, outs) if fit else group.all_gather(x)
 
         return self._begin(call, lambda parts: _copy_all(outs, parts), opts, outputs)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paceline.comm import fingerprint, reduction
 from paceline.comm.collectives import UncheckedExchange
-from paceline.comm.group import Group, Op, Traffic, UncheckedAllReduce, Work
+from paceline.comm.group import Group, Op, Traffic, UncheckedAllReduce, UncheckedReduceScatter, Work
 from paceline.comm.hierarchy.executor import Flow, StagedExecutor, StagedJob, Steps
 from paceline.comm.shm.memory import fresh
 from paceline.errors import PacelineError, UsageError, ViewChanged
@@ -205,6 +205,11 @@ class HostsGroup:
 
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
         return self.flat.reduce_scatter(x, op=op, name=name)
+
+    def reduce_scatter_agreed(self, x: Tensor, *, op: Op = "sum") -> Work[Tensor]:
+        """Reduce without comparing first, where the network can."""
+        flat = self.flat
+        return flat.reduce_scatter_agreed(x, op=op) if isinstance(flat, UncheckedReduceScatter) else flat.reduce_scatter(x, op=op)
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
         return self.flat.exchange(sends, recvs, tag=tag)

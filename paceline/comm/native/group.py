@@ -188,6 +188,10 @@ class TorchGroup:
 
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
         self.check(fingerprint.reducing("reduce_scatter", x, op, name))
+        return self.reduce_scatter_agreed(x, op=op)
+
+    def reduce_scatter_agreed(self, x: Tensor, *, op: Op = "sum") -> Work[Tensor]:
+        """Reduce as `reduce_scatter` does, without comparing first."""
         return collectives.reduce_scatter(self, x, op, tag=self._tag())
 
     # ---- messages

@@ -128,9 +128,9 @@ class SharedGroup:
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
         return self._reduce_scatter(x, op, _here(reducing("reduce_scatter", x, op, name), x), None)
 
-    def reduce_scatter_into(self, x: Tensor, out: Tensor, *, op: Op = "sum") -> Work[Tensor]:
+    def reduce_scatter_into(self, x: Tensor, out: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
         """Reduce `x` and write piece `rank` to `out`, contiguous and 1-D, as long as `pieces` says."""
-        return self._reduce_scatter(x, op, _here(reducing("reduce_scatter", x, op, None), x), out)
+        return self._reduce_scatter(x, op, _here(reducing("reduce_scatter", x, op, name), x), out)
 
     def _reduce_scatter(self, x: Tensor, op: Op, call: CallFingerprint, out: Tensor | None) -> Work[Tensor]:
         self.traffic.within += x.numel() * x.element_size() * (self.size - 1) // self.size

@@ -23,13 +23,13 @@ from torch import Tensor
 
 from paceline.comm.axis_meter import AxisMeter
 from paceline.comm.bucket_layout import put
-from paceline.comm.group import Group, Work, WritesResults
+from paceline.comm.group import Group, UncheckedReduceScatter, Work, WritesResults
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.parallel.cut import GradientSink
 from paceline.parallel.sharding.memory import FlatMemory
 
 ON_THE_WAY = 1  # buckets, while the next one fills
-LONGEST_WAIT = 5.0  # seconds for others to send theirs; half of it after each wait in vain
+LONGEST_WAIT = 3.0  # seconds for others to send theirs, in a pass; half of it after each pass in which that was in vain
 SHORT_WAIT = 0.1  # seconds, well below those after which a group looks whether workers wait for each other
 
 
@@ -88,9 +88,12 @@ class GradientBucket:
                 self._flat[start:stop].zero_()
         self._begun = time.perf_counter_ns()
         if isinstance(group, WritesResults):
-            self._work = group.reduce_scatter_into(self._flat, torch.empty(layout.part, dtype=self.dtype, device=self._flat.device))
-            return
-        self._work = group.reduce_scatter(self._flat, name=self._named)
+            part = torch.empty(layout.part, dtype=self.dtype, device=self._flat.device)
+            self._work = group.reduce_scatter_into(self._flat, part, name=self._named)
+        elif isinstance(group, UncheckedReduceScatter):  # a worker that keeps its bucket must not be waited for, as it waits at the end
+            self._work = group.reduce_scatter_agreed(self._flat)
+        else:
+            self._work = group.reduce_scatter(self._flat, name=self._named)
 
     @property
     def _named(self) -> str:
@@ -157,6 +160,7 @@ class ShardGradients:
         self._next = self._handed = 0
         self._even = True  # all workers have used the same parameters in each pass
         self._patience = LONGEST_WAIT
+        self._waits = True  # in this pass
         self._sink: GradientSink | None = None
         self._watchers: list[PassWatcher] = []
         for number, bucket in enumerate(self.buckets):
@@ -216,10 +220,10 @@ class ShardGradients:
         A worker that doesn't use a parameter keeps its buckets to the end of the pass, and may need this worker to get there (zero=3): so
         no wait is long, and there are none once workers have used different parameters.
         """
-        while self._even and self._next - self._handed > ON_THE_WAY and not self.buckets[self._handed].keeps:
+        while self._even and self._waits and self._next - self._handed > ON_THE_WAY and not self.buckets[self._handed].keeps:
             bucket = self.buckets[self._handed]
             if not bucket.arrived and not bucket.arrives(self._patience, self._meter):
-                self._patience /= 2
+                self._patience, self._waits = self._patience / 2, False
                 return
             self._hand_on(self._used[self._handed])
 
@@ -256,6 +260,7 @@ class ShardGradients:
 
     def _reset(self) -> None:
         self._next = self._handed = 0
+        self._waits = True
         for flags in self._used:
             flags[:] = bytes(len(flags))
         for watcher in self._watchers:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from paceline.comm.axis_meter import AxisMeter
-from paceline.comm.group import Group, Work, WritesResults
+from paceline.comm.group import Group, Work, gather_into
 from paceline.errors import UsageError
 from paceline.parallel.sharding.layout import FlatLayout
 
@@ -98,10 +98,7 @@ class FlatMemory:
         if self.frees:
             mine.copy_(self.part)
         self._begun = time.perf_counter_ns()
-        name = self._named
-        if isinstance(self._group, WritesResults):
-            return self._group.all_gather_into(mine, self._chunks, name=name)
-        return self._group.all_gather(mine, name=name)
+        return gather_into(self._group, mine, self._chunks, name=self._named)
 
     def end_gather(self, work: Work[list[Tensor]]) -> None:
         """Wait until the memory is whole."""

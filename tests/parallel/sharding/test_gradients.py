@@ -10,13 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.cluster.store import Store
 from paceline.comm.axis_meter import AxisMeter
 from paceline.comm.group import Group
+from paceline.comm.shm.group import SharedGroup
+from paceline.errors import Mismatch
 from paceline.parallel.shard import shard
 from paceline.parallel.sharding import gradients
 from paceline.parallel.sharding.gradients import GradientBucket
+from paceline.parallel.sharding.memory import FlatMemory, Held
 from tests.harness.jobs import PATIENCE
 from tests.harness.models import fill
+from tests.harness.processes import threads
 from tests.harness.sharded import Trainee, fitting, same
 from tests.harness.sharded_models import OddNet, odd_net, vectors
 
@@ -124,8 +129,8 @@ def test_a_worker_that_is_ahead_waits_for_the_others(monkeypatch: pytest.MonkeyP
     assert len(most) == 16 and most[:2] == [1, 2] and max(most) == 2
 
 
-@pytest.mark.parametrize("zero", [2, 3])
-def test_a_worker_that_keeps_its_buckets_is_not_waited_for_long(zero: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("zero", "native"), [(2, False), (3, False), (2, True), (3, True)])
+def test_a_worker_that_keeps_its_buckets_is_not_waited_for_long(zero: Any, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second worker doesn't use a parameter of the last block, and with zero=3 needs what the first one gathers later on."""
 
     class Block(nn.Module):
@@ -168,5 +173,21 @@ def test_a_worker_that_keeps_its_buckets_is_not_waited_for_long(zero: Any, monke
     monkeypatch.setattr(gradients, "GradientBucket", Watched)
     monkeypatch.setattr(gradients, "LONGEST_WAIT", 0.05)
     monkeypatch.setattr(gradients, "SHORT_WAIT", 0.01)
-    same(lambda: fill(Deep().double()), step, shard("blocks.*", zero=zero), 2)
+    same(lambda: fill(Deep().double()), step, shard("blocks.*", zero=zero), 2, native=native)
     assert set(waits) == {(0, 0)}, "those who have seen that others use other parameters don't wait for them"
+
+
+def test_workers_that_sum_different_units_are_told_which() -> None:
+    """In shared memory, where it is written without a copy; the units are as long as each other."""
+
+    def body(rank: int, size: int, store: Store) -> None:
+        group = SharedGroup.from_store(store, rank, size, deadline=20)
+        memory = FlatMemory(f"blocks.{rank}", [Held("weight", nn.Parameter(torch.ones(6)), ())], group, frees=False)
+        bucket = GradientBucket(memory, None, keeps=True)
+        bucket.put(0, torch.ones(6), 0.5)
+        bucket.send(group)
+        with pytest.raises(Mismatch, match=r"'the gradients of blocks\.0'.*'the gradients of blocks\.1'"):
+            bucket.sums(rank, AxisMeter("shard"))
+        group.close()
+
+    threads(2, body)
