@@ -60,15 +60,27 @@ class KeyValueCache:
         self.length = 0
 
 
+def draw(layer: nn.Linear | nn.Embedding, *, added: int = 0) -> None:
+    """Draw the weights of a layer, smaller ones where it is one of the two of each of `added` blocks that add to the residual stream."""
+    nn.init.normal_(layer.weight, std=0.02 / (math.sqrt(2 * added) if added else 1.0))
+    if isinstance(layer, nn.Linear) and layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+
+
 class Attention(nn.Module):
     """Causal self-attention of every token to those before it; (batch, tokens, d) in and out."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
-        self.heads, self.dropout = shape.heads, shape.dropout
+        self.heads, self.dropout, self.layers = shape.heads, shape.dropout, shape.layers
         self.qkv = nn.Linear(shape.d, 3 * shape.d)
         self.out = nn.Linear(shape.d, shape.d)
         self.cache: KeyValueCache | None = None  # while text is generated
+
+    def reset_parameters(self) -> None:
+        """Draw the weights."""
+        draw(self.qkv)
+        draw(self.out, added=self.layers)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
@@ -95,7 +107,14 @@ class Block(nn.Module):
         self.before_attention, self.before_perceptron = nn.LayerNorm(shape.d), nn.LayerNorm(shape.d)
         self.attention = Attention(shape)
         self.up, self.down = nn.Linear(shape.d, 4 * shape.d), nn.Linear(4 * shape.d, shape.d)
+        self.layers = shape.layers
         self.dropout = nn.Dropout(shape.dropout)
+
+    def reset_parameters(self) -> None:
+        """Draw the weights, those of the attention first."""
+        self.attention.reset_parameters()
+        draw(self.up)
+        draw(self.down, added=self.layers)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.before_attention(x)))
@@ -104,7 +123,19 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens (batch, tokens) to the logits of the next ones (batch, tokens, vocab)."""
+    """Tokens (batch, tokens) to the logits of the next ones (batch, tokens, vocab).
+
+    `tensor_plan` is what `pl.tensor("auto")` cuts: two sums forward and two backward for each block; no worker has all logits.
+    """
+
+    tensor_plan = pl.tensor(
+        {
+            **{"tokens": pl.vocab(), "head": pl.vocab()},
+            **{"blocks.*.attention.qkv": pl.column(parts=3), "blocks.*.attention.out": pl.row()},
+            **{"blocks.*.up": pl.column(), "blocks.*.down": pl.row()},
+        },
+        divide=["blocks.*.attention.heads"],
+    )
 
     def __init__(self, shape: GPTShape = SMALL) -> None:
         super().__init__()
@@ -114,20 +145,22 @@ class GPT(nn.Module):
         self.cache: KeyValueCache | None = None  # while text is generated
         self.tokens = nn.Embedding(shape.vocab, shape.d)
         self.positions = nn.Embedding(shape.context, shape.d)
-        self.blocks = nn.Sequential(*(Block(shape) for _ in range(shape.layers)))
+        blocks = [Block(shape) for _ in range(shape.layers)]
+        self.blocks = nn.Sequential(*blocks)
         self.norm = nn.LayerNorm(shape.d)
         self.head = nn.Linear(shape.d, shape.vocab, bias=False)
-        self._initialise()
+        draw(self.tokens)
+        draw(self.positions)
+        for block in blocks:
+            block.reset_parameters()
+        draw(self.head)
         if shape.tied:
             self.head.weight = self.tokens.weight
 
-    def _initialise(self) -> None:
-        for name, parameter in self.named_parameters():
-            if parameter.dim() > 1:  # what is added to the residual stream is smaller the more layers add to it
-                added = name.endswith(("attention.out.weight", "down.weight"))
-                nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * self.shape.layers) if added else 1.0))
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
+    def reset_parameters(self) -> None:
+        """Draw the weights that are in no block; each block draws its own."""
+        for layer in (self.tokens, self.positions, self.head):
+            draw(layer)
 
     def forward(self, x: Tensor) -> Tensor:
         here = torch.arange(x.shape[1], device=x.device)
@@ -171,15 +204,7 @@ def maker(fields: Mapping[str, Any]) -> Callable[[], GPT]:
 
 def cuts(axes: Collection[str]) -> list[ModelCut]:
     """Return how a GPT is cut along these axes of a mesh."""
-    layers = {
-        "blocks.*.attention.qkv": pl.column(parts=3),
-        "blocks.*.attention.out": pl.row(),
-        "blocks.*.up": pl.column(),
-        "blocks.*.down": pl.row(),
-        "tokens": pl.vocab(),
-        "head": pl.vocab(),
-    }
-    found: list[ModelCut] = [pl.tensor(layers, divide=["blocks.*.attention.heads"])] if "tensor" in axes else []
+    found: list[ModelCut] = [pl.tensor("auto")] if "tensor" in axes else []
     return [*found, pl.shard("blocks.*")] if "shard" in axes else found
 
 

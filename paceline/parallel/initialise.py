@@ -31,7 +31,7 @@ from paceline.parallel.placement import Placement, Placements, local
 from paceline.state.versioned import SHOWN, Randomness
 
 Init = Callable[[nn.Module], Any]
-_GENERATORS: Final = threading.Lock()
+GENERATORS: Final = threading.Lock()  # of torch and others, which all threads draw from
 GUESSED = "?"  # in the place of a call that writes to a parameter, where a trial can't tell
 RESETS = ("reset_parameters", "_reset_parameters")  # the second one is what torch's own attention has
 
@@ -55,6 +55,10 @@ class _Node:
     shape: nn.Module
     inside: list[_Node] = field(default_factory=list)
 
+    def has(self, stand_ins: set[int]) -> bool:
+        """Whether one of these parameters, by their ids, is the module's own."""
+        return any(id(parameter) in stand_ins for parameter in self.shape._parameters.values())
+
 
 @dataclass
 class _Unborn:
@@ -73,10 +77,17 @@ class _Unit:
 
     root: _Node
     unborn: list[_Unborn] = field(default_factory=list)
-    nodes: list[_Node] = field(init=False)
+    nodes: list[_Node] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.nodes = [self.root]
+    def choose_nodes(self) -> None:
+        """Choose the modules that have these parameters, or have such inside; all within the root where it may look at other numbers."""
+        if all(unborn.owner is self.root for unborn in self.unborn):
+            self.nodes = [self.root]
+        elif any(GUESSED in unborn.writes for unborn in self.unborn):
+            self.nodes = self.root.inside
+        else:
+            mine = {id(unborn.stand_in) for unborn in self.unborn}
+            self.nodes = [node for node in self.root.inside if any(one.has(mine) for one in node.inside)]
 
 
 class Blueprint:
@@ -175,8 +186,8 @@ class Blueprint:
             root = outermost[key]
             unit = units.setdefault(id(root), _Unit(root))
             unit.unborn.append(unborn)
-            if unborn.owner is not root:
-                unit.nodes = root.inside
+        for unit in units.values():
+            unit.choose_nodes()
         return list(units.values())
 
     def _check(self, found: Sequence[_Unborn]) -> None:
@@ -308,8 +319,8 @@ def _seed(seed: int, name: str) -> None:
 
 @contextlib.contextmanager
 def _kept_randomness() -> Iterator[None]:
-    """Leave generators where they were before; one thread at a time, as all threads draw from the same ones."""
-    with _GENERATORS:
+    """Leave generators where they were before, one thread at a time."""
+    with GENERATORS:
         kept = Randomness()
         state = kept.state_dict()
         try:

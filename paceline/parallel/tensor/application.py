@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from paceline.errors import UsageError
 from paceline.parallel.cut import CutContext
+from paceline.parallel.initialise import GENERATORS
 from paceline.parallel.placement import Range, chunk
 from paceline.parallel.tensor import peers
 from paceline.parallel.tensor.functions import TensorAxis
@@ -322,7 +323,8 @@ def _equal_random_numbers(axis: TensorAxis) -> None:
     """Let all workers draw the numbers of the first one: dropout of activations that all of them have is the same."""
     state = axis.group.broadcast(torch.get_rng_state(), name="state of the random generator").wait()
     if axis.rank:
-        torch.set_rng_state(state)
+        with GENERATORS:  # where ranks are threads, another one may be making a module by now
+            torch.set_rng_state(state)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state = axis.group.broadcast(torch.cuda.get_rng_state(), name="state of the device's random generator").wait()
         torch.cuda.set_rng_state(state)

@@ -31,8 +31,8 @@ class tensor:
     """Cut layers between the workers along `tensor`, which have the same samples.
 
     `layers`: patterns of module names (`*` is any text) to `column()`, `row()`, `vocab()`, `sequence()` or `summed()`; or "auto", which
-    asks a model of transformers for its own plan. `divide`: patterns of integer attributes of modules, such as numbers of heads, that are
-    divided by the number of workers.
+    takes the plan that a model brings: `tensor_plan` of its class, or that of a model of transformers. `divide`: patterns of integer
+    attributes of modules, such as numbers of heads, that are divided by the number of workers.
     """
 
     __repr__ = spell
@@ -44,7 +44,9 @@ class tensor:
 
     def __post_init__(self) -> None:
         if self.layers != "auto" and (isinstance(self.layers, str) or not self.layers):
-            raise UsageError(f'tensor({self.layers!r}) has no layers; give {{"blocks.*.up": column(), ...}}, or "auto" for transformers')
+            raise UsageError(
+                f'tensor({self.layers!r}) has no layers; give {{"blocks.*.up": column(), ...}}, or "auto" for a model with a plan'
+            )
         if isinstance(self.divide, str):
             raise UsageError(f"divide={self.divide!r} is one text; give a list, divide=[{self.divide!r}]")
         for pattern, style in self.layers.items() if isinstance(self.layers, Mapping) else ():
@@ -52,5 +54,8 @@ class tensor:
                 raise UsageError(f"tensor: {pattern!r} has {style!r}; give column(), row(), vocab(), sequence() or summed()")
 
     def apply(self, model: nn.Module, context: CutContext) -> None:
-        layers = plans.of_transformers(model, context.mesh.extent(self.axis)) if isinstance(self.layers, str) else self.layers
-        application.cut(model, layers, self.divide, context)
+        layers, divide = self.layers, list(self.divide)
+        if isinstance(layers, str):
+            layers, brought = plans.of_model(model, context.mesh.extent(self.axis))
+            divide = [*brought, *(pattern for pattern in divide if pattern not in brought)]
+        application.cut(model, layers, divide, context)

@@ -1,9 +1,17 @@
-"""Plans that models of transformers bring along: `base_model_tp_plan` of their configuration and `_tp_plan` of their heads."""
+"""Plans that models bring along, for `tensor("auto")`: an attribute `tensor_plan`, or what models of transformers have.
+
+    class Perceptron(nn.Module):
+        tensor_plan = pl.tensor({"up": pl.column(), "down": pl.row()})      names as this module has them; divide= goes along
+
+A model takes the plans of all modules inside of it that bring one. Those of transformers are `base_model_tp_plan` of a configuration, and
+`_tp_plan` of heads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import NamedTuple, Protocol
 
 from torch import nn
 
@@ -24,6 +32,43 @@ STYLES: Mapping[str, Style | None] = {  # None: the module stays as it is
 }
 
 
+class BroughtPlan(Protocol):
+    """A plan as a model brings it, which is what a script writes as `tensor(...)`."""
+
+    @property
+    def layers(self) -> Mapping[str, Style] | str: ...
+
+    @property
+    def divide(self) -> Sequence[str]: ...
+
+
+class ModelPlan(NamedTuple):
+    """How each layer of a model is cut, and the numbers that are divided, by patterns of names as the model has them."""
+
+    layers: dict[str, Style]
+    divide: list[str]
+
+
+def of_model(model: nn.Module, size: int) -> ModelPlan:
+    """Return the plan that a model brings along, for so many workers: that of its modules, else that of transformers.
+
+    Raises `UsageError` for a model without one.
+    """
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    found = ModelPlan({}, [])
+    for name, module in model.named_modules():
+        plan: BroughtPlan | None = getattr(module, "tensor_plan", None)
+        if plan is None:
+            continue
+        layers, before = plan.layers, f"{name}." if name else ""
+        if isinstance(layers, str):
+            raise UsageError(f"tensor_plan of {type(module).__name__} is tensor({layers!r}); a plan has to name layers")
+        for pattern, style in layers.items():
+            found.layers.setdefault(before + pattern, style)
+        found.divide.extend(before + pattern for pattern in plan.divide)
+    return found if found.layers else ModelPlan(of_transformers(model, size), [])
+
+
 def of_transformers(model: nn.Module, size: int) -> dict[str, Style]:
     """Read the plan of a model for so many workers. An embedding that is tied to a layer of the plan is cut with it.
 
@@ -34,7 +79,8 @@ def of_transformers(model: nn.Module, size: int) -> dict[str, Style]:
     if not plan:
         kind = type(model).__name__
         raise UsageError(
-            f'tensor("auto"): {kind} has no plan (base_model_tp_plan of its config); write tensor({{"name.*": column(), ...}})'
+            f'tensor("auto"): {kind} has no plan (tensor_plan of its class, or base_model_tp_plan of its config); '
+            'write tensor({"name.*": column(), ...})'
         )
     plan.update(_tied(model, plan))
     config = getattr(model, "config", None)

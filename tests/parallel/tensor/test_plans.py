@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from paceline.errors import UsageError
 from paceline.parallel.tensor.cut import tensor
-from paceline.parallel.tensor.plans import of_transformers
+from paceline.parallel.tensor.plans import of_model, of_transformers
 from paceline.parallel.tensor.styles import column, row, summed
-from tests.harness.tensor_cuts import SHAPE, adamw, batches, cut_training, distance, train
+from tests.harness.tensor_cuts import SHAPE, adamw, batches, compare, cut_training, distance, features, squares, train
 
 PLAN = {
     **{f"layers.*.{name}_proj": "colwise" for name in ("q", "k", "v", "up")},
@@ -82,6 +82,38 @@ class ForCausalLM(nn.Module):
         return logits
 
 
+class Perceptron(nn.Module):
+    """Two layers that bring a plan; `parts` of its features are counted."""
+
+    tensor_plan = tensor({"up": column(), "down": row()}, divide=["parts"])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.parts = nn.Linear(4, 8), nn.Linear(8, 4), 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.up(x).unflatten(-1, (self.parts, -1)).tanh().flatten(-2))
+        return out
+
+
+class Circular(Perceptron):
+    tensor_plan = tensor("auto")
+
+
+def test_modules_bring_their_plans_under_the_names_that_they_have() -> None:
+    found = of_model(nn.Sequential(nn.Linear(4, 4), Perceptron()), 2)
+    assert found == ({"1.up": column(), "1.down": row()}, ["1.parts"])
+    assert of_model(ForCausalLM(), 2) == (of_transformers(ForCausalLM(), 2), [])
+    with pytest.raises(UsageError, match=r"tensor_plan of Circular is tensor\('auto'\); a plan has to name layers"):
+        of_model(Circular(), 2)
+
+
+def test_what_else_is_divided_is_added_to_a_plan() -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(Perceptron(), Perceptron())
+    compare(model, tensor("auto", divide=["0.parts"]), features(3, 4, 4), loss=squares)
+
+
 def test_a_plan_is_read_with_the_names_of_the_whole_model() -> None:
     found = of_transformers(ForCausalLM(), 2)
     assert found.pop("lm_head") == column(gather=True)
@@ -104,7 +136,7 @@ def test_a_model_with_a_plan_equals_one_process(tied: bool) -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (lambda: nn.Linear(2, 2), r"Linear has no plan \(base_model_tp_plan of its config\)"),
+        (lambda: nn.Linear(2, 2), r"Linear has no plan \(tensor_plan of its class, or base_model_tp_plan of its config\)"),
         (
             lambda: ForCausalLM(num_key_value_heads=1),
             r"num_key_value_heads of the model is 1, which 2 workers can't divide; choose tensor=1",
