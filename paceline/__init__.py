@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from paceline.codec.sparse import randomk, topk
     from paceline.fault.export import state_dict
     from paceline.parallel.embedding import SparseEmbedding
+    from paceline.parallel.layers import layers
     from paceline.parallel.meta import meta
+    from paceline.parallel.pipeline import pipeline
     from paceline.parallel.shard import shard
     from paceline.parallel.tensor.cut import tensor
     from paceline.parallel.tensor.styles import column, row, sequence, summed, vocab
@@ -75,10 +77,12 @@ __all__ = [
     "half",
     "int4",
     "int8",
+    "layers",
     "load",
     "meta",
     "named",
     "nesterov",
+    "pipeline",
     "powersgd",
     "randomk",
     "row",
@@ -103,7 +107,9 @@ _NAMES: Final = {
     "paceline.codec.powersgd": ("powersgd",),
     "paceline.codec.sparse": ("randomk", "topk"),
     "paceline.parallel.embedding": ("SparseEmbedding",),
+    "paceline.parallel.layers": ("layers",),
     "paceline.parallel.meta": ("meta",),
+    "paceline.parallel.pipeline": ("pipeline",),
     "paceline.parallel.shard": ("shard",),
     "paceline.parallel.tensor.cut": ("tensor",),
     "paceline.parallel.tensor.styles": ("column", "row", "sequence", "summed", "vocab"),

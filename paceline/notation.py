@@ -41,6 +41,8 @@ CUTS: Final[Mapping[str, str]] = {
     "tensor": "paceline.parallel.tensor.cut:tensor",
     **{word: f"paceline.parallel.tensor.styles:{word}" for word in ("column", "row", "vocab", "sequence", "summed")},
     "shard": "paceline.parallel.shard:shard",
+    "pipeline": "paceline.parallel.pipeline:pipeline",
+    "layers": "paceline.parallel.layers:layers",
 }
 
 

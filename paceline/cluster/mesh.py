@@ -112,8 +112,6 @@ def choose(asked: str, topology: Topology, *, survives: bool) -> Mesh:
     Raises `UsageError` where it doesn't fit, or can't be had.
     """
     mesh = lay_out(read(asked), topology)
-    if mesh.extent("stage") > 1:
-        raise UsageError(f"mesh={asked!r}: the axis `stage` (pipelines) is not there yet; use data, shard and tensor")
     if survives and mesh.cut:
         raise UsageError(
             f"mesh={asked!r} with --min-workers: a worker of a cut model has parts that no other of its replica has, and nobody goes on "

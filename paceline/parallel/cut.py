@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -16,6 +16,9 @@ from torch.nn import Parameter
 from paceline.cluster.mesh import Mesh
 from paceline.comm.axes import AxisGroups
 from paceline.parallel.placement import Placement, Placements
+
+if TYPE_CHECKING:
+    from paceline.parallel.pipelining.model import PipelinedModel
 
 
 class BatchWeight(Protocol):
@@ -81,6 +84,9 @@ class CutContext:
     renewed: dict[Parameter, Parameter] = field(default_factory=dict)  # what optimizers step in the place of each parameter
     sources: list[CutGradients] = field(default_factory=list)  # gradients that autograd doesn't add to the parameters that are stepped
     endings: list[Callable[[], None]] = field(default_factory=list)  # what is called when the run ends
+    pipelines: list[tuple[nn.Module, PipelinedModel]] = field(default_factory=list)  # models whose layers are on several workers
+    known: Callable[[Parameter], Parameter] = lambda parameter: parameter  # what is trained in the place of a parameter, after all cuts
+    record: Callable[[str, int, int], None] = lambda what, began, ended: None  # of the trace: what was done from when to when (nanoseconds)
 
     def renew(self, old: Parameter, new: Parameter, placement: Placement) -> None:
         """Have optimizers step `new`, which holds what `placement` says, in the place of `old`."""

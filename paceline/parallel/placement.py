@@ -54,7 +54,8 @@ class Placement:
     """The part of one logical tensor that this worker holds as one local tensor.
 
     `shape` is that of the logical tensor, `local` that of the local one, which consists of the `regions`. `axes`: those of the mesh along
-    which workers hold different parts; along all others they hold the same.
+    which workers hold different parts; along all others they hold the same. `copy`: another worker along these axes holds the same, and
+    counts for both: a tied weight of two stages.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Placement:
     local: Shape
     regions: tuple[Region, ...]
     axes: tuple[str, ...] = ()
+    copy: bool = False
 
     @classmethod
     def whole(cls, name: str, shape: Sequence[int]) -> Placement:
@@ -106,6 +108,14 @@ class Placement:
             raise UsageError(f"{self.name} is cut into flat pieces already; cut it once by shard()")
         regions = [found for region in self.regions for found in _flat(region, self.local, start, stop)]
         return replace(self, local=(stop - start,), regions=tuple(regions), axes=_joined(self.axes, axis))
+
+    def along(self, axis: str, *, copy: bool = False) -> Placement:
+        """Keep all of it, of which others along `axis` hold nothing; or the same, where this is a `copy`."""
+        return replace(self, axes=_joined(self.axes, axis), copy=copy)
+
+    def elsewhere(self, axis: str) -> Placement:
+        """Keep nothing, as another worker along `axis` holds it."""
+        return replace(self, local=(0,), regions=(), axes=_joined(self.axes, axis))
 
     def take(self, logical: Tensor) -> Tensor:
         """Copy this worker's part out of the whole logical tensor."""

@@ -111,7 +111,7 @@ class _Assembly:
         self.history = RunHistory(collectives.seed(axes.everyone, seed, arguments), began, context.announce)
         cuts = ModelCuts(axes, self.history.seed, worker.place.cut)
         self.prepared = Prepared(axes, self.loop.backward, self.loop, worker.device, subgroups, cuts=cuts)
-        self.layout = StateLayout(axes.mesh, axes.everyone.group.rank, cuts.placements, cuts.renewed)
+        self.layout = StateLayout(axes.mesh, axes.everyone.group.rank, cuts.placements, cuts.renewed, cuts.level)
         check_comparison(comparison, self.sync, self.abilities.replicated)
         if self.elastic:
             check_elastic(worker.device, self.abilities)

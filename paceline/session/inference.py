@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from paceline.errors import UsageError
+from paceline.parallel.pipelining.batches import Share
 from paceline.parallel.tensor.vocab import VocabLogits
 from paceline.session.axes import RunAxes
 from paceline.session.prepare.cuts import ModelCuts
@@ -35,13 +36,15 @@ class ModelInference:
         self._calls += 1
         if self._calls == 1:
             self._cuts.check_used()
-        group = self._axes.groups.along("tensor")
+        group = self._axes.groups.along("stage", "tensor")
         if group.size > 1 and (self._calls <= EARLY or self._calls % OFTEN == 0):
-            hint = "give both the same, as each of them has a part of every layer"
+            hint = "give both the same, as each of them has a part of the model"
             check_equal(group, [*args, *options.values()], f"the input of run.forward (call {self._calls})", hint)
         with torch.no_grad():
-            out = model(*args, **options)
-            return _pytree.tree_map(_whole, out)
+            stages = self._cuts.pipeline_of(model)
+            if stages is not None:
+                return stages.forward(Share(tuple(args), options, None, None), lambda out: _pytree.tree_map(_whole, out))
+            return _pytree.tree_map(_whole, model(*args, **options))
 
 
 def _whole(value: Any) -> Any:

@@ -18,10 +18,12 @@ from paceline.cluster.topology import Topology
 from paceline.comm.group import Group
 from paceline.data.loader import Turn
 from paceline.data.shares import Shares
-from paceline.data.spec import Loss, Readers, Sharding, Weigh
+from paceline.data.spec import Loss as Reduction
+from paceline.data.spec import Readers, Sharding, Weigh
 from paceline.errors import UsageError
 from paceline.fault import checkpoint
 from paceline.formatting import spell
+from paceline.parallel.pipelining.batches import Loss
 from paceline.session.axes import RunAxes
 from paceline.session.checkpoint.resumption import RunResumption
 from paceline.session.checkpoint.saving import CheckpointSaver, SaveRequest
@@ -31,6 +33,7 @@ from paceline.session.ending import RunEnding
 from paceline.session.groups import CurrentView
 from paceline.session.inference import ModelInference
 from paceline.session.loop import collectives
+from paceline.session.loop.stepping import SteppedModels
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.cuts import Asked
 from paceline.session.prepare.initial import Init
@@ -87,6 +90,7 @@ class Run:
         self._comparer, self._survival, self._ending = parts.comparer, parts.survival, parts.ending
         self._backward = parts.loop.backward
         self._inference = ModelInference(parts.axes, parts.prepared.cuts)
+        self._stepped = SteppedModels(parts.loop, parts.prepared.cuts)
         worker = parts.view.worker
         self.device, self.host = worker.device, worker.cluster.of(worker.place.rank).name
         self.strategy, self.folder, self.state = parts.strategy, parts.folder, parts.prepared.state
@@ -168,7 +172,7 @@ class Run:
     def prepare(
         self,
         *objects: Any,
-        loss: Loss | None = None,
+        loss: Reduction | None = None,
         weigh: Weigh | None = None,
         accumulate: int | None = None,
         shares: Shares | Any = None,
@@ -234,6 +238,19 @@ class Run:
         inputs of their own. Whether dropout acts is the model's own matter: say `model.eval()` before. Collective where the model is cut.
         """
         return self._inference.forward(model, inputs, options)
+
+    def step(self, model: nn.Module, *batch: Any, loss: Loss, weigh: Weigh | None = None, **options: Any) -> Tensor:
+        """Go forward and back, and return the loss of my part of the batch: the step of a loop for models in any layout.
+
+        `batch` is what the model gets, and last the target; `loss(output, target)` is one number. `options` are the model's too. With an
+        axis `stage` all workers along it call this with the same batch, it is cut into micro-batches along the first dimension of tensors,
+        and the loss is a mean over samples, or over what the loader's `weigh` counts (or `weigh`, of a tuple of all that is given here).
+        Where gradients are off, as in an evaluation, nothing goes back. The scale of a prepared GradScaler is applied here, so what is left
+        is to call `scaler.step` and `scaler.update`.
+
+        Raises `DataError` on all workers along `stage`, where they got different batches.
+        """
+        return self._stepped.step(model, batch, options, loss, weigh)
 
     def event(self, what: str) -> None:
         """Note that something happened, for the summary."""

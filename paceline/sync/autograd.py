@@ -28,6 +28,7 @@ from paceline.sync.abilities import Abilities
 from paceline.sync.base import GradientSource, Slot, Sync
 from paceline.sync.context import SyncContext
 from paceline.sync.gradient_guard import GradientGuard, explain_changed
+from paceline.sync.joined_passes import JoiningTracker
 from paceline.sync.transaction import Addends, Deliver, PlainTransaction, Transaction
 
 
@@ -50,8 +51,12 @@ class ParameterHook:
         self.version = 0
         self.given = 0  # id of what p.grad was set to, in the strategy's memory, which counts references to see whether others hold it
 
+    def put_added_up(self, total: Tensor) -> None:
+        """Let `total` be the sum of what passes have reached, and is not exchanged yet."""
+        self.carry, self.touched = total, True
 
-class GradientTracker:
+
+class GradientTracker(JoiningTracker):
     """Follows the backward passes over some parameters, on behalf of a strategy. `prepare` sets the step's state when a pass begins."""
 
     def __init__(self, sync: Sync, context: SyncContext, abilities: Abilities, prepare: Callable[[], None]) -> None:
@@ -114,7 +119,7 @@ class GradientTracker:
             parameter.grad = None
             if not self.open:
                 self._begin()
-            if self._silent or hook.carry is not None or grad.requires_grad:
+            if self._silent or hook.number in self.late or hook.carry is not None or grad.requires_grad:
                 self._add_up(hook, grad, self._scale)
             else:
                 hook.touched = True
@@ -147,15 +152,11 @@ class GradientTracker:
         step_state = self.context.step_state
         self.open = True
         self.begun += 1
-        self._silent = step_state.defer_exchange
         self._scale = 0.0 if step_state.ghost else step_state.scale
         self._deliver = self.transaction.deliver()
-        Variable._execution_engine.queue_callback(self._end)
-
-    @property
-    def replicas_diverge(self) -> bool:
-        """Whether the strategy changes parameters otherwise than by gradients."""
-        return self.sync.replicas_diverge
+        if not self.joins:
+            self._silent = step_state.defer_exchange
+            Variable._execution_engine.queue_callback(self._end)
 
     def weigh(self) -> float:
         """Return what this worker's gradients count in the pass under way; begin one if none is."""
@@ -167,7 +168,7 @@ class GradientTracker:
         """Take the gradient of a cut parameter, which counts as it is, from a source of gradients."""
         hook = self._by_id[id(parameter)]
         self._set_apart_first(hook)
-        if self._silent or hook.carry is not None:
+        if self._silent or hook.number in self.late or hook.carry is not None:
             self._add_up(hook, grad, 1.0)
         else:
             hook.touched = True
@@ -226,9 +227,10 @@ class GradientTracker:
             )
         hook.touched = True
         grad = grad.mul_(scale) if scale else torch.zeros_like(grad)
-        total = grad if hook.carry is None else added(hook.carry, grad) if self._silent else added(grad, hook.carry)
-        hook.carry = total if self._silent else None
-        if not self._silent:
+        keeps = self._silent or hook.number in self.late
+        total = grad if hook.carry is None else added(hook.carry, grad) if keeps else added(grad, hook.carry)
+        hook.carry = total if keeps else None
+        if not keeps:
             self._deliver(hook.number, total, 1.0)
 
     # ---- at its end
@@ -243,7 +245,7 @@ class GradientTracker:
         if self.since:
             self.computed(started)
         for hook in self.hooks:
-            if not hook.touched:
+            if not hook.touched or hook.carry is not None:
                 self._give_leftover(hook)
         uneven = not self.sync.exchanges_in_backward and self._uneven()
         results = self.transaction.exchange(functools.partial(self.sync.backward_done, where))

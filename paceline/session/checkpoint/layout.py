@@ -24,6 +24,7 @@ class StateLayout:
     rank: int
     placements: Placements
     renewed: Callable[[Parameter], Parameter | None] = lambda parameter: None
+    level: Callable[[], None] = lambda: None  # has all workers know what a state has of all; collective
 
     @property
     def is_cut(self) -> bool:
@@ -32,7 +33,7 @@ class StateLayout:
 
     def writes(self, placement: Placement) -> bool:
         """Whether this worker is the first of those that hold the same part of a parameter."""
-        return self._is_first(self.rank, placement.axes)
+        return not placement.copy and self._is_first(self.rank, placement.axes)
 
     def writers(self) -> list[int]:
         """Return the workers that write parts of parameters, the first one of all among them."""

@@ -79,6 +79,7 @@ class CutParts:
     def reserve(self, folder: Path, state: Versioned, settle: Callable[[], None]) -> PendingParts:
         """Make a folder for the checkpoint of `state` that all workers see; `settle` is called by the first worker before. Collective."""
         agreement, rank, layout = self.agreement, self.agreement.group.rank, self.layout
+        layout.level()
 
         def make() -> bytes:
             settle()

@@ -32,8 +32,9 @@ def clip(parameters: Iterable[Tensor], max_norm: float, norm_type: float, *, cut
             continue
         seen.add(id(trained))
         grads.append(trained.grad)
-        kind = frozenset(cuts.placements.of(trained).axes) & frozenset(axes.cut)
-        if trained.grad.numel():  # the largest of no numbers is none
+        placement = cuts.placements.of(trained)
+        kind = frozenset(placement.axes) & frozenset(axes.cut)
+        if trained.grad.numel() and not placement.copy:  # the largest of no numbers is none
             norms[kind].append(torch.linalg.vector_norm(trained.grad, norm_type, dtype=torch.float64))
     sums = {kind: _joined(mine, norm_type) for kind, mine in norms.items()}
     groups = {kind: axes.groups.along(*kind) for kind in sums if kind}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn import Parameter
@@ -21,7 +21,11 @@ from paceline.session.axes import RunAxes
 from paceline.session.prepare.initial import InitialValues
 from paceline.sync.base import Slot
 
+if TYPE_CHECKING:
+    from paceline.parallel.pipelining.model import PipelinedModel
+
 Asked = ModelCut | str | Sequence[ModelCut]
+ORDER = ("tensor", "stage", "shard")  # layers are cut first, then dealt, and what a worker has left of them is shared out
 
 
 class ModelCuts:
@@ -35,6 +39,7 @@ class ModelCuts:
         self.applied: list[ModelCut] = []
         self.sources: list[CutGradients] = []
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.pipelines: list[tuple[nn.Module, PipelinedModel]] = []
         self._used: set[str] = set()
         self._endings: list[Callable[[], None]] = []
         self._renewed: dict[int, tuple[weakref.ref[Parameter], Parameter]] = {}  # by the id of what was cut
@@ -49,7 +54,7 @@ class ModelCuts:
                     f"cut={spell(cut)} is along `{cut.axis}`, and the mesh ({mesh}) doesn't have that: say pl.start(mesh={cut.axis!r}), or "
                     f"paceline run --mesh {cut.axis}, and all workers are along it (mesh='data, {cut.axis}=2': two of each replica)"
                 )
-        return cuts
+        return tuple(sorted(cuts, key=lambda cut: ORDER.index(cut.axis) if cut.axis in ORDER else len(ORDER)))
 
     def apply(
         self,
@@ -71,12 +76,16 @@ class ModelCuts:
                 for name, parameter in before.items():
                     self.placements.add(parameter, self.placements.of(parameter, prefix + name))
                 context = CutContext(axes.mesh, axes.groups, axes.slice.step_state, self.placements, self.seed, axes.slice.announce)
+                context.known, context.record = self.trained, self._record
                 cut.apply(model, context)
                 self._note(before, dict(model.named_parameters()), context.renewed)
                 self._used.add(cut.axis)
                 sources += context.sources
                 self.applied += [] if cut in self.applied else [cut]
                 self._endings += context.endings
+                self.pipelines += context.pipelines
+        for _, pipeline in self.pipelines:
+            pipeline.check(lambda p: self.placements.of(self.trained(p)).is_flat)
         self.sources += sources
         initial.give(self.placements, axes.everyone, axes.slice.announce)
         return sources
@@ -130,6 +139,30 @@ class ModelCuts:
                 seen.add(id(parameter))
                 placement, optimizer = self.placements.of(parameter, slot.name), slot.optimizer or owners.get(id(parameter))
                 yield slot._replace(name=placement.name, parameter=parameter, optimizer=optimizer, shard=placement.axes)
+
+    def _record(self, what: str, began: int, ended: int) -> None:
+        self._axes.slice.trace.record(what, "pipeline", began, ended)
+
+    def pipeline_of(self, model: nn.Module) -> PipelinedModel | None:
+        """Return the pipeline that a model is cut into; None for one whose layers are all here."""
+        return next((found for other, found in self.pipelines if other is model), None)
+
+    def without_stages(self, models: Iterable[nn.Module]) -> list[nn.Module]:
+        """Return the models whose layers are all here."""
+        return [model for model in models if self.pipeline_of(model) is None]
+
+    def check_statistics(self, asked: str | None) -> None:
+        """Raise `UsageError` where statistics of the global batch are asked for, and layers are on several workers."""
+        if asked == "sync" and self.pipelines:
+            raise UsageError(
+                "batchnorm='sync' can't be had with layers on several workers (pipeline): leave it out, and statistics are those of each "
+                "micro-batch, on its worker"
+            )
+
+    def level(self) -> None:
+        """Let all workers know what only those of a stage do, and a state has of all: buffers. Collective."""
+        for _, found in self.pipelines:
+            found.share_buffers()
 
     def end(self) -> None:
         """End what cuts have begun, as the run is over."""

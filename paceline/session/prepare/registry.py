@@ -58,8 +58,7 @@ class Prepared:
         self.context = context = axes.slice
         self.survives = context.survives
         self._backward, self._loop, self._device, self.subgroups = backward, loop, device, subgroups
-        self._synchronous: list[nn.Module] = []
-        self._wishes = PrepareOptions()
+        self._synchronous, self._wishes = list[nn.Module](), PrepareOptions()
         self.measured = False  # some metric was prepared
         self._unstepped: set[int] = set()  # the ids of optimizers
         self._bindings = hooks.OptimizerBindings(self._begins)
@@ -88,6 +87,7 @@ class Prepared:
         check_asked(given["init"], by_kind["model"], self._fresh(by_kind["model"]))
         if by_kind["model"] or by_kind["optimizer"]:
             self._replicate(by_kind["model"], by_kind["optimizer"], options)
+            self.cuts.check_statistics(given["batchnorm"])
         for metric in [*by_kind["metric"], *(metric for model in by_kind["model"] for metric in metrics.within(model))]:
             self._count_in(metric)
         for kind, bind in (("scheduler", hooks.bind_scheduler), ("scaler", functools.partial(scaling.bind_scaler, axes=self.axes))):
@@ -133,8 +133,8 @@ class Prepared:
                     "a model has BatchNorm layers, whose statistics are those of all workers in each step, and with staleness or "
                     "backup_workers they are not in lockstep: say prepare(..., batchnorm='local'), or use another kind of norm"
                 )
-            self._synchronous += [model for model in models if model not in self._synchronous]
-            self._synchronise(models)
+            self._synchronous += [model for model in self.cuts.without_stages(models) if model not in self._synchronous]
+            self._synchronise(self._synchronous)
         for optimizer in self._fresh(optimizers):
             if self._device.type == "cuda" and optimizer.state:
                 optimizer.load_state_dict(optimizer.state_dict())  # its state follows the parameters
@@ -219,7 +219,7 @@ class Prepared:
             if self._remote is not None or self.tables.has(optimizer):
                 self._bindings.remote[id(optimizer)] = self._remote_steps
             hooks.bind_optimizer(optimizer, loop, self._bindings, accumulate=accumulate)
-        if self.context.group.size == 1 and not accumulate and not self.survives:
+        if self.context.group.size == 1 and not accumulate and not self.survives and not self.cuts.pipelines:
             return
         handles = self.tables.handles()
         slots = [slot for slot in self.slots if id(slot.parameter) not in handles]

@@ -1,4 +1,4 @@
-"""Workers that differ along `tensor` alone: they run the same script on the same samples, with the same random numbers.
+"""Workers that differ along `stage` and `tensor` alone: they run the same script on the same samples, with the same random numbers.
 
 tensor 0   batch 17   dropout 0.31 0.77 ...
 tensor 1   batch 17   dropout 0.31 0.77 ...      what either of them draws or reads otherwise would be another training
@@ -25,29 +25,30 @@ EARLY, OFTEN = 3, 100  # batches that are compared: the first ones, and one in s
 
 def check(options: Mapping[str, Any], axes: RunAxes) -> None:
     """Raise `UsageError` for options of a loader that can't be had where workers have the same samples."""
-    if axes.mesh.extent("tensor") == 1:
+    if axes.mesh.extent("tensor") * axes.mesh.extent("stage") == 1:
         return
     if options["readers"] == "host":
         axes.refuse('readers="host"', "leave it out, and each worker reads the stream")
     if options["shard"] == "mine":
         raise UsageError(
-            f'shard="mine" has each rank read samples of its own, and workers along `tensor` of the mesh ({axes.mesh}) need the same ones: '
-            "leave it out, and deal the whole stream"
+            f'shard="mine" has each rank read samples of its own, and workers along `stage` and `tensor` of the mesh ({axes.mesh}) need '
+            "the same ones: leave it out, and deal the whole stream"
         )
 
 
 def share_randomness(axes: RunAxes) -> None:
-    """Let torch, Python and numpy draw on all workers along `tensor` what they draw on the first of them. Collective."""
-    group = axes.groups.along("tensor")
+    """Let torch, Python and numpy draw on all workers along `stage` and `tensor` what they draw on the first of them. Collective."""
+    group = axes.groups.along("stage", "tensor")
     if group.size > 1:
         states = group.agree(pack(rng.shared_state(), what="the state of random generators") if group.rank == 0 else b"")
         rng.put_shared(unpack(states[0]))
 
 
 def compared(move: Callable[[Any], Any] | None, axes: RunAxes) -> Callable[[Any], Any] | None:
-    """Return what brings a batch to its device, after some of them have been compared along `tensor`."""
-    group = axes.groups.along("tensor")
-    return move if group.size == 1 else BatchComparer(group, axes.groups.meter("tensor"), move, axes.slice.announce)
+    """Return what brings a batch to its device, after some of them have been compared along `stage` and `tensor`."""
+    group = axes.groups.along("stage", "tensor")
+    meter = axes.groups.meter("tensor" if axes.mesh.extent("tensor") > 1 else "stage")
+    return move if group.size == 1 else BatchComparer(group, meter, move, axes.slice.announce)
 
 
 def tensors_of(batch: Any) -> Iterator[Tensor]:
@@ -73,7 +74,7 @@ def check_equal(group: Group, batch: Any, what: str, hint: str) -> None:
     other = next((rank for rank, value in enumerate(found) if value != found[0]), None)
     if other is not None:
         one, two = group.global_rank(0), group.global_rank(other)
-        raise DataError(f"{what} is not the same on ranks {one} and {two}, which differ along `tensor` alone: {hint}")
+        raise DataError(f"{what} is not the same on ranks {one} and {two}, which need the same samples: {hint}")
 
 
 class BatchComparer:

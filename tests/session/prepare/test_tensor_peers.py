@@ -34,7 +34,7 @@ def test_batches_that_differ_along_tensor_are_found() -> None:
         for x, _ in loader:
             model(x)
 
-    with pytest.raises(DataError, match="batch 1 of a loader is not the same on ranks 0 and 1, which differ along `tensor` alone"):
+    with pytest.raises(DataError, match="batch 1 of a loader is not the same on ranks 0 and 1, which need the same samples"):
         workers(2, body, mesh="tensor=2")
 
 

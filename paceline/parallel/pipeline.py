@@ -1,0 +1,161 @@
+"""Pipelines: consecutive layers of a model are on different workers along `stage`, and micro-batches go through them (Huang et al. 2019).
+
+    pipeline("tokens, blocks.*, norm, head", schedule="1f1b", micro_batches=8)
+
+    loss = run.step(model, x, y, loss=F.cross_entropy)       forward and backward through all stages; the loss on every worker
+
+Each worker keeps the parameters of its stages, and pieces of no elements in the place of all others. So optimizers, checkpoints and counts
+see the whole model everywhere, and the values of each parameter once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar, Literal
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from paceline.comm.pairs import pairs
+from paceline.errors import UsageError
+from paceline.formatting import spell
+from paceline.parallel.cut import CutContext
+from paceline.parallel.pipelining.chain import LayerGraph, part_parameters, trace_layers
+from paceline.parallel.pipelining.model import PipelinedModel, PipelineTerms, SharedParameter, StageSplit
+from paceline.parallel.pipelining.schedules import check, make_schedule
+
+PER_WORKER = 4  # micro-batches for each worker along `stage`, where the script doesn't say
+
+
+@dataclass(frozen=True)
+class pipeline:
+    """Cut a model between layers, along the axis `stage` of the mesh.
+
+    `layers`: names and patterns of modules in the order of the forward, "tokens, blocks.*, norm, head", or "auto". `schedule`: gpipe, 1f1b,
+    interleaved, zero-bubble or zbv. `micro_batches`: how many each worker's share of a batch is cut into (default: 4 for each stage's
+    worker). `chunks`: stages on each worker, for interleaved. `split`: layers of each stage, or "even" for about as many parameters each.
+    `trace=False` calls the layers one after the other, and not as the model's forward does.
+    """
+
+    layers: str | Sequence[str] = "auto"
+    schedule: str = "1f1b"
+    micro_batches: int | None = None
+    chunks: int | None = None
+    split: Sequence[int] | Literal["even"] = "even"
+    trace: bool = True
+    axis: ClassVar[str] = "stage"
+
+    __repr__ = spell
+
+    @property
+    def travels(self) -> str:
+        return "activations go to the next stage, and their gradients come back, for each micro-batch"
+
+    def apply(self, model: nn.Module, context: CutContext) -> None:
+        group = context.groups.another(self.axis)
+        count = PER_WORKER * group.size if self.micro_batches is None else self.micro_batches
+        chunks = check(self.schedule, group.size, count, self.chunks)
+        placed = make_schedule(self.schedule, group.size, count, self.chunks).placed
+        graph = trace_layers(model, self.layers, trace=self.trace)
+        split = StageSplit(_bounds(model, graph, self.split, len(placed), chunks), placed)
+        users = _users(model, graph, split)
+        ties, mine, elsewhere = list[SharedParameter](), dict[str, Parameter](), dict[str, Parameter]()
+        rank = context.groups.along(self.axis).rank
+        for name, parameter in list(model.named_parameters()):
+            stages = users[id(parameter)]
+            places, placement = sorted({placed[stage] for stage in stages}), context.placements.of(parameter, name)
+            among = group.sub(places) if len(places) > 1 else None
+            if rank in places:
+                context.placements.add(parameter, placement.along(self.axis, copy=places[0] != rank))
+                mine[name] = parameter
+                ties += [SharedParameter(parameter, among)] * (len(stages) > 1)
+            else:
+                empty = _empty(parameter)
+                _replace(model, parameter, empty)
+                context.renew(parameter, empty, placement.elsewhere(self.axis))
+                elsewhere[name] = empty
+        terms = PipelineTerms(self.schedule, count, self.chunks, pads=context.mesh.extent("shard") > 1)
+        made = PipelinedModel(
+            model,
+            graph,
+            split,
+            terms,
+            group=group,
+            pairs=pairs(group),
+            ties=ties,
+            mine=mine,
+            elsewhere=elsewhere,
+            trained=context.known,
+            record=lambda action, began, ended: context.record(str(action), began, ended),
+        )
+        context.pipelines.append((model, made))
+        context.endings.append(made.close)
+
+
+def _users(model: nn.Module, graph: LayerGraph, split: StageSplit) -> dict[int, list[int]]:
+    """Return the stages that use each parameter, by its id."""
+    found = dict[int, list[int]]()
+    for stage in range(len(split.placed)):
+        for key in {id(parameter) for _, parameter in part_parameters(model, graph.part(*split.range(stage)))}:
+            found.setdefault(key, []).append(stage)
+    return found
+
+
+def _bounds(model: nn.Module, graph: LayerGraph, asked: Sequence[int] | str, stages: int, chunks: int) -> tuple[int, ...]:
+    """Return the first layer of each stage, and the end."""
+    layers = len(graph.layers)
+    if layers < stages:
+        raise UsageError(
+            f"pipeline(): {stages} stages ({chunks} on each worker) for {layers} layers ({', '.join(graph.layers[:6])}...): each stage "
+            "needs one at least; name smaller layers, or give `stage` fewer workers"
+        )
+    if not isinstance(asked, str):
+        counts = list(asked)
+        if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
+            raise UsageError(f"split={counts!r}: there are {layers} layers and {stages} stages, and each stage takes 1 layer or more")
+    elif asked == "even":
+        counts = _even([_numel(model, graph, at) for at in range(layers)], stages)
+    else:
+        raise UsageError(f"split={asked!r} is unknown; give the layers of each stage, split=[3, 4, 4, 1], or 'even'")
+    bounds = [0]
+    for count in counts:
+        bounds.append(bounds[-1] + count)
+    return tuple(bounds)
+
+
+def _numel(model: nn.Module, graph: LayerGraph, layer: int) -> int:
+    return sum({id(p): p.numel() for _, p in part_parameters(model, graph.part(layer, layer + 1))}.values())
+
+
+def _even(sizes: Sequence[int], stages: int) -> list[int]:
+    """Cut layers of these sizes into consecutive stages, the largest of which is as small as it can be."""
+    best = [[0.0] * (len(sizes) + 1) for _ in range(stages + 1)]
+    cut = [[0] * (len(sizes) + 1) for _ in range(stages + 1)]
+    for end in range(1, len(sizes) + 1):
+        best[1][end] = float(sum(sizes[:end]))
+    for stage in range(2, stages + 1):
+        for end in range(stage, len(sizes) + 1):
+            options = [(max(best[stage - 1][at], float(sum(sizes[at:end]))), at) for at in range(stage - 1, end)]
+            best[stage][end], cut[stage][end] = min(options)
+    ends = [len(sizes)]
+    for stage in range(stages, 1, -1):
+        ends.append(cut[stage][ends[-1]])
+    ends.append(0)
+    return [one - two for one, two in pairwise(ends)][::-1]
+
+
+def _empty(parameter: Parameter) -> Parameter:
+    """Make what stands for a parameter that is elsewhere."""
+    return Parameter(
+        torch.empty(0, dtype=parameter.dtype, device="cpu" if parameter.is_meta else parameter.device), parameter.requires_grad
+    )
+
+
+def _replace(model: nn.Module, old: Parameter, new: Parameter) -> None:
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is old:
+                module._parameters[name] = new

@@ -1,0 +1,339 @@
+"""A model whose layers are on several workers, as one of them has it: its stages, and what all of them do together in a step.
+
+step    all say what they were given          rows, and what is wrong with it
+        the schedule                          executor.py
+        tied weights                          gradients are summed over the stages that have them
+        all say how it ended                  the loss, and which parameters have gradients
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgpack
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from paceline.comm.group import Group
+from paceline.comm.pairs import Pairs
+from paceline.errors import DataError, PacelineError, UsageError
+from paceline.parallel.pipelining.batches import Share, cut_batch
+from paceline.parallel.pipelining.chain import LayerGraph, StagePart, part_parameters
+from paceline.parallel.pipelining.executor import MicroBatch, Passes, PipelineExecutor, PipelinePass, Record
+from paceline.parallel.pipelining.schedule import PipelineSchedule
+from paceline.parallel.pipelining.schedules import make_schedule
+from paceline.parallel.pipelining.values import Values, pack, unpack
+from paceline.parallel.tensor.random_zone import RandomZone
+
+TOLD = 200  # characters of an error that the others are told
+
+
+class JoinablePasses(Passes, Protocol):
+    """Backward passes of a step, some of whose parameters are exchanged at its end."""
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing is exchanged yet at the end of this step."""
+        ...
+
+    def delay(self, parameters: Sequence[Tensor]) -> None:
+        """Let gradients of these parameters be exchanged at the end of the step alone."""
+        ...
+
+    def total(self, parameter: Tensor) -> Tensor | None:
+        """Return what the step has added up of a delayed parameter."""
+        ...
+
+    def put(self, parameter: Tensor, total: Tensor) -> None:
+        """Let `total` be what the step has added up of a delayed parameter."""
+        ...
+
+    def close(self) -> None:
+        """Exchange what the step has reached."""
+        ...
+
+
+@dataclass(frozen=True)
+class StageSplit:
+    """Which layers are where. `bounds`: the first layer of each stage, and the end; `placed`: the place along `stage` that has each."""
+
+    bounds: tuple[int, ...]
+    placed: tuple[int, ...]
+
+    def held(self, rank: int) -> list[int]:
+        """Return the stages of one worker."""
+        return [stage for stage, place in enumerate(self.placed) if place == rank]
+
+    def range(self, stage: int) -> tuple[int, int]:
+        """Return the first layer of a stage, and the first after it."""
+        return self.bounds[stage], self.bounds[stage + 1]
+
+
+@dataclass(frozen=True)
+class SharedParameter:
+    """A parameter that several stages use. `group`: the workers that have them, where these are several."""
+
+    parameter: Parameter
+    group: Group | None
+
+
+@dataclass
+class PipelineTerms:
+    """How a pipeline runs: the schedule's name, how many micro-batches a batch is cut into, and stages on each worker."""
+
+    schedule: str
+    micro_batches: int
+    chunks: int | None
+    pads: bool = False  # a share of fewer rows has as many micro-batches, as others wait for this worker in each of them
+    made: dict[int, PipelineSchedule] = field(default_factory=dict)
+
+    def count(self, rows: int) -> int:
+        """Return the number of micro-batches of a share of so many rows."""
+        return self.micro_batches if self.pads else max(1, min(self.micro_batches, rows))
+
+    def of(self, ranks: int, count: int) -> PipelineSchedule:
+        """Return the schedule for so many micro-batches, which may be fewer than in other steps."""
+        if count not in self.made:
+            self.made[count] = make_schedule(self.schedule, ranks, count, self.chunks)
+        return self.made[count]
+
+
+class PipelinedModel:
+    """The stages that one worker has of `model`, whose forward runs them from now on, and refuses all other calls.
+
+    `mine` and `elsewhere`: its parameters by name, and what stands for those of other stages. `group` and `pairs` join the workers along
+    `stage`, and nothing else uses them. `trained` says what is trained in the place of a parameter.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        graph: LayerGraph,
+        split: StageSplit,
+        terms: PipelineTerms,
+        *,
+        group: Group,
+        pairs: Pairs,
+        ties: Sequence[SharedParameter],
+        mine: Mapping[str, Parameter],
+        elsewhere: Mapping[str, Parameter],
+        trained: Callable[[Parameter], Parameter],
+        record: Record = lambda action, began, ended: None,
+    ) -> None:
+        self._model, self._graph, self.split, self.terms = model, graph, split, terms
+        self._group, self._pairs, self.ties, self._mine, self._elsewhere, self._trained = (
+            group,
+            pairs,
+            list(ties),
+            dict(mine),
+            dict(elsewhere),
+            trained,
+        )
+        parts = {stage: _StageOfModel(model, graph.part(*split.range(stage))) for stage in split.held(group.rank)}
+        self.stages = parts
+        self._executor = PipelineExecutor(parts, pairs, group.rank, record)
+        self._inside = _refuse_calls(model)
+        self._zone = RandomZone(group.rank) if _may_draw(model) else None
+        self.steps = 0
+        self.last: PipelinePass | None = None
+
+    @property
+    def has_first(self) -> bool:
+        """Whether this worker has the first stage."""
+        return 0 in self.stages
+
+    def check(self, flat: Callable[[Parameter], bool]) -> None:
+        """Raise `UsageError` for what can't be done with stages, after all cuts were made. `flat`: whether a parameter is a flat piece."""
+        names = {id(parameter): name for name, parameter in self._mine.items()}
+        for tie in self.ties:
+            if tie.group is not None and flat(tie.parameter):
+                raise UsageError(
+                    f"{names[id(tie.parameter)]} is tied over stages of the pipeline, and shard() cuts it in other places on each of them: "
+                    "tie no weights over stages where you shard them, or leave out shard()"
+                )
+
+    def close(self) -> None:
+        """Free what the stages are joined by."""
+        self._pairs.close()
+
+    # ---- a step
+
+    def step(self, share: Share, joined: Callable[[], contextlib.AbstractContextManager[JoinablePasses]]) -> float:
+        """Go forward and back through all stages, and return the mean loss of this replica's part of the batch. Collective along `stage`.
+
+        `joined` begins what takes the gradients; nothing goes back where gradients are off.
+        """
+        train = torch.is_grad_enabled()
+        batches, where = self._begin(share, train=train, why="run.step")
+        schedule = self.terms.of(self._group.size, len(batches))
+        with self._alone(), contextlib.ExitStack() as around:
+            passes = around.enter_context(joined()) if train else None
+            if passes is not None:
+                passes.delay([self._trained(tie.parameter) for tie in self.ties])
+            done = self._executor.run(schedule, batches, share.criterion, passes, where=where)
+            if passes is not None and not passes.silent:
+                self._sum_ties(passes)
+        self.last = done
+        return self._end(done, share, batches, train=train)
+
+    def forward(self, share: Share, finish: Callable[[Any], Any] = lambda output: output) -> Any:
+        """Go forward through all stages, and return `finish` of the model's output for the whole batch. Collective along `stage`."""
+        batches, where = self._begin(share, train=False, why="run.forward")
+        schedule = make_schedule("gpipe", self._group.size, len(batches)) if len(set(self.split.placed)) == len(self.split.placed) else None
+        with torch.no_grad(), self._alone():
+            done = self._executor.run(schedule or self.terms.of(self._group.size, len(batches)), batches, None, None, where=where)
+            own = finish(share.whole([done.outputs[number] for number in sorted(done.outputs)])) if done.outputs else None
+            return self._tell(own, where)
+
+    def _tell(self, output: Any, where: str) -> Any:
+        """Send the output from the worker of the last stage to all others."""
+        source, lane = self.split.placed[-1], 2 * len(self.split.placed)
+        if self._group.rank == source:
+            head, tensors = pack({"output": output}, "the model")
+            for work in [self._pairs.send(rank, lane, head, tensors) for rank in range(self._group.size) if rank != source]:
+                work.wait()
+            return output
+        message = self._pairs.receive(source, lane, what=f"the output of the model in {where}").wait()
+        found: Any = unpack(message.head, message.tensors)[0]["output"]
+        return found
+
+    def _begin(self, share: Share, *, train: bool, why: str) -> tuple[list[MicroBatch], str]:
+        """Agree with the other stages on what was given. Raises on all of them, where one can't go on or has another batch."""
+        where = f"{why} {self.steps}"
+        wrong, batches = list[PacelineError](), list[MicroBatch]()
+        try:
+            batches = cut_batch(share, self.terms.count(share.rows), self._graph.bind if self.has_first else None)
+        except PacelineError as error:
+            wrong.append(error)
+        told = msgpack.packb([where, train, share.rows, str(wrong[0])[:TOLD] if wrong else None])
+        answers = [msgpack.unpackb(answer) for answer in self._group.agree(told)]
+        if wrong:
+            raise wrong[0]
+        for rank, (_, _, _, told_by) in enumerate(answers):
+            if told_by is not None:
+                raise DataError(f"{why}: rank {self._group.global_rank(rank)}: {told_by}")
+        for place, what in enumerate(("step", "gradients", "rows")):
+            found = [answer[place] for answer in answers]
+            other = next((rank for rank, value in enumerate(found) if value != found[0]), None)
+            if other is not None:
+                one, two = self._group.global_rank(0), self._group.global_rank(other)
+                raise DataError(
+                    f"{why}: ranks {one} and {two} have other stages of the same model, and got different {what} ({found[0]} and "
+                    f"{found[other]}): give all workers along `stage` the same batch in the same call"
+                )
+        self.steps += 1
+        return batches, where
+
+    def _end(self, done: PipelinePass, share: Share, batches: Sequence[MicroBatch], *, train: bool) -> float:
+        """Tell all stages the loss, and which parameters were reached. Optimizers keep the same of a parameter, wherever it is."""
+        loss = None
+        if done.losses:
+            loss = math.fsum(value * share.worth(batches[number]) for number, value in done.losses.items())
+        names = [name for name, parameter in self._mine.items() if train and self._trained(parameter).grad is not None]
+        answers = [msgpack.unpackb(answer) for answer in self._group.agree(msgpack.packb([loss, names]))]
+        if train:
+            reached = {name for _, mine in answers for name in mine}
+            for name, parameter in self._elsewhere.items():
+                empty = self._trained(parameter)
+                if name in reached and empty.grad is None:
+                    empty.grad = torch.zeros_like(empty)
+        return next(float(value) for value, _ in answers if value is not None)
+
+    def _sum_ties(self, passes: JoinablePasses) -> None:
+        """Sum the gradients of tied weights over the stages that have them."""
+        for tie in self.ties:
+            if tie.group is None or not tie.parameter.requires_grad:
+                continue
+            trained = self._trained(tie.parameter)
+            mine = passes.total(trained)
+            reached = any(answer == b"+" for answer in tie.group.agree(b"-" if mine is None else b"+"))
+            if reached:
+                passes.put(trained, tie.group.all_reduce(torch.zeros_like(trained) if mine is None else mine, name="tied weights").wait())
+
+    def level_ties(self) -> None:
+        """Give all stages that have a tied weight the values of the first of them, as a strategy has rounded each by itself. Collective."""
+        for tie in self.ties:
+            if tie.group is not None:
+                with torch.no_grad():
+                    tie.group.broadcast(self._trained(tie.parameter).data, root=0, name="tied weights").wait()
+
+    def share_buffers(self) -> None:
+        """Give all workers the buffers of all stages, such as running statistics, as a state has them all. Collective along `stage`."""
+        for stage, place in enumerate(self.split.placed):
+            for buffer in _buffers(self._model, self._graph.part(*self.split.range(stage))):
+                self._group.broadcast(buffer, root=place, name="buffers of a stage").wait()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Let the model be called by the executor, and draw random numbers of this stage's own."""
+        device = torch.device("cpu")
+        if self._zone is not None and self._model.training:
+            self._zone.enter(device)
+        self._inside.append(True)
+        try:
+            yield
+        finally:
+            self._inside.pop()
+            if self._zone is not None and self._model.training:
+                self._zone.leave(device)
+
+
+class _StageOfModel:
+    """One stage, which is run by a call of the model: so that hooks on the model, such as those of a cut inside, see it."""
+
+    def __init__(self, model: nn.Module, part: StagePart) -> None:
+        self._model, self._part = model, part
+        self.parameters = list({id(p): p for _, p in part_parameters(model, part) if p.requires_grad}.values())
+
+    def run(self, values: Values) -> Values:
+        found: Values = self._model(_StageCall(self._part, values))
+        return found
+
+
+@dataclass(frozen=True)
+class _StageCall:
+    """What the model is called with by its pipeline."""
+
+    part: StagePart
+    values: Values
+
+
+def _refuse_calls(model: nn.Module) -> list[bool]:
+    """Let the forward of a model run one of its parts for its pipeline, and refuse all other calls; while the list has something in it."""
+    inside: list[bool] = []
+
+    def forward(*args: Any, **options: Any) -> Any:
+        if len(args) == 1 and isinstance(args[0], _StageCall) and inside:
+            return args[0].part.run(args[0].values)
+        raise UsageError(
+            "this model has layers on other workers (pipeline), so it can't be called by itself: write "
+            "loss = run.step(model, x, y, loss=F.cross_entropy), which goes forward and back, or run.forward(model, x)"
+        )
+
+    model.forward = forward
+    return inside
+
+
+def _buffers(model: nn.Module, part: StagePart) -> Iterator[Tensor]:
+    """Yield the buffers that a part uses."""
+    for path in part.modules:
+        yield from model.get_submodule(path).buffers()
+    for path in part.attributes:
+        owner, _, name = path.rpartition(".")
+        if name in (module := model.get_submodule(owner))._buffers:
+            yield module.get_buffer(name)
+
+
+def _may_draw(model: nn.Module) -> bool:
+    """Whether a model has layers that draw random numbers in training."""
+    for module in model.modules():
+        if isinstance(module, nn.RReLU) or (isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0):
+            return True
+        if any("dropout" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items()):
+            return True
+    return False

@@ -1,0 +1,59 @@
+"""A step of a run in one call: forward and backward of a model, whose layers may be on several workers.
+
+    loss = run.step(model, x, y, loss=F.cross_entropy)
+
+is what `loss = F.cross_entropy(model(x), y); loss.backward()` is, and the only way where the mesh has an axis `stage`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.data.spec import Weigh
+from paceline.errors import UsageError
+from paceline.parallel.pipelining.batches import Loss, Share
+from paceline.session.loop.turns import TrainingLoop
+from paceline.session.prepare.cuts import ModelCuts
+
+
+class SteppedModels:
+    """Steps of the models of a run."""
+
+    def __init__(self, loop: TrainingLoop, cuts: ModelCuts) -> None:
+        self._loop, self._cuts = loop, cuts
+
+    def step(self, model: nn.Module, given: tuple[Any, ...], options: Mapping[str, Any], loss: Loss | None, weigh: Weigh | None) -> Tensor:
+        """Go forward with all of `given` but the last, and back from `loss(output, last)`; return that."""
+        if not callable(loss):
+            raise UsageError("run.step needs a loss, a function of the output and the target: run.step(model, x, y, loss=F.cross_entropy)")
+        if not given:
+            raise UsageError("run.step got no batch: write run.step(model, x, y, loss=...), with the target of the loss last")
+        *inputs, target = given
+        found = self._cuts.pipeline_of(model)
+        if found is None:
+            return self._here(model, lambda: loss(model(*inputs, **options), target))
+        loop = self._loop
+        loop.forward(tuple(inputs), dict(options))
+        terms = None if (leader := loop.leader) is None else leader.loader.terms
+        reduction, counted = ("mean", None) if terms is None else (terms.loss, terms.weigh)
+        scalers = [scaler for scaler in loop.scalers if scaler.is_enabled()]
+        scale = loop.context.step_state.loss_scale() if scalers else 1.0
+        share = Share(tuple(inputs), options, target, loss, reduction, weigh or counted, scale)
+        if torch.is_grad_enabled() and (loop.backward.replicas_diverge or loop.context.accounts):
+            found.level_ties()
+        return torch.tensor(found.step(share, loop.backward.joined), dtype=torch.float64)
+
+    def _here(self, model: nn.Module, act: Callable[[], Tensor]) -> Tensor:
+        value = act()
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise UsageError(f"run.step: the loss is a {type(value).__qualname__} that isn't one number; give e.g. loss=F.cross_entropy")
+        if value.requires_grad and torch.is_grad_enabled():
+            root = value
+            for scaler in self._loop.scalers:
+                root = scaler.scale(root) if scaler.is_enabled() else root
+            root.backward()
+        return value.detach()

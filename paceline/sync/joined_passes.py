@@ -1,0 +1,136 @@
+"""Several backward passes as one: those of the micro-batches of a pipeline.
+
+pass of micro-batch 0     adds up
+pass of micro-batch 1     adds up          parameters that two stages share: up to the end, where the stages are summed
+the last one              leaves at once   while other stages still run
+end                       what is left leaves; p.grad = the strategy's result
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from paceline.sync.base import GradientSource, Sync
+from paceline.sync.context import SyncContext
+
+
+class AddedUp(Protocol):
+    """What is known of a parameter: `carry` is what passes have added up of its gradient, and that is not exchanged yet."""
+
+    number: int
+    carry: Tensor | None
+
+    def put_added_up(self, total: Tensor) -> None: ...
+
+
+class JoinedPasses:
+    """Backward passes that count as one (what `GradientTracker.joined` gives)."""
+
+    def __init__(self, tracker: JoiningTracker) -> None:
+        self._tracker = tracker
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing is exchanged at the end, as more passes follow (`run.no_sync`, micro-batches of the loader)."""
+        return self._tracker.context.step_state.defer_exchange
+
+    def begin(self, *, last: bool) -> None:
+        """Begin a pass. `last`: the gradients of the parameters that it reaches are complete with it, and leave at once."""
+        self._tracker.keep_silent(silent=not last)
+
+    def end(self) -> None:
+        """End a pass."""
+        self._tracker.end_sources()
+
+    def delay(self, parameters: Iterable[Tensor]) -> None:
+        """Let the gradients of these parameters leave at the end of all passes alone."""
+        self._tracker.delay(parameters)
+
+    def total(self, parameter: Tensor) -> Tensor | None:
+        """Return what all passes have added up of a delayed parameter; None if none has reached it."""
+        return self._tracker.added_up(parameter).carry
+
+    def put(self, parameter: Tensor, total: Tensor) -> None:
+        """Let `total` be what all passes have added up of a delayed parameter."""
+        self._tracker.added_up(parameter).put_added_up(total)
+
+    def close(self) -> None:
+        """End all passes: exchange what they have reached, unless the whole is silent."""
+        self._tracker.keep_silent(silent=self.silent)
+        self._tracker.close_pass("run.step")
+
+
+class JoiningTracker:
+    """The part of a `GradientTracker` that takes several passes as one."""
+
+    context: SyncContext
+    sync: Sync
+    open: bool
+    _silent: bool
+    _by_id: Mapping[int, AddedUp]
+    _sources: Sequence[GradientSource]
+    joins = False  # passes are parts of one
+    late: frozenset[int] = frozenset()  # numbers of parameters that are added up to the end of passes that are joined
+
+    @contextlib.contextmanager
+    def joined(self) -> Iterator[JoinedPasses]:
+        """Take the backward passes inside of the block as parts of one: the micro-batches of a pipeline."""
+        self.refuse_inside("run.step")
+        if self.open:
+            self.join("run.step")  # raises
+        self.joins = True
+        passes = JoinedPasses(self)
+        try:
+            yield passes
+            passes.close()
+        except BaseException:
+            if self.open:
+                self._forget()
+            raise
+        finally:
+            self.joins, self.late = False, frozenset()
+
+    @property
+    def replicas_diverge(self) -> bool:
+        """Whether the strategy changes parameters otherwise than by gradients."""
+        return self.sync.replicas_diverge
+
+    def refuse_inside(self, where: str) -> None:
+        """Raise `UsageError` if a backward is under way."""
+        raise NotImplementedError
+
+    def join(self, where: str, *, due: bool = False) -> None:
+        """Take part in what the others exchange; raises where a pass ended with an error."""
+        raise NotImplementedError
+
+    def _forget(self) -> None:
+        raise NotImplementedError
+
+    def _close(self, where: str) -> None:
+        raise NotImplementedError
+
+    def close_pass(self, where: str) -> None:
+        """End the pass under way, if there is one."""
+        if self.open:
+            self._close(where)
+
+    def keep_silent(self, *, silent: bool) -> None:
+        """Add up what passes that are joined reach from now on, or hand it to the strategy, unless the whole is silent."""
+        self._silent = silent or self.context.step_state.defer_exchange
+
+    def delay(self, parameters: Iterable[Tensor]) -> None:
+        """Add up the gradients of these parameters until the end of the passes that are joined."""
+        self.late |= {self._by_id[id(parameter)].number for parameter in parameters if id(parameter) in self._by_id}
+
+    def added_up(self, parameter: Tensor) -> AddedUp:
+        """Return what was added up of a parameter."""
+        return self._by_id[id(parameter)]
+
+    def end_sources(self) -> None:
+        """Have the sources of cut gradients deliver what is left of one of the passes that are joined."""
+        for source in self._sources if self.open else ():
+            source.end_pass()

@@ -1,0 +1,64 @@
+"""Backward in two halves gives what a whole one gives."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from paceline.parallel.pipelining.halves import input_half, weight_half
+from tests.harness.models import fill
+
+
+class Odd(nn.Module):
+    """Parameters before, beside and apart from what comes in, one used twice, one not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.beside, self.unused = nn.Linear(4, 6), nn.Linear(6, 4), nn.Embedding(3, 4), nn.Linear(2, 2)
+        self.apart = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        wide = torch.relu(self.up(x)) * torch.sigmoid(self.up(y))
+        out = self.down(wide) + self.beside.weight[1]
+        return out, out.transpose(0, 1), self.apart * 2
+
+
+def test_two_halves_are_a_whole() -> None:
+    model = Odd().double()
+    fill(model)
+    numbers = torch.Generator().manual_seed(5)
+    x, y = (torch.randn(5, 4, generator=numbers, dtype=torch.float64) for _ in range(2))
+    grads = [torch.randn(shape, generator=numbers, dtype=torch.float64) for shape in ((5, 4), (4, 5), (4,))]
+
+    def backward(*, halves: bool) -> list[torch.Tensor | None]:
+        model.zero_grad()
+        entries = [x.clone().requires_grad_(), y.clone().requires_grad_()]
+        outputs = model(*entries)
+        parameters = list(model.parameters())
+        if not halves:
+            torch.autograd.backward(outputs, grads)
+            return [*(entry.grad for entry in entries), *(p.grad for p in parameters)]
+        hooked = list[int]()
+        handles = [p.register_post_accumulate_grad_hook(lambda p: hooked.append(id(p))) for p in parameters]
+        found, later = input_half(outputs, grads, entries, parameters)
+        assert not hooked
+        assert all(p.grad is None for p in parameters)
+        weight_half(later)
+        assert len(hooked) == len(set(hooked)) == sum(p.grad is not None for p in parameters)
+        for handle in handles:
+            handle.remove()
+        return [*found, *(p.grad for p in parameters)]
+
+    wanted, got = backward(halves=False), backward(halves=True)
+    assert [grad is None for grad in wanted] == [grad is None for grad in got]
+    for one, two in zip(wanted, got, strict=True):
+        assert one is None or two is None or torch.allclose(one, two, atol=1e-14, rtol=0)
+
+
+def test_what_goes_through_as_it_is_has_its_gradient() -> None:
+    x = torch.ones(3, requires_grad=True)
+    weight = nn.Parameter(torch.ones(3))
+    found, later = input_half([x, x * weight], [torch.full((3,), 2.0), torch.full((3,), 5.0)], [x], [weight])
+    weight_half(later)
+    assert found[0] is not None and found[0].tolist() == [7.0] * 3
+    assert weight.grad is not None and weight.grad.tolist() == [5.0] * 3

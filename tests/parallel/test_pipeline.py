@@ -1,0 +1,214 @@
+"""Pipelines against one process: every schedule, ties, shares, other cuts beside, and what can't be done."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import paceline as pl
+from paceline.errors import DataError, PacelineError, UsageError
+from paceline.parallel.pipeline import pipeline
+from paceline.session.run import Run
+from paceline.sync.allreduce import AllReduce
+from tests.harness.models import fill
+from tests.harness.pipelines import LAYERS, gpt, next_tokens, same, trained
+from tests.harness.runs import Numbered, workers
+
+TENSOR = pl.tensor(
+    {
+        "blocks.*.attention.qkv": pl.column(parts=3),
+        "blocks.*.attention.out": pl.row(),
+        "blocks.*.up": pl.column(),
+        "blocks.*.down": pl.row(),
+    },
+    divide=["blocks.*.attention.heads"],
+)
+
+
+def untied() -> nn.Module:
+    return gpt(tied=False)
+
+
+@pytest.mark.parametrize("mesh", ["stage=2", "stage=4"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+def test_a_pipeline_ends_where_one_process_does(mesh: str, schedule: str) -> None:
+    # tied embeddings, a last batch of 5 for 4 micro-batches, clipping, AdamW
+    same(mesh, pipeline(LAYERS, schedule=schedule, micro_batches=4))
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+def test_a_worker_may_have_two_stages(schedule: str) -> None:
+    same("stage=2", pipeline(LAYERS, schedule=schedule, micro_batches=4))
+
+
+def test_replicas_of_a_pipeline_share_batches() -> None:
+    same("data=2, stage=2", pipeline(LAYERS, micro_batches=4), options={"shares": [3, 1]})
+    same("data=2, stage=2", pipeline(LAYERS, schedule="interleaved", micro_batches=3))
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_what_a_stage_has_may_be_shared_out(zero: Any) -> None:
+    # the last batch gives one worker 3 samples and the other 2: both go through 4 micro-batches
+    same("shard=2, stage=2", [pipeline(LAYERS, micro_batches=4), pl.shard("blocks.*", zero=zero)], build=untied)
+
+
+def test_layers_of_a_stage_may_be_cut() -> None:
+    same("tensor=2, stage=2", [pipeline(LAYERS, micro_batches=4), TENSOR])
+
+
+def test_all_axes_work_at_once() -> None:
+    same("data=2, tensor=2, stage=2", [TENSOR, pipeline(LAYERS, schedule="zero-bubble", micro_batches=3)])
+    same("shard=2, tensor=2, stage=2", [pl.shard("blocks.*"), TENSOR, pipeline(LAYERS, micro_batches=4)], build=untied)
+
+
+def test_a_user_names_the_layers_of_each_stage() -> None:
+    def held(run: Run, model: nn.Module) -> list[str]:
+        return sorted(name for name, parameter in model.named_parameters() if parameter.numel())
+
+    first, second = same("stage=2", pipeline(LAYERS, micro_batches=2, split=[3, 5]), build=untied, ended=held)
+    assert all(name.startswith(("tokens", "positions", "blocks.0")) for name in first)
+    assert second[-1].startswith("norm") and any(name.startswith("blocks.1") for name in second)
+
+
+class Net(nn.Module):
+    """Branches, a skip over all layers, a value that is None, and one that is a number, between the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = nn.Linear(6, 7), nn.Linear(7, 7), nn.Linear(7, 7)
+        self.rest, self.unused = nn.Linear(7, 6), nn.Linear(2, 2)
+        self.scale = nn.Parameter(torch.ones(6, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        rows, first = x.shape[0], torch.tanh(self.first(x))
+        left = self.left(first).relu_()
+        right = self.right(left)
+        return {"out": self.rest(left * right) + x * self.scale + rows * 0, "nothing": None}
+
+
+def network() -> nn.Module:
+    model = Net().double()
+    del model.unused
+    return fill(model)
+
+
+def test_values_are_carried_over_stages() -> None:
+    def loss(out: Any, y: torch.Tensor) -> torch.Tensor:
+        assert out["nothing"] is None
+        return F.mse_loss(out["out"][:, : y.shape[1]], y)
+
+    for schedule in ("1f1b", "zero-bubble"):
+        cut = pipeline("first, left, right, rest", schedule=schedule, micro_batches=3)
+        same("stage=4", cut, build=network, data=Numbered, loss=loss, clip=None)
+
+
+def test_int8_between_replicas_keeps_tied_weights_tied() -> None:
+    def tied(run: Run, model: nn.Module) -> list[float]:
+        cuts = run._prepared.cuts
+        run._stepped._cuts.pipelines[0][1].level_ties()
+        return [float(cuts.trained(parameter).detach().sum()) for name, parameter in model.named_parameters() if name == "tokens.weight"]
+
+    found = workers(4, trained(pipeline(LAYERS, micro_batches=2), ended=tied), mesh="data=2, stage=2", strategy=AllReduce(codec=pl.int8()))
+    assert all(torch.equal(found[0][1], values) for _, values, _ in found)
+    assert found[0][0][-1] < found[0][0][0]  # it learns
+
+
+def misused(cut: Any, act: Any, size: int = 2, mesh: str = "stage=2") -> PacelineError:
+    """The error of a run in which `act(run, model)` is done after the model was prepared, or of preparing it."""
+
+    def body(run: Run) -> None:
+        model = untied()
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), cut=cut)
+        act(run, model)
+
+    with pytest.raises(PacelineError) as caught:
+        workers(size, body, mesh=mesh)
+    return caught.value
+
+
+def nothing(run: Run, model: nn.Module) -> None:
+    """Do nothing."""
+
+
+X, Y = torch.zeros(4, 5, dtype=torch.long), torch.zeros(4, 5, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("cut", "words"),
+    [
+        (pipeline("tokens, positions, blocks.*, norm, head", split=[1, 1]), r"split=\[1, 1\]: there are 8 layers and 2 stages"),
+        (pipeline("tokens, blocks.*", trace=False), "no layer has the parameters positions.weight"),
+        (pipeline("tokens, positions, blocks, norm, head", schedule="interleaved", micro_batches=4, chunks=4), "8 stages .* for 5 layers"),
+        (pipeline(LAYERS, schedule="interleaved", micro_batches=1), "interleaved with micro_batches=1"),
+        (pipeline(LAYERS, schedule="gpip"), "no schedule 'gpip'"),
+        (pipeline(LAYERS, split="odd"), "split='odd'"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_makes_no_pipeline_is_refused(cut: pipeline, words: str) -> None:
+    error = misused(cut, nothing)
+    assert isinstance(error, UsageError)
+    assert re.search(words, str(error)), str(error)
+
+
+def test_a_model_with_stages_elsewhere_cant_be_called() -> None:
+    error = misused(pipeline(LAYERS), lambda run, model: model(X))
+    assert "run.step(model, x, y, loss=F.cross_entropy)" in str(error)
+
+
+def test_other_batches_on_two_stages_are_named() -> None:
+    def act(run: Run, model: nn.Module) -> None:
+        rows = 4 if run.rank == 0 else 3
+        run.step(model, X[:rows], Y[:rows], loss=next_tokens)
+
+    error = misused(pipeline(LAYERS), act)
+    assert isinstance(error, DataError)
+    assert "different rows (4 and 3)" in str(error)
+
+
+def test_a_loss_that_is_no_number_is_refused() -> None:
+    error = misused(pipeline(LAYERS, micro_batches=1), lambda run, model: run.step(model, X, Y, loss=lambda out, y: out))
+    assert "has to be one number" in str(error) or "rank 1" in str(error)
+
+
+def test_tied_weights_of_stages_cant_be_shared_out() -> None:
+    def body(run: Run) -> None:
+        model = gpt(tied=True)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), cut=[pipeline(LAYERS), pl.shard("blocks.*")])
+
+    with pytest.raises(UsageError, match=r"tokens.weight is tied over stages"):
+        workers(4, body, mesh="shard=2, stage=2")
+
+
+def test_statistics_over_all_workers_are_refused() -> None:
+    def body(run: Run) -> None:
+        model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+        run.prepare(model, cut=pipeline("auto"), batchnorm="sync")
+
+    with pytest.raises(UsageError, match=r"batchnorm='sync' can't be had with layers on several workers"):
+        workers(2, body, mesh="stage=2")
+
+
+def test_an_evaluation_goes_forward_alone() -> None:
+    def body(run: Run) -> tuple[float, bool, torch.Tensor, torch.Tensor]:
+        model, whole = gpt(), gpt()
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), cut=pipeline(LAYERS, micro_batches=3))
+        tokens = torch.arange(20).view(4, 5) % 11
+        with torch.no_grad():
+            loss = run.step(model, tokens, tokens, loss=next_tokens)
+        out = run.forward(model, tokens)
+        reached = any(parameter.grad is not None for parameter in model.parameters())
+        return float(loss) - float(next_tokens(whole(tokens), tokens).detach()), reached, out, whole(tokens).detach()
+
+    for difference, reached, out, wanted in workers(2, body, mesh="stage=2"):
+        assert abs(difference) < 1e-12
+        assert not reached
+        assert torch.allclose(out, wanted, atol=1e-12, rtol=0)
+
+
+def test_accumulated_batches_are_exchanged_once() -> None:
+    same("data=2, stage=2", pipeline(LAYERS, micro_batches=2), options={"accumulate": 2})
