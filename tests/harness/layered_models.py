@@ -97,6 +97,35 @@ class Made(nn.Module):
         return out
 
 
+class Masked(nn.Module):
+    """Blocks that all use a mask and rows of a buffer, both made at the beginning, as Llama's do; sizes, a device and a dtype too."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, mask: Tensor, turns: Tensor) -> Tensor:
+            out: Tensor = x + mask @ self.line(x * turns)
+            return out
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.embed, self.blocks, self.head = nn.Embedding(7, 4), nn.ModuleList(self.Block() for _ in range(blocks)), nn.Linear(4, 2)
+        self.register_buffer("turns", torch.linspace(-1, 1, 36).reshape(9, 4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, count = x.shape
+        here = self.embed(x)
+        dtype, device, turns = here.dtype, here.device, self.turns[:count]
+        mask = torch.full((count, count), 0.5, device=device)
+        mask = torch.tril(mask, diagonal=-1).to(dtype)
+        for block in self.blocks:
+            here = block(here, mask, turns)
+        out: Tensor = self.head(here.double().to(dtype)) + torch.ones(1, device=device)
+        return out
+
+
 def run_parts(graph: LayerGraph, starts: Sequence[int], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
     """Run the parts of a model as stages do, each on tensors that know of no other; return what the model returns, and a backward."""
     values = graph.bind(args, kwargs or {})

@@ -22,7 +22,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map_only
 
 from paceline.errors import UsageError
-from paceline.parallel.pipelining.boundaries import crossing, place_boundaries
+from paceline.parallel.pipelining.boundaries import place_boundaries
+from paceline.parallel.pipelining.flow import ValueFlow
 from paceline.parallel.pipelining.layer_names import LayerNames, find_layers
 from paceline.parallel.pipelining.operations import OUTPUT, Operation, Ref, find, foreign
 from paceline.parallel.pipelining.tracing import trace_operations
@@ -42,25 +43,33 @@ class StagePart:
     """The program of consecutive layers: it makes of the values that it `takes` those that it `gives`.
 
     `modules` and `attributes` are the paths of all modules, parameters and buffers that it uses. They are looked up in the model when they
-    are used, so hooks and other cuts of them work, and modules of other parts may be taken out of the model.
+    are used, so hooks and other cuts of them work, and modules of other parts may be taken out of the model. What is made of numbers and
+    buffers alone, such as a mask, is made by each part that uses it; `dtypes` are values that travel as text.
     """
 
-    def __init__(self, model: nn.Module, operations: Sequence[Operation], takes: Sequence[str], gives: Sequence[str]) -> None:
+    def __init__(
+        self, model: nn.Module, operations: Sequence[Operation], takes: Sequence[str], gives: Sequence[str], dtypes: Iterable[str] = ()
+    ) -> None:
         self._model, self.operations, self.takes, self.gives = model, tuple(operations), tuple(takes), tuple(gives)
         paths = dict.fromkeys(path for operation in operations for path in operation.paths())
         self.modules = tuple(path for path in paths if isinstance(find(model, path), nn.Module))
         self.attributes = tuple(path for path in paths if path not in self.modules)
         last = {name: place for place, operation in enumerate(operations) for name in (operation.name, *operation.reads())}
+        self._dtypes = frozenset(dtypes)
         self._drops = [tuple(name for name in last if last[name] == place and name not in gives) for place in range(len(operations))]
 
     def run(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Run these layers on the values that they take, by name; return those that they give."""
+        if missing := [name for name in self.takes if name not in values]:
+            raise UsageError(f"the stage of {self.modules[0]} takes {', '.join(self.takes)}, and was not given {missing[0]}")
         known = {name: tree_map_only(Tensor, _enter, values[name]) for name in self.takes}
+        for name in self._dtypes.intersection(self.takes):
+            known[name] = getattr(torch, values[name])
         for operation, drops in zip(self.operations, self._drops, strict=True):
             known[operation.name] = operation.call(known, self._model)
             for name in drops:
                 del known[name]
-        gives = {name: known[name] for name in self.gives}
+        gives = {name: str(known[name]).removeprefix("torch.") if name in self._dtypes else known[name] for name in self.gives}
         for name, value in gives.items():
             if name != OUTPUT and (kind := foreign(value)):
                 raise UsageError(
@@ -75,17 +84,19 @@ class LayerGraph:
 
     def __init__(self, model: nn.Module, layers: Sequence[str], inputs: Sequence[str], operations: Sequence[Operation]) -> None:
         self.layers, self.inputs = tuple(layers), tuple(inputs)
-        self.model, self._operations = model, tuple(operations)
-        self._starts = place_boundaries(operations, layers, inputs)
+        self.model, self._operations, self._flow = model, tuple(operations), ValueFlow(model, operations, inputs)
+        self._starts = place_boundaries(self._flow, layers)
 
     def part(self, start: int, stop: int) -> StagePart:
         """Return the program of the layers from `start` to before `stop`."""
         if not 0 <= start < stop <= len(self.layers):
             raise UsageError(f"layers {start} to {stop} are none of the {len(self.layers)} of the model")
         first, end = self._starts[start], self._starts[stop]
-        takes = self.inputs if start == 0 else crossing(self._operations, self.inputs, first)
-        gives = (OUTPUT,) if stop == len(self.layers) else crossing(self._operations, self.inputs, end)
-        return StagePart(self.model, self._operations[first:end], takes, gives)
+        takes = self.inputs if start == 0 else self._flow.crossing(first)
+        gives = (OUTPUT,) if stop == len(self.layers) else self._flow.crossing(end)
+        again = self._flow.repeated(first)
+        dtypes = (operation.name for operation in self._operations if operation.reads_attribute("dtype"))
+        return StagePart(self.model, [*again, *self._operations[first:end]], takes, gives, dtypes)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Give the arguments of a call of the model the names that the first part takes."""

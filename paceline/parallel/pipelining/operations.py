@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 
 OUTPUT = "output of the model"  # the name of what a forward returns: no module or argument can have it
-Kind = Literal["module", "chained", "function", "method", "output"]
+Kind = Literal["module", "chained", "function", "method", "device", "output"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Operation:
     """One call of a forward. `graded` is False where the forward makes it under torch.no_grad().
 
     `target` is the name of a module, the name of a method or a function; "chained" calls a module with what the one before returned, a
-    tuple as several arguments, and "output" is what the forward returns.
+    tuple as several arguments, "device" is the device of what there is, and "output" is what the forward returns.
     """
 
     name: str
@@ -66,6 +66,26 @@ class Operation:
         if self.kind in ("module", "chained"):
             yield self.target
         yield from (leaf.path for leaf in _leaves((self.args, self.kwargs)) if isinstance(leaf, Attribute))
+
+    @property
+    def called(self) -> str:
+        """The name of the function, method or module."""
+        return self.target if isinstance(self.target, str) else getattr(self.target, "__name__", "")
+
+    def reads_attribute(self, name: str) -> bool:
+        """Whether this reads an attribute of a value: x.shape."""
+        return self.target is getattr and self.args[1] == name
+
+    @property
+    def gives_numbers(self) -> bool:
+        """Whether this asks a tensor for its sizes or its dtype."""
+        return self.called in ("size", "dim", "numel") or any(map(self.reads_attribute, ("shape", "ndim", "dtype")))
+
+    @property
+    def is_arithmetic(self) -> bool:
+        """Whether this makes numbers of numbers, if the values that it reads are some."""
+        held = any(isinstance(leaf, Attribute | torch.Tensor) for leaf in _leaves((self.args, self.kwargs)))
+        return not held and getattr(self.target, "__module__", "") in ("_operator", "math")
 
     @property
     def by_mode(self) -> bool:
@@ -97,6 +117,9 @@ class Operation:
                 return self.target(*args, **kwargs)
             case "method":
                 return getattr(args[0], self.target)(*args[1:], **kwargs)
+            case "device":
+                tensors = (leaf for leaf in tree_leaves(dict(values)) if isinstance(leaf, torch.Tensor))
+                return next(tensors, next(model.parameters())).device
             case "output":
                 return args[0]
 
@@ -170,10 +193,9 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return alike and not one.is_meta and torch.equal(one, other)
 
 
-PLAIN = (torch.Tensor, bool, int, float, str, torch.dtype, torch.device)
+PLAIN = (torch.Tensor, bool, int, float, str)
 
 
 def foreign(value: Any) -> type | None:
     """Find the type of a part of `value` that can't be sent: neither a tensor, nor a number, a string or None, nested in any way."""
-    leaves, _ = tree_flatten(value)
-    return next((type(leaf) for leaf in leaves if leaf is not None and not isinstance(leaf, PLAIN)), None)
+    return next((type(leaf) for leaf in tree_leaves(value) if leaf is not None and not isinstance(leaf, PLAIN)), None)

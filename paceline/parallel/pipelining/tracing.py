@@ -32,6 +32,7 @@ FILLED = (torch.empty, torch.eye, torch.full, torch.ones, torch.zeros)
 RANGES = (torch.arange, torch.linspace, torch.logspace)
 FACTORIES = (*RANDOM, *FILLED, *RANGES, torch.tensor)  # torch.fx sees no tensor in their arguments
 SILENT = ("CACHE", "TO_BOOL", "NOT_TAKEN", "COPY", "EXTENDED_ARG")  # bytecode between a value and the jump by its truth
+FX = str(Path(torch.__file__).parent / "fx")
 OURS = (str(Path(torch.__file__).parent), __file__)
 TRACING = threading.RLock()  # torch.fx patches nn.Module while it traces
 
@@ -241,7 +242,8 @@ def _refuse_hooks(model: nn.Module, layers: Sequence[str]) -> None:
 
 
 def _explain(model: nn.Module, error: Exception) -> str:
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(OURS)]
+    every = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith((__file__, FX))]
+    frames = [frame for frame in every if not frame.filename.startswith(OURS)] or every
     place = f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else inspect.getfile(type(model))
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     if "cannot be iterated" in reason:

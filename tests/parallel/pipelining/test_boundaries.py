@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline.errors import UsageError
 from paceline.parallel.pipelining.boundaries import place_boundaries
 from paceline.parallel.pipelining.chain import trace_layers
+from paceline.parallel.pipelining.flow import ValueFlow
 from paceline.parallel.pipelining.operations import Attribute, Operation, Ref
 from tests.harness.layered_models import Looped
 from tests.harness.sharded_models import gpt, unet
@@ -68,4 +69,4 @@ def test_parameters_and_numbers_do_not_cross() -> None:
 def test_layers_given_to_one_function_are_refused() -> None:
     both = Operation("both", "function", checkpoint, (Attribute("one"), Attribute("two"), Ref("x")), {})
     with pytest.raises(UsageError, match="gives one and two to one function"):
-        place_boundaries([both], ["one", "two"], ["x"])
+        place_boundaries(ValueFlow(nn.Linear(1, 1), [both], ["x"]), ["one", "two"])

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.errors import UsageError
 from paceline.parallel.pipelining.chain import Tie, trace_layers
-from tests.harness.layered_models import Looped, Structured, Twice, backward_parts, run_parts
+from tests.harness.layered_models import Looped, Masked, Structured, Twice, backward_parts, run_parts
 from tests.harness.sharded_models import gpt, odd_net, pictures, texts, unet, vectors
 
 pytestmark = pytest.mark.unit
@@ -38,6 +38,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str, Callable[[], Sequence[Any]
     "sequence": (chain, "*", lambda: vectors(0)[:1]),
     "own parameters": (Looped, "embed, blocks.*, head", lambda: (torch.randn(5, 3),)),
     "dicts": (Structured, "split, join, head", batch),
+    "masks": (Masked, "embed, blocks.*, head", lambda: (torch.randint(7, (5, 6)),)),
     "twice": (Twice, "embed, middle", lambda: (torch.randint(7, (5,)),)),
 }
 
@@ -183,6 +184,12 @@ def test_a_chain_that_is_not_the_model_is_refused(names: str, words: str) -> Non
     model.unused = nn.Linear(2, 2)
     with pytest.raises(UsageError, match=words):
         trace_layers(model, names)
+
+
+def test_what_a_part_is_not_given_is_named() -> None:
+    part = trace_layers(unet(), "first, second, bottom, up, last, head").part(2, 3)
+    with pytest.raises(UsageError, match="the stage of bottom takes first, second, and was not given second"):
+        part.run({"first": torch.zeros(1)})
 
 
 def test_what_cannot_be_sent_is_refused() -> None:
