@@ -44,19 +44,24 @@ class Alone:
 
 @dataclass
 class Round:
-    """One round: when each token was there, in seconds since the answer began; tokens; and the cores that others kept busy."""
+    """One round: when each token was there, in seconds since the answer began; tokens; and the cores that others kept busy.
+
+    `processor`: seconds that this worker's processor worked for an answer, its waits left out but for the first microseconds of each.
+    """
 
     times: dict[str, list[float]] = field(default_factory=dict)
+    processor: dict[str, float] = field(default_factory=dict)
     texts: dict[str, list[int]] = field(default_factory=dict)
     others: float = 0.0
 
     def write(self, name: str, tokens: Callable[[], Any]) -> None:
         """Write an answer."""
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.process_time()
         self.times[name], self.texts[name] = [], []
         for token in tokens():
             self.times[name].append(time.perf_counter() - began)
             self.texts[name].append(token)
+        self.processor[name] = time.process_time() - worked
 
     @property
     def ratio(self) -> float:
@@ -128,10 +133,11 @@ def report(rounds: Sequence[Round], tokens: int) -> float:
         print(f"{name:6} answer {answer:8.1f} ms, prompt {first:8.1f} ms, each further token {(answer - first) / (tokens - 1):7.2f} ms")
     ratios = sorted(one.ratio for one in counted)
     which = f"{len(quiet)} of {len(rounds)} rounds" if quiet else f"{len(rounds)} rounds, all of them disturbed by other programs"
-    print(
-        f"two workers take {statistics.median(ratios):.3f} of the time of one ({ratios[0]:.3f} to {ratios[-1]:.3f}; {which}), at most {BAR}"
-    )
-    return statistics.median(ratios)
+    middle = statistics.median(ratios)
+    print(f"two workers take {middle:.3f} of the time of one ({ratios[0]:.3f} to {ratios[-1]:.3f}; {which}), at most {BAR}")
+    work = statistics.median(one.processor["both"] / one.processor["alone"] for one in counted)
+    print(f"the first worker's processor works for {work:.3f} of what it does alone", flush=True)
+    return middle
 
 
 if __name__ == "__main__":

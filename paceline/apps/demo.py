@@ -75,7 +75,7 @@ def demo(plan: DemoPlan, launch: Launch, console: Console, clocks: Callable[[], 
         (several, last, plan.workers, share, plan.steps, None),
     ]
     for number, each in enumerate(plan.meshes):
-        runs.append((f"{several}, {each}", f"{last}-mesh{number + 1}", plan.workers, share, plan.alone, each))
+        runs.append((f"{plan.workers} workers, {each}", f"{last}-mesh{number + 1}", plan.workers, share, plan.alone, each))
     outcomes = []
     for title, name, workers, threads, steps, asked in runs:
         console.print(f"\n{title}: {steps} steps", style="bold")
@@ -131,7 +131,7 @@ def table(outcomes: Sequence[DemoOutcome]) -> Table:
     """Compare the outcomes side by side; speed-up and losses are relative to the first."""
     base, quiet = outcomes[0], not disturbed(outcomes)
     whole = Table(title="\npaceline demo: a GPT of 0.9 M parameters on the standard library's sources", title_justify="left")
-    whole.add_column("", no_wrap=True)
+    whole.add_column("", no_wrap=len(outcomes) <= 3)  # 80 letters have to do
     for outcome in outcomes:
         whole.add_column(outcome.title.replace(", ", "\n"), justify="right", no_wrap=True)
     rows: list[tuple[str, Callable[[DemoOutcome], str]]] = [

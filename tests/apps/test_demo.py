@@ -94,8 +94,17 @@ def test_meshes_train_the_first_steps_too(tmp_path: Path) -> None:
     assert [call[1]["--steps"] for call in launcher.calls] == ["20", "20", "30", "20", "20"]
     assert [call[2] for call in launcher.calls] == [1, 1, 2, 2, 2] and len({call[1]["--name"] for call in launcher.calls}) == 5
     assert next(line for line in said.splitlines() if "largest difference, 20 steps" in line).count("1.0e-06") == 3
-    two = "2 workers, 1 core each"
-    assert f"The fastest here was '{two}', with 600 samples/s: 1.50 times '{two}, tensor=2', 1.50 times '{two}, shard=2', 2.00" in said
+    fastest = "The fastest here was '2 workers, 1 core each', with 600 samples/s: "
+    assert fastest + "1.50 times '2 workers, tensor=2', 1.50 times '2 workers, shard=2', 2.00 times '1 worker, 1 core'" in said
+
+
+def test_two_meshes_fit_a_terminal(tmp_path: Path) -> None:
+    console = Console(record=True, width=80, file=open("/dev/null", "w"))  # noqa: SIM115
+    plan = demo.DemoPlan(steps=30, alone=20, folder=str(tmp_path), meshes=("tensor=2", "shard=2"))
+    demo.demo(plan, Launcher(), console, Clocks(*[0.0] * 5))
+    said = console.export_text()
+    table = said[said.index("┏") : said.index("┘")]
+    assert "tensor=2" in table and "3.47 MB" in table and "…" not in table
 
 
 @pytest.mark.parametrize("others", [(1.6, 0.0, 0.0), (0.0, 0.0, 1.6)])
