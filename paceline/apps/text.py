@@ -40,7 +40,7 @@ def read(files: list[Path], *, limit: int | None = None) -> Tensor:
         text += path.read_bytes() + b"\n"
         if limit is not None and len(text) >= limit:
             break
-    return torch.frombuffer(text[:limit], dtype=torch.uint8)
+    return torch.frombuffer(text[:limit], dtype=torch.uint8) if text[:limit] else torch.empty(0, dtype=torch.uint8)
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
@@ -48,7 +48,8 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(self, tokens: Tensor, context: int) -> None:
         if tokens.numel() <= context:
-            raise DataError(f"{tokens.numel()} tokens are too few for windows of {context}: give more text or a shorter context")
+            more = "give more text (one file in ten is for validation) or a shorter context"
+            raise DataError(f"{tokens.numel()} tokens are too few for windows of {context}: {more}")
         self.tokens, self.context = tokens, context
 
     def __len__(self) -> int:
