@@ -234,6 +234,11 @@ def _refuse_assignments(before: Mapping[str, Mapping[str, Any]], after: Mapping[
 
 
 def _refuse_hooks(model: nn.Module, layers: Sequence[str]) -> None:
+    if "forward" in vars(model):
+        raise UsageError(
+            f"the forward of this {type(model).__name__} was set on the object, over that of its class, which is what can be traced: "
+            "a model is cut into layers once, before anything else takes its forward's place"
+        )
     for name, module in model.named_modules():
         if name and not is_whole(name, layers) and (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks):
             raise UsageError(

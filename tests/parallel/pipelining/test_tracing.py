@@ -150,6 +150,13 @@ def test_a_hook_that_nobody_would_call_is_refused() -> None:
         trace_layers(model, "one, inner.*, two")
 
 
+def test_a_forward_that_is_set_on_the_model_is_refused() -> None:
+    model = Ways("none")
+    model.forward = lambda x: x
+    with pytest.raises(UsageError, match="the forward of this Ways was set on the object"):
+        trace_layers(model, "one, two")
+
+
 def test_a_forward_of_any_number_of_arguments_is_refused() -> None:
     class Any_(Two):
         def forward(self, *xs: Tensor) -> Tensor:
