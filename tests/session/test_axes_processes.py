@@ -50,6 +50,9 @@ def test_cuts_of_the_command_line_are_those_of_the_run(job: Jobs, tmp_path: Path
     found, alone = (json.loads((tmp_path / "runs" / name / "summary.json").read_text()) for name in ("cut", "one"))
     assert found["final_loss"] == pytest.approx(alone["final_loss"], rel=1e-9)
     assert (found["events"], job.left()) == ([], [])
+    assert found["mesh"] == {"shard": 2, "tensor": 2} and found["places"][3] == {"shard": 1, "tensor": 1}
+    for axis in ("shard", "tensor"):
+        assert found["axes"][axis]["seconds"] > 0 and 0 < found["axes"][axis]["within"] < found["bytes_sent"]["within"], axis
 
 
 @pytest.mark.preloaded

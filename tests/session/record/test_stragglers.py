@@ -15,6 +15,7 @@ from paceline.cluster.mesh import Mesh
 from paceline.session.record import stragglers
 from paceline.session.record.stragglers import AGAIN, FLUSHES, PAUSE, StragglerSensor
 from paceline.session.run import Run
+from tests.harness.jobs import Jobs
 from tests.harness.runs import batches, workers
 
 HOSTS = ("a", "a", "b", "b")
@@ -171,3 +172,31 @@ def test_in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = [event["what"] for event in json.loads((tmp_path / "test/summary.json").read_text())["events"]]
     assert [line for line in said if "wait" in line] == events
     assert [event.partition(" wait:")[0] for event in events] == ["rank 1 on here makes the others"]
+
+
+CUT = """
+import time
+from paceline.session.record import stragglers
+stragglers.SECONDS = 0.2
+with pl.start(name="cut", mesh="tensor") as run:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    cut = pl.tensor({"0": pl.column(), "2": pl.row()})
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    loader = DataLoader(TensorDataset(torch.ones(320, 4), torch.ones(320, 1)), batch_size=8)
+    model, optimizer, loader = run.prepare(model, optimizer, loader, cut=cut)
+    for x, y in loader:
+        time.sleep(0.04 if run.rank == 1 else 0.0)
+        step(run, model, optimizer, x, y)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.preloaded
+def test_in_a_run_of_a_cut_model(job: Jobs, tmp_path: Path) -> None:
+    """Who waits inside of its layers has no more to do for that; shares can't help where all have the same samples."""
+    ended = job.run(CUT, 2).end()
+    assert ended.code == 0, ended.err
+    (event,) = json.loads((tmp_path / "runs/cut/summary.json").read_text())["events"]
+    assert event["what"].startswith("rank 1 (tensor 1) on ") and event["what"].endswith(
+        "all workers have the same samples, so shares can't help"
+    )
