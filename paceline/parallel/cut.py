@@ -21,13 +21,6 @@ if TYPE_CHECKING:
     from paceline.parallel.pipelining.model import PipelinedModel
 
 
-class BatchWeight(Protocol):
-    """What this worker's part of a batch counts. `scale`: its gradient in the mean; `ghost`: it has no samples, and counts as zeros."""
-
-    scale: float
-    ghost: bool
-
-
 class GradientSink(Protocol):
     """Whatever takes the gradients of parameters that are cut, summed over the workers that have parts of them."""
 
@@ -73,14 +66,11 @@ class CutGradients(Protocol):
 
 @dataclass
 class CutContext:
-    """Everything that a cut works with: the mesh and its groups, what a batch counts, and where each parameter is so far."""
+    """Everything that a cut works with: the mesh and its groups, and where each parameter is so far."""
 
     mesh: Mesh
     groups: AxisGroups
-    step_state: BatchWeight
     placements: Placements  # a parameter that none is noted of is whole
-    seed: int = 0
-    announce: Callable[[str], None] = print
     renewed: dict[Parameter, Parameter] = field(default_factory=dict)  # what optimizers step in the place of each parameter
     sources: list[CutGradients] = field(default_factory=list)  # gradients that autograd doesn't add to the parameters that are stepped
     endings: list[Callable[[], None]] = field(default_factory=list)  # what is called when the run ends

@@ -41,11 +41,6 @@ def is_unborn(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def materialise(model: nn.Module, placements: Placements, seed: int, init: Init | None = None) -> None:
-    """Make the parameters of a model that was built under `pl.meta()` and not cut."""
-    Blueprint(model, init).make(model, placements, seed)
-
-
 @dataclass
 class _Node:
     """A module as it was before it was cut. `shape`: a copy without memory; `inside`: those within it, itself the last."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import Parameter
 
 from paceline.comm.axis_meter import AxisMeter
@@ -111,7 +111,7 @@ class ShardedModel:
             raise UsageError(
                 "shard(): workers have different models (names, shapes or requires_grad of parameters); build the same one everywhere"
             )
-        self.cut, frees = cut, cut.zero == 3
+        frees = cut.zero == 3
         hooked = [one.name for _, one in held if one.parameter._backward_hooks or one.parameter._post_accumulate_grad_hooks]
         if frees and hooked:
             raise UsageError(
@@ -130,7 +130,8 @@ class ShardedModel:
             dtype=getattr(torch, cut.reduce) if cut.reduce else None,
             meter=meter,
         )
-        self.units = self._hook(model, units) if frees else []
+        if frees:
+            self._hook(model, units)
         self.steps = ShardSteps(self.memories)
         model.register_forward_pre_hook(self._follow, prepend=True)
         cut_ones = [one for memory in self.memories for one in zip(memory.held, memory.pieces, memory.wholes, strict=True)]
@@ -139,15 +140,13 @@ class ShardedModel:
             refuse_idle_clipping(whole for _, _, whole in cut_ones)
             clear_pieces_too(model, {id(whole): piece for _, piece, whole in cut_ones})
 
-    def _hook(self, model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> list[GatheredUnit]:
-        whole, made = GatheredModel(), list[GatheredUnit]()
+    def _hook(self, model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
+        whole = GatheredModel()
         for name, module in [*units, ("", model)]:
             mine = [memory for memory in self.memories if memory.unit == name]
             unit = GatheredUnit(module, mine, name, model=whole)
-            self.gradients.observe(unit)
-            made.append(unit)
-        whole.units += made
-        return made
+            self.gradients.observe(unit, mine)
+            whole.units.append(unit)
 
     def _follow(self, model: nn.Module, args: object) -> None:
         """Make whole parameters what their pieces are, where the strategy between replicas has changed these since the step."""
@@ -161,12 +160,6 @@ class ShardedModel:
         """Yield each parameter that is cut, its piece, and which of its elements, flattened, that has."""
         for memory in self.memories:
             yield from zip(memory.held, memory.pieces, memory.layout.pieces(memory.rank), strict=True)
-
-    def nbytes(self) -> dict[str, int]:
-        """Return the bytes that this worker holds of cut parameters and gradients at this moment."""
-        parameters = sum(memory.nbytes for memory in self.memories)
-        grads = (piece.grad for _, piece, _ in self.pieces())
-        return {"parameters": parameters, "gradients": self.gradients.nbytes + sum(_nbytes(grad) for grad in grads if grad is not None)}
 
 
 def find_units(model: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
@@ -220,7 +213,3 @@ def _flat_parts(held: Sequence[tuple[str, Held]], *, frozen: bool) -> Iterator[t
             parts.setdefault((unit, parameter.dtype, parameter.device, parameter.requires_grad), []).append(one)
     for key, part in parts.items():
         yield str(key[0]), part
-
-
-def _nbytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()

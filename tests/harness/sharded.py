@@ -85,7 +85,7 @@ def trainee(
     tracker = GradientTracker(sync, context, resolve(sync), prepare=lambda: None)
     model = build()
     opt = optimizer(model.parameters())
-    around = CutContext(axes.mesh, axes, state, Placements())
+    around = CutContext(axes.mesh, axes, Placements())
     for each in (first, cut):
         if each is not None and axes.mesh.extent(each.axis) > 1:
             each.apply(model, around)

@@ -21,7 +21,6 @@ from paceline.parallel.cut import CutContext
 from paceline.parallel.placement import Placements
 from paceline.parallel.tensor.cut import tensor
 from paceline.parallel.tensor.styles import Style, column, row, sequence, vocab
-from paceline.sync.context import StepState
 
 Batch = tuple[Tensor, Tensor]
 Optimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
@@ -69,7 +68,7 @@ def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
 
 def context_of(group: Group, mesh: Mesh | None = None) -> CutContext:
     mesh = Mesh((("tensor", group.size),), tuple(range(group.size))) if mesh is None else mesh
-    return CutContext(mesh, AxisGroups(mesh, group), StepState(), Placements())
+    return CutContext(mesh, AxisGroups(mesh, group), Placements())
 
 
 def train(model: nn.Module, data: Sequence[Batch], optimizer: Optimizer, loss: Any = loss_of) -> tuple[list[float], list[Tensor]]:

@@ -10,12 +10,11 @@ from paceline.comm.axes import AxisGroups
 from paceline.comm.solo import SoloGroup
 from paceline.parallel.cut import CutContext
 from paceline.parallel.placement import Placements
-from paceline.sync.context import StepState
 
 
 def test_a_renewed_parameter_takes_the_place_of_the_old_one() -> None:
     mesh = Mesh((("tensor", 1),), (0,))
-    context = CutContext(mesh, AxisGroups(mesh, SoloGroup()), StepState(), Placements())
+    context = CutContext(mesh, AxisGroups(mesh, SoloGroup()), Placements())
     old, new = nn.Parameter(torch.zeros(4, 2)), nn.Parameter(torch.zeros(2, 2))
     context.placements.add(old, context.placements.of(old, "weight"))
     context.renew(old, new, context.placements.of(old).narrow(0, [(2, 4)], "tensor"))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from paceline.errors import UsageError
 from paceline.parallel import initialise
-from paceline.parallel.initialise import Blueprint, is_unborn, materialise
+from paceline.parallel.initialise import Blueprint, is_unborn
 from paceline.parallel.meta import meta
 from paceline.parallel.placement import Placement, Placements, chunk
 
@@ -41,7 +41,7 @@ def unborn(make: Callable[[], nn.Module] = build) -> nn.Module:
 
 def values(seed: int = 1, make: Callable[[], nn.Module] = build, init: Any = None) -> dict[str, Tensor]:
     model = unborn(make)
-    materialise(model, Placements(), seed, init)
+    Blueprint(model, init).make(model, Placements(), seed)
     assert not is_unborn(model)
     return {name: value.detach() for name, value in model.state_dict().items()}
 
@@ -91,7 +91,7 @@ def test_objects_stay_the_same() -> None:
     model = unborn()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = {name: id(parameter) for name, parameter in model.named_parameters()}
-    materialise(model, Placements(), 1)
+    Blueprint(model).make(model, Placements(), 1)
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
     start = model[0].weight.detach().clone()
     model[0](torch.ones(1, 6)).sum().backward()
@@ -152,8 +152,8 @@ def test_one_module_is_whole_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_tied_parameter_is_that_of_its_first_module() -> None:
     one, other = unborn(Tied), unborn(lambda: Tied(reverse=True))
-    materialise(one, Placements(), 1)
-    materialise(other, Placements(), 1)
+    Blueprint(one).make(one, Placements(), 1)
+    Blueprint(other).make(other, Placements(), 1)
     assert one.head.weight is one.embedding.weight and other.head.weight is other.embedding.weight
     assert float(one.head.weight.detach().abs().max()) > 1, "as an embedding begins"
     assert float(other.head.weight.detach().abs().max()) <= 0.5, "as a linear layer begins"
@@ -215,8 +215,9 @@ def test_values_by_a_function_of_a_module() -> None:
     ],
 )
 def test_what_nobody_makes_is_named(make: Callable[[], nn.Module], init: Any, why: str) -> None:
+    model = unborn(make)
     with pytest.raises(UsageError, match=why):
-        materialise(unborn(make), Placements(), 1, init)
+        Blueprint(model, init).make(model, Placements(), 1)
 
 
 class ByNumbers(nn.Module):
@@ -249,8 +250,9 @@ def test_a_reset_that_needs_numbers_gives_values() -> None:
     ],
 )
 def test_what_a_reset_that_needs_numbers_skips_is_named(make: Callable[[], nn.Module], why: str) -> None:
+    model = unborn(make)
     with pytest.raises(UsageError, match=why):
-        materialise(unborn(make), Placements(), 1)
+        Blueprint(model).make(model, Placements(), 1)
 
 
 def test_values_given_after_the_block_are_not_lost_silently() -> None:
@@ -270,7 +272,7 @@ def test_buffers_without_memory_are_named() -> None:
 def test_a_model_that_has_memory_stays_as_it_is() -> None:
     model = nn.Sequential(nn.Linear(2, 2), Scale())
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    materialise(model, Placements(), 1)
+    Blueprint(model).make(model, Placements(), 1)
     assert same(model.state_dict(), before)
 
 
@@ -280,5 +282,5 @@ def test_only_what_has_no_memory_is_made() -> None:
     kept = model[0].weight.detach().clone()
     with meta():
         model.append(nn.Linear(2, 3))
-    materialise(model, Placements(), 1)
+    Blueprint(model).make(model, Placements(), 1)
     assert torch.equal(model[0].weight, kept) and not model[1].weight.is_meta

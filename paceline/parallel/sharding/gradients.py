@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -60,7 +60,7 @@ class GradientBucket:
 
     def put(self, index: int, grad: Tensor, scale: float) -> None:
         """Take the gradient of one parameter, which may come more than once before the bucket leaves."""
-        held, (start, stop) = self.memory.held[index], self.memory.layout.spans()[index]
+        held, (start, stop) = self.memory.held[index], self.memory.spans[index]
         if grad.layout != torch.strided:
             raise UsageError(f"the gradient of {held.name} is sparse, and shard() cuts dense ones; make its layer without sparse=True")
         if self.sent:
@@ -83,7 +83,7 @@ class GradientBucket:
         layout = self.memory.layout
         if self._flat is None:
             self._flat = torch.zeros(layout.padded, dtype=self.dtype, device=self.memory.part.device)
-        for (start, stop), came in zip(layout.spans(), self.came, strict=True):
+        for (start, stop), came in zip(self.memory.spans, self.came, strict=True):
             if not came:
                 self._flat[start:stop].zero_()
         self._begun = time.perf_counter_ns()
@@ -117,13 +117,13 @@ class GradientBucket:
                     self._work.wait(SHORT_WAIT)
         return self.arrived
 
-    def sums(self, rank: int, meter: AxisMeter) -> list[Tensor]:
+    def sums(self, meter: AxisMeter) -> list[Tensor]:
         """Wait for the sum, as `meter` measures, and return it cut into pieces. The bucket is as before the pass."""
         assert self._work is not None
         part = meter.wait(self._work, self._named, self._begun)
         self.reset()
         part = part.to(self.memory.kept_dtype)
-        return [part[start:stop] for start, stop in self.memory.layout.within(rank)]
+        return [part[start:stop] for start, stop in self.memory.places]
 
     def reset(self) -> None:
         """Forget the pass."""
@@ -163,6 +163,7 @@ class ShardGradients:
         self._waits = True  # in this pass
         self._sink: GradientSink | None = None
         self._watchers: list[PassWatcher] = []
+        self._watching: dict[int, PassWatcher] = {}  # each memory, by its id
         for number, bucket in enumerate(self.buckets):
             for index, whole in enumerate(bucket.memory.wholes):
                 whole.register_post_accumulate_grad_hook(partial(self._came, number, index))
@@ -171,9 +172,10 @@ class ShardGradients:
         """Hand gradients to `sink` from now on."""
         self._sink = sink
 
-    def observe(self, watcher: PassWatcher) -> None:
-        """Tell `watcher` of gradients and of the ends of passes from now on."""
+    def observe(self, watcher: PassWatcher, memories: Iterable[FlatMemory]) -> None:
+        """Tell `watcher` of the gradients of parameters in these memories, and of the ends of passes, from now on."""
         self._watchers.append(watcher)
+        self._watching |= {id(memory): watcher for memory in memories}
 
     @property
     def replicas_diverge(self) -> bool:
@@ -205,7 +207,7 @@ class ShardGradients:
         bucket.put(index, grad, self._sink.weigh())
         del grad  # its memory is free while others are waited for
         self._used[number][index] = True
-        for watcher in self._watchers:
+        if (watcher := self._watching.get(id(bucket.memory))) is not None:
             watcher.gradient_came(bucket.memory)
         while self._next < len(self.buckets) and self.buckets[self._next].full:
             self.buckets[self._next].send(self._group)
@@ -232,7 +234,7 @@ class ShardGradients:
         bucket = self.buckets[self._handed]
         self._handed += 1
         if bucket.sent and self._sink is not None:
-            for piece, grad, counts in zip(bucket.memory.pieces, bucket.sums(self._group.rank, self._meter), used, strict=True):
+            for piece, grad, counts in zip(bucket.memory.pieces, bucket.sums(self._meter), used, strict=True):
                 if counts:
                     self._sink.take(piece, grad)
 

@@ -11,6 +11,7 @@ rank 3                                      b2            -- --
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 from paceline.parallel.placement import Range
@@ -23,7 +24,7 @@ class FlatLayout:
     numels: tuple[int, ...]
     workers: int
 
-    @property
+    @cached_property
     def part(self) -> int:
         """The number of elements of each worker's part, padding included."""
         return -(-sum(self.numels) // self.workers)

@@ -52,6 +52,7 @@ class FlatMemory:
         self._meter, self._begun = AxisMeter("shard") if meter is None else meter, 0
         first = held[0].parameter
         self.layout = FlatLayout(tuple(one.parameter.numel() for one in held), group.size)
+        self.spans, self.places = self.layout.spans(), self.layout.within(group.rank)  # in the memory, and in this worker's part
         self.trained, self.kept_dtype, self.dtype = first.requires_grad, first.dtype, dtype or first.dtype
         device = torch.device("cpu") if first.is_meta else first.device
         self._memory = torch.zeros(self.layout.padded, dtype=self.dtype if frees else self.kept_dtype, device=device)
@@ -60,8 +61,8 @@ class FlatMemory:
         self._chunks, mine = chunks, chunks[group.rank]
         self.part = torch.zeros(self.layout.part, dtype=self.kept_dtype, device=device) if frees else mine
         self._fill()
-        views = [self._memory[start:stop].view(one.parameter.shape) for one, (start, stop) in zip(held, self.layout.spans(), strict=True)]
-        places = [self.part[start:stop] for start, stop in self.layout.within(group.rank)]
+        views = [self._memory[start:stop].view(one.parameter.shape) for one, (start, stop) in zip(held, self.spans, strict=True)]
+        places = [self.part[start:stop] for start, stop in self.places]
         if frees:
             self.wholes = [Parameter(view, requires_grad=self.trained) for view in views]
             self.pieces = [_become(one.parameter, place) for one, place in zip(held, places, strict=True)]
@@ -75,9 +76,8 @@ class FlatMemory:
 
     def _fill(self) -> None:
         """Take the parameters' values, as far as they have some; all workers have the same."""
-        spans = self.layout.spans()
-        pieces = zip(self.layout.pieces(self.rank), self.layout.within(self.rank), strict=True)
-        for one, (start, stop), (piece, place) in zip(self.held, spans, pieces, strict=True):
+        pieces = zip(self.layout.pieces(self.rank), self.places, strict=True)
+        for one, (start, stop), (piece, place) in zip(self.held, self.spans, pieces, strict=True):
             if one.parameter.is_meta:
                 continue
             values = one.parameter.detach().reshape(-1)
@@ -119,12 +119,6 @@ class FlatMemory:
         if self.frees:
             self.whole = False
             self._memory.untyped_storage().resize_(0)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of parameters that are here at this moment."""
-        here = self._memory.untyped_storage().nbytes()
-        return here + self.part.untyped_storage().nbytes() if self.frees else here
 
     def check(self) -> None:
         """Raise `UsageError` where a script has changed what needs gradients, which the layout goes by."""

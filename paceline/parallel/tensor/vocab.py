@@ -106,7 +106,8 @@ def _numel(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> int:
 
 def _on_part(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
     """Do to my part what is done to each element, to all alike."""
-    others = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    asks_dtype = func in (Tensor.to, Tensor.type_as)  # of another tensor, and nothing else of it
+    others = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and not asks_dtype]
     if any(value.dim() or value.requires_grad for value in others):  # a factor's gradient needs all words
         return NotImplemented
     with torch._C.DisableTorchFunctionSubclass():

@@ -75,7 +75,7 @@ class ModelCuts:
                 before = dict(model.named_parameters())
                 for name, parameter in before.items():
                     self.placements.add(parameter, self.placements.of(parameter, prefix + name))
-                context = CutContext(axes.mesh, axes.groups, axes.slice.step_state, self.placements, self.seed, axes.slice.announce)
+                context = CutContext(axes.mesh, axes.groups, self.placements)
                 context.known, context.record = self.trained, self._record
                 cut.apply(model, context)
                 self._note(before, dict(model.named_parameters()), context.renewed)

@@ -187,7 +187,7 @@ def test_workers_that_sum_different_units_are_told_which() -> None:
         bucket.put(0, torch.ones(6), 0.5)
         bucket.send(group)
         with pytest.raises(Mismatch, match=r"'the gradients of blocks\.0'.*'the gradients of blocks\.1'"):
-            bucket.sums(rank, AxisMeter("shard"))
+            bucket.sums(AxisMeter("shard"))
         group.close()
 
     threads(2, body)

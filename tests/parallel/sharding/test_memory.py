@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -14,15 +15,20 @@ from paceline.cluster.mesh import lay_out
 from paceline.comm.axes import AxisGroups
 from paceline.comm.threads import ThreadGroup, spawn
 from paceline.parallel.cut import CutContext
-from paceline.parallel.initialise import Blueprint, materialise
+from paceline.parallel.initialise import Blueprint
 from paceline.parallel.meta import meta
 from paceline.parallel.placement import Placements
 from paceline.parallel.shard import shard
-from paceline.sync.context import StepState
 from tests.harness.models import fill
 from tests.harness.runs import distance
 from tests.harness.sharded import Kept, Trainee, alone_with, one_host, put_together, refused, train
 from tests.harness.sharded_models import OddNet, odd_net, vectors
+
+
+def held(tensors: Iterable[Tensor]) -> int:
+    """The bytes of the memory in which tensors lie."""
+    return sum({storage.data_ptr(): storage.nbytes() for storage in map(Tensor.untyped_storage, tensors) if storage.nbytes()}.values())
+
 
 STAGES = pytest.mark.parametrize("zero", [1, 2, 3])
 
@@ -46,9 +52,9 @@ def test_bytes_are_those_of_the_formula(zero: Any, size: int) -> None:
         padded, part = 8 * size * sum(parts), 8 * sum(parts)
         mine = 8 * sum(piece.numel() for piece in pieces)  # a piece has no padding
         assert part - 8 * len(flats) * (size - 1) <= mine <= part
-        held = made.nbytes()
-        assert held["parameters"] == (part if zero == 3 else padded)
-        assert held["gradients"] == mine + (padded if zero == 1 else 0)
+        assert held(p for memory in made.memories for p in (*memory.wholes, *memory.pieces)) == (part if zero == 3 else padded)
+        assert held(piece.grad for piece in pieces if piece.grad is not None) == part
+        assert made.gradients.nbytes == (padded if zero == 1 else 0)
         moments = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
         assert sum(value.numel() * 8 for value in moments) == 2 * mine
 
@@ -89,13 +95,13 @@ def test_models_that_were_built_without_memory(zero: Any) -> None:
             return OddNet()
 
     plain = build()
-    materialise(plain, Placements(), seed=7)
+    Blueprint(plain).make(plain, Placements(), 7)
     wanted = torch.cat([p.detach().double().reshape(-1) for p in plain.parameters()])
     models, alone = [build() for _ in range(3)], threading.Lock()  # threads share torch's generator
 
     def body(group: ThreadGroup) -> Tensor:
         axes = AxisGroups(lay_out({"shard": None}, one_host(3)), group)
-        model, around = models[group.rank], CutContext(axes.mesh, axes, StepState(), Placements())
+        model, around = models[group.rank], CutContext(axes.mesh, axes, Placements())
         with alone:
             blueprint = Blueprint(model)
         shard("blocks.*", zero=zero).apply(model, around)

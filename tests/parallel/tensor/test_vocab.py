@@ -65,6 +65,9 @@ LOSSES: list[Callable[[Tensor, Tensor], Tensor]] = [
     lambda z, y: F.cross_entropy(z[..., :-1, :].reshape(-1, z.shape[-1]), y[..., 1:].reshape(-1)),
     lambda z, y: F.cross_entropy(z[:, -1], y[:, -1]),
     lambda z, y: F.cross_entropy(z[y > 3], y[y > 3]),
+    lambda z, y: F.cross_entropy(
+        z.to(torch.ones(3, dtype=torch.float64)).type_as(torch.ones(2, 2, dtype=z.dtype)).view(-1, WORDS), y.view(-1)
+    ),
     lambda z, y: F.cross_entropy((30 * torch.tanh(z / 30)).view(-1, WORDS), y.masked_fill(y == 2, -1).view(-1), ignore_index=-1),
     lambda z, y: torch.nn.CrossEntropyLoss(label_smoothing=0.3, ignore_index=1)(z.flatten(0, 1), y.flatten()),
 ]
