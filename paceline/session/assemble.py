@@ -170,8 +170,7 @@ class _Assembly:
         if body is not None and recovery is not None and leaving is not None:
             survival = self._survive(body, recovery, leaving, collector)
         plan = TotalSteps(total_steps, log.expect)
-        observer = self.abilities.observer
-        place = self.view.worker.place
+        observer, place = self.abilities.observer, self.view.worker.place
         restart = () if place.job_start is None else (self.resumption.training_begins,)
         instead = () if place.layout is None else (ModelLayout(self.prepared, self.axes, Path(place.layout)).write,)
 
@@ -184,7 +183,8 @@ class _Assembly:
                 epoch_began=(collector.part,),
                 lead_taken=(plan.led,),
                 first_step=(*instead, self.prepared.cuts.check_used, self.memory.predict, self.hints.prepared),
-                stepped=(self.memory.stepped, *(() if observer is None else (observer.stepped,))),
+                stepped=() if observer is None else (observer.stepped,),
+                doubled=(self.memory.measure,),
                 committed=() if body is None else (body.buddies.committed,),
                 step_ended=(
                     log.step,

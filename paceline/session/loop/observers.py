@@ -21,6 +21,7 @@ class LoopObservers:
     lead_taken: tuple[Callable[[ShareLoader], None], ...] = ()  # the turns of this loader are the steps from now on
     first_step: tuple[Callable[[Optimizer], None], ...] = ()  # a prepared optimizer steps for the first time
     stepped: tuple[Callable[[Optimizer], None], ...] = ()  # an optimizer has stepped
+    doubled: tuple[Callable[[], None], ...] = ()  # optimizers have stepped once, twice, four times, eight times and so on
     committed: tuple[Callable[[int], None], ...] = ()  # this step counts; what follows is done in its time
     step_ended: tuple[StepEnded, ...] = ()  # the number of the step, the samples of it, and where its time went
     ghost_ended: tuple[Callable[[], None], ...] = ()  # some worker had no samples in the step that ended

@@ -59,8 +59,9 @@ class StepClock:
         context.trace.record("data", "data", int(self.asked * 1e9), began)
         self._began, backward.since = now, began
         self._sent, self._waited = context.sent_and_waited()
-        self._exposed = self._stood_still()
+        self._exposed = backward.seconds + context.pulling
         if context.meters:
+            self._exposed += self._in_cuts()
             self._axes_then = self._axes_now()
 
     def hold(self, seconds: float) -> None:
@@ -75,7 +76,8 @@ class StepClock:
         self._within, self._between = self._within + sent[0] - self._sent[0], self._between + sent[1] - self._sent[1]
         self._sent, self._waited = sent, waited
         passed = min(passed, whole)
-        exchange = min(max(self._stood_still() - self._exposed - passed, 0.0), whole - passed)
+        exposed = backward.seconds + context.pulling + (self._in_cuts() if context.meters else 0.0)
+        exchange = min(max(exposed - self._exposed - passed, 0.0), whole - passed)
         self._wait += passed
         self._exchange += exchange
         self._compute += whole - passed - exchange
@@ -83,7 +85,8 @@ class StepClock:
         if backward.since:
             backward.computed(ended)
         context.trace.record("turn", "step", int(self._began * 1e9), ended)
-        self._add_axes()
+        if context.meters:
+            self._add_axes()
 
     def settle(self, began: float) -> dict[str, float]:
         """Count what was done since `began`, between two turns, as part of the step. Returns the seconds of the step by part."""
@@ -95,12 +98,13 @@ class StepClock:
         exchange = self._exchange + max(spent - passed, 0.0)
         seconds = {"data": self._data, "wait": self._wait + passed, "exchange": exchange, "compute": self._compute}
         self._data = self._wait = self._exchange = self._compute = 0.0
-        self._add_axes(spent)
+        if self._context.meters:
+            self._add_axes(spent)
         return seconds
 
-    def _stood_still(self) -> float:
-        """Return the seconds of exchanges beside which nothing was computed, since the run began."""
-        return self._backward.seconds + self._context.pulling + sum(meter.seconds for meter in self._context.meters)
+    def _in_cuts(self) -> float:
+        """Return the seconds of exchanges of cuts beside which nothing was computed, since the run began."""
+        return sum(meter.seconds for meter in self._context.meters)
 
     def _axes_now(self) -> dict[str, AxisTotals]:
         """Return what was exchanged along each axis since the run began. What no cut has sent is of the strategy, along `data`."""
@@ -113,8 +117,6 @@ class StepClock:
 
     def _add_axes(self, more: float = 0.0) -> None:
         """Count what was exchanged since the last time, and `more` seconds of the strategy's."""
-        if not self._context.meters:
-            return
         now = self._axes_now()
         for axis, total in now.items():
             self._axes[axis] += total - self._axes_then.get(axis, AxisTotals())

@@ -371,6 +371,9 @@ class TrainingLoop:
         self.acts += 1
         for observer in self.observers.stepped:
             observer(optimizer)
+        if not self.acts & (self.acts - 1):
+            for look in self.observers.doubled:
+                look()
         if not self._open:
             backward = self.backward
             passes, _ = backward.turn()

@@ -98,14 +98,13 @@ def _probe(parameter: Tensor) -> Parameter:
 class MemoryWatch:
     """Predicts and measures what this worker holds, for the summary. `remote`: what steps optimizers elsewhere, if anything does.
 
-    It measures after the first step of an optimizer, and after the second, fourth, eighth and so on.
+    It is told to measure after the first step of an optimizer, and after the second, fourth, eighth and so on.
     """
 
     def __init__(self, prepared: Prepared, remote: RemoteOptimizer | None) -> None:
         self._prepared, self._remote = prepared, remote
         self._predicted: dict[int, dict[int, int] | None] = {}  # by the id of each optimizer
         self._held = dict.fromkeys(KINDS, 0)
-        self._steps = 0
 
     def predict(self, optimizer: Optimizer) -> None:
         """Predict what an optimizer will keep, before it steps for the first time. One that isn't torch's own isn't tried."""
@@ -114,21 +113,16 @@ class MemoryWatch:
         elif inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim."):
             self._predicted[id(optimizer)] = optimizer_nbytes(optimizer)
 
-    def stepped(self, _: Optimizer) -> None:
-        """Measure what is held, now and then."""
-        self._steps += 1
-        if self._steps & (self._steps - 1) == 0:
-            self._measure()
-
     def facts(self) -> dict[str, Any]:
         """Return the bytes predicted and measured of each of `KINDS`, and the most that this process has had in memory."""
-        self._measure()
+        self.measure()
         rows = [held for _, _, held in predict(self._prepared, lambda optimizer: self._predicted.get(id(optimizer)))]
         predicted = {kind: _sum(row[kind] for row in rows) for kind in KINDS}
         predicted["gradients"] = (predicted["gradients"] or 0) + kept_in_buckets(self._prepared)
         return {"predicted": predicted, "measured": dict(self._held), "peak": peak()}
 
-    def _measure(self) -> None:
+    def measure(self) -> None:
+        """Measure what is held; the most of each kind counts."""
         prepared = self._prepared
         trained = {id(slot.parameter): slot.parameter for slot in prepared.slots}
         parameters = [*(local(p) for _, model in prepared.models for p in model.parameters()), *(local(p) for p in trained.values())]

@@ -21,7 +21,7 @@ from paceline.session.run import Run
 from tests.harness.runs import batches, workers
 
 PACKAGE = str(Path(paceline.__file__).parent)
-WARM = 3  # steps after which buckets are laid out and first looks have been had
+WARM = 4  # steps after which buckets are laid out and first looks have been had; in the next one memory is not measured
 FEW, MANY = 2, 6  # layers
 END = "sync/autograd.py:GradientTracker._end"
 

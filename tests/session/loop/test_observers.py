@@ -17,11 +17,11 @@ training_begins: begin_comparing
 epoch_began: LogCollector.part
 lead_taken: TotalSteps.led
 first_step: ModelCuts.check_used, MemoryWatch.predict, StartupHints.prepared
-stepped: MemoryWatch.stepped
+doubled: MemoryWatch.measure
 step_ended: MetricsLog.step, ReplicaComparer.step_ended, LogCollector.step_ended
 ghost_ended: StartupHints.haunted
 went_back: MetricsLog.fold"""
-OBSERVING = PLAIN.replace("MemoryWatch.stepped", "MemoryWatch.stepped, {}.stepped")
+OBSERVING = PLAIN.replace("doubled:", "stepped: {}.stepped\ndoubled:")
 
 
 @pytest.mark.parametrize(
