@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import importlib
 import os
 import signal
@@ -117,16 +118,20 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Jobs]:
 
 @pytest.fixture(scope="session")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
-    """What comes of a training by one worker that nobody disturbs; each is made once."""
+    """What comes of a training by one worker that nobody disturbs; each is made once for all processes of the tests."""
     from tests.harness.jobs import PRELOADED, jobs
+    from tests.harness.shared_results import once, shared_folder
     from tests.harness.survivors import play
 
-    made: dict[str, Outcome] = {}
+    folder = shared_folder(tmp_path_factory.getbasetemp())
 
     def make(**parts: Any) -> Outcome:
-        if (key := repr(sorted(parts.items()))) not in made:
+        def run() -> Outcome:
             with jobs(tmp_path_factory.mktemp("alone"), PRELOADED) as found:
-                made[key] = play(found, "alone", workers=1, nap=0, **parts)
-        return made[key]
+                return play(found, "alone", workers=1, nap=0, **parts)
+
+        which = hashlib.sha256(repr(sorted(parts.items())).encode()).hexdigest()[:16]
+        outcome: Outcome = once(folder / f"alone-{which}.pickle", run)
+        return outcome
 
     return make

@@ -1,20 +1,20 @@
 """Where launchers and servers under test come from that needn't start by themselves: one process that has torch, and forks.
 
 Importing torch takes most of the processor time of a job under test: a job of two hosts and two servers does it four times, also with
-`tests.harness.preloaded`. The nursery does it once for all tests. It begins with the first job that asks for it, and ends with the
-tests. How programs start is for the tests of the launcher itself, which don't ask for it.
+`tests.harness.preloaded`. The nursery does it once for all tests, also where several processes run them. It begins with the first job that
+asks for it, and ends with the tests. How programs start is for the tests of the launcher itself, which don't ask for it.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import importlib
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
@@ -131,24 +132,52 @@ def _exactly(wire: socket.socket, count: int) -> bytes:
 
 @functools.cache
 def path() -> str:
-    """Where the nursery of these tests listens; it begins if there is none."""
-    folder = tempfile.mkdtemp(prefix="paceline-nursery-")
-    address = os.path.join(folder, "socket")
-    environ = {"OMP_NUM_THREADS": "1", preloaded.ROOM: " " * ROOM}
+    """Where the nursery of these tests listens; it begins if there is none. Processes of pytest-xdist share one.
+
+    It reads a pipe that has a name, to which all that use it hold the writing end, and ends with the last of them.
+    """
+    name = os.path.join(tempfile.gettempdir(), f"paceline-nursery-{os.environ.get('PYTEST_XDIST_TESTRUNUID', uuid.uuid4().hex)}")
+    while True:
+        with open(name + ".lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.fstat(lock.fileno()).st_nlink == 0:  # a nursery has ended while this process waited, and has taken it away
+                continue
+            try:
+                held = os.open(name + ".users", os.O_WRONLY | os.O_NONBLOCK)
+            except OSError:  # nobody reads, as there is none
+                held = _begin(name)
+        atexit.register(os.close, held)  # before the nursery is waited for, as what is registered last is called first
+        return name + ".socket"
+
+
+def _begin(name: str) -> int:
+    """Start the nursery; return the writing end of the pipe of its users."""
+    for kind in (".users", ".socket"):  # of one that was killed
+        Path(name + kind).unlink(missing_ok=True)
+    os.mkfifo(name + ".users")
+    read = os.open(name + ".users", os.O_RDONLY | os.O_NONBLOCK)
+    held = os.open(name + ".users", os.O_WRONLY)
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(address)
+        listener.bind(name + ".socket")
         listener.listen(64)
-        command = [sys.executable, "-m", "tests.harness.nursery", address, str(listener.fileno()), " " * ROOM]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, **environ}, pass_fds=[listener.fileno()])
+        command = [sys.executable, "-m", "tests.harness.nursery", name + ".socket", str(listener.fileno()), " " * ROOM]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", preloaded.ROOM: " " * ROOM}
+        process = subprocess.Popen(command, stdin=read, env=environ, pass_fds=[listener.fileno()])
+    os.close(read)
+    atexit.register(process.wait)
+    return held
 
-    def end() -> None:
-        assert process.stdin is not None
-        process.stdin.close()
-        process.wait()
-        shutil.rmtree(folder, ignore_errors=True)
 
-    atexit.register(end)
-    return address
+def _ends(home: str, users: select.poll) -> bool:
+    """Whether the nursery is over: nobody uses it, and nobody will, as its files are gone."""
+    name = home.removesuffix(".socket")
+    with open(name + ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not users.poll(0):  # somebody has come in this moment
+            return False
+        for kind in (".users", ".socket", ".lock"):
+            Path(name + kind).unlink(missing_ok=True)
+    return True
 
 
 def launcher(command: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> Nursed:
@@ -234,9 +263,11 @@ def serve(home: str, listener: socket.socket) -> None:
     poll = select.poll()
     for watched in (0, wake, listener.fileno()):
         poll.register(watched, select.POLLIN | select.POLLHUP)
+    users = select.poll()
+    users.register(0, select.POLLHUP)
     while True:
         ready = {descriptor for descriptor, _ in poll.poll()}
-        if 0 in ready:
+        if 0 in ready and _ends(home, users):
             return
         if wake in ready:
             os.read(wake, 1 << 12)
