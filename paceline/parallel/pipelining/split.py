@@ -25,6 +25,7 @@ from paceline.parallel.pipelining.schedule import COMPLETES, PipelineSchedule
 from paceline.parallel.pipelining.simulate import PipelineTimeline, StageTimes, simulate
 
 NARROW, WIDE = 4, 32  # so many partial splits are kept for each number of layers
+GROWING = ("time", "memory")  # loads that are more the more layers a stage has
 TRIED = 60_000  # actions of the schedule, run one after the other to find the best of several splits: about a second
 
 Load = tuple[str | int, ...]  # what is loaded: ("time", stage), ("there", stage), ("back", stage) or ("memory", rank, case)
@@ -254,20 +255,32 @@ class _Search:
 
     def best(self) -> list[int] | None:
         """Return the best split, None where none is within the bounds."""
-        best, dropped = self._least(NARROW, float("inf"))
+        best, dropped = self._least(NARROW, self._even())
         if dropped:
-            best = self._least(WIDE, best.worst if best else float("inf"))[0] or best
+            best = self._least(WIDE, best.worst if best else self._even())[0] or best
         return list(best.counts) if best else None
 
+    def _even(self) -> float:
+        """Return the largest load of the split into as many layers each, which no best one is above; infinite where it is out of bounds."""
+        loads = dict[Load, float]()
+        for stage, part in enumerate(pairwise([0, *accumulate(even_split(len(self.problem.costs), self._stages))])):
+            for key, load in self.problem.loads(stage, *part):
+                loads[key] = loads.get(key, 0.0) + load
+        within = all(load <= 1 for key, load in loads.items() if key[0] in self.bounded)
+        return max(load for key, load in loads.items() if key[0] in self.minimised) * (1 + 1e-9) if within else float("inf")
+
     def _least(self, width: int, limit: float) -> tuple[_Partial | None, bool]:
-        """Return a split whose largest load is least, and whether there were more partial ones than `width`."""
+        """Return a split whose largest load is least, none above `limit`, and whether there were more partial ones than `width`."""
         cells, dropped = {0: [_Partial(0.0, 0.0, (), ())]}, False
         keys: tuple[Load, ...] = ()
         for stage in range(self._stages):
             grown = dict[int, list[_Partial]]()
             for start, partials in cells.items():
                 for stop in self._stops(stage, start):
-                    made = (self._add(one, keys, stage, (start, stop)) for one in partials)
+                    added = list(self.problem.loads(stage, start, stop))
+                    if any(load > self._limit(key, limit) for key, load in added if key[0] in GROWING):
+                        break
+                    made = (self._add(one, keys, added, stage, stop - start) for one in partials)
                     grown.setdefault(stop, []).extend(one for one in made if one is not None and one.worst <= limit)
             cells = {stop: _undominated(partials, width) for stop, partials in grown.items()}
             dropped = dropped or any(len(partials) == width for partials in cells.values())
@@ -275,15 +288,18 @@ class _Search:
         done = cells.get(len(self.problem.costs), [])
         return (min(done) if done else None), dropped
 
+    def _limit(self, key: Load, limit: float) -> float:
+        return limit if key[0] in self.minimised else 1.0 if key[0] in self.bounded else float("inf")
+
     def _stops(self, stage: int, start: int) -> Sequence[int]:
         """Return where a stage that begins at the layer `start` can end, so that those after it have layers too."""
         layers = len(self.problem.costs)
         return [layers] if stage == self._stages - 1 else range(start + 1, layers - self._stages + stage + 2)
 
-    def _add(self, one: _Partial, keys: Sequence[Load], stage: int, layers: tuple[int, int]) -> _Partial | None:
+    def _add(self, one: _Partial, keys: Sequence[Load], added: Sequence[tuple[Load, float]], stage: int, count: int) -> _Partial | None:
         loads = dict(zip(keys, one.loads, strict=True))
         worst, square = one.worst, one.square
-        for key, load in self.problem.loads(stage, *layers):
+        for key, load in added:
             before = loads.get(key, 0.0)
             loads[key] = before + load
             if key[0] in self.bounded and loads[key] > 1:
@@ -292,7 +308,7 @@ class _Search:
                 worst = max(worst, loads[key])
             if key[0] == "time":
                 square += loads[key] ** 2 - before**2
-        return _Partial(worst, square, tuple(loads.get(key, 0.0) for key in self.open[stage]), (*one.counts, layers[1] - layers[0]))
+        return _Partial(worst, square, tuple(loads.get(key, 0.0) for key in self.open[stage]), (*one.counts, count))
 
 
 def _undominated(partials: Sequence[_Partial], width: int) -> list[_Partial]:
