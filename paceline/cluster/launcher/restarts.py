@@ -19,7 +19,7 @@ class JobRestarts:
     """The restarts of one job, of which there are at most `allowed`. `start` is what the workers of the present start are told."""
 
     def __init__(self, allowed: int) -> None:
-        self.allowed, self.used = allowed, 0
+        self.allowed = allowed
         self.start = JobStart()
         self._due = False
         self._causes: set[tuple[str, str, str | None]] = set()  # errors, each with the newest checkpoint when it came
@@ -27,18 +27,19 @@ class JobRestarts:
     def judge(self, failure: Failure, workers: Sequence[WorkerProcess]) -> str:
         """Decide what follows on the failure that ended this start, and say it in words; none where no restart is left."""
         self._learn(workers)
-        if self.used == self.allowed:
+        used = len(self.start.events)
+        if used == self.allowed:
             return ""
         checkpoint = None if self.start.folder is None else newest(Path(self.start.folder) / "checkpoints")
         reason = self._refusal(failure, workers, checkpoint)
         if reason is not None:
             return f"it isn't started again: {reason}"
-        self.used, self._due = self.used + 1, True
+        self._due = True
         if self.start.folder is None:
             origin = ""
         else:
             origin = " from where the run began, as it has saved nothing" if checkpoint is None else f" from {checkpoint}"
-        words = f"all start again{origin} (restart {self.used} of {self.allowed})"
+        words = f"all start again{origin} (restart {used + 1} of {self.allowed})"
         what = f"{failure.line().removeprefix('paceline: ')}; {words}"
         self.start = replace(self.start, events=(*self.start.events, (time.time(), what)))
         return words

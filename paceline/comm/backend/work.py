@@ -6,7 +6,7 @@ import atexit
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from paceline.errors import DeadlineExceeded, PacelineError, WorkerLost
 
 LOOK = 5e-3  # seconds between two looks for operations whose callers have gone on
 QUIET = 20  # looks without any, after which the thread sleeps until there is one
+SHORTEST = 1e-3  # seconds of a wait: Gloo takes none for any time
 FAREWELL = 1.0  # seconds that the thread may take to end
 
 
@@ -91,6 +92,10 @@ class BackendWork(TorchWork):
             self.end()
         return self._ended
 
+    def done(self) -> bool:
+        """Whether the operation has ended, as works of groups say it."""
+        return self.is_completed()
+
     def is_success(self) -> bool:
         """Whether the operation has ended well."""
         return self.is_completed() and self._error is None
@@ -131,14 +136,17 @@ def _settle(future: torch.futures.Future[Any], error: BaseException | None, outp
         future.set_exception(error)
 
 
-class CompositeWork:
-    """Several works as one (a `Work`)."""
+class _Several:
+    """Several works, which end when all of them have."""
 
-    def __init__(self, works: Sequence[Work[Any]]) -> None:
+    def __init__(self, works: Sequence[Any]) -> None:
         self._works = list(works)
 
-    def wait(self, timeout: float | None = None) -> list[Any]:
-        return [work.wait(timeout) for work in self._works]
+    def _within(self, timeout: float | None) -> Iterator[tuple[Any, float | None]]:
+        """Yield each work, and for how many seconds to wait for it, so that all of them have `timeout` together."""
+        end = None if timeout is None else time.monotonic() + timeout
+        for work in self._works:
+            yield work, None if end is None else max(SHORTEST, end - time.monotonic())
 
     def done(self) -> bool:
         return all(work.done() for work in self._works)
@@ -147,41 +155,39 @@ class CompositeWork:
         return next((error for work in self._works if (error := work.exception()) is not None), None)
 
 
-class JoinedWork:
+class CompositeWork(_Several):
+    """Several works as one (a `Work`)."""
+
+    def wait(self, timeout: float | None = None) -> list[Any]:
+        return [work.wait(seconds) for work, seconds in self._within(timeout)]
+
+
+class JoinedWork(_Several):
     """Several works of the backend as one of ours (a `Work`)."""
 
-    def __init__(self, works: Sequence[BackendWork]) -> None:
-        self._works = list(works)
-
     def wait(self, timeout: float | None = None) -> None:
-        for work in self._works:
-            work.complete(timeout)
-
-    def done(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def exception(self) -> BaseException | None:
-        return next((error for work in self._works if (error := work.exception()) is not None), None)
+        for work, seconds in self._within(timeout):
+            work.complete(seconds)
 
 
-class PairWork:
-    """A send or a receive of Gloo's (a `Work`), whose errors name the other rank. `what`: the operation, for messages."""
+class _GlooWork:
+    """An operation of Gloo's, whose errors name `ranks`. `what`: the operation, for messages."""
 
-    def __init__(self, work: Any, what: str, rank: int) -> None:
-        self._work, self._what, self._rank = work, what, rank
+    def __init__(self, work: Any, what: str, ranks: tuple[int, ...]) -> None:
+        self._work, self._what, self._ranks = work, what, ranks
         self._error: PacelineError | None = None
 
     def wait(self, timeout: float | None = None) -> None:
         if self._error is None:
             began = time.monotonic()
             try:
-                self._work.wait(timedelta(seconds=timeout)) if timeout else self._work.wait()
+                self._work.wait(*([] if timeout is None else [timedelta(seconds=timeout)]))
             except RuntimeError as error:
                 passed = time.monotonic() - began
                 if timeout is not None and passed >= timeout:
-                    self._error = DeadlineExceeded(f"{self._what} within {timeout:g} s", (self._rank,))
+                    self._error = DeadlineExceeded(f"{self._what} within {timeout:g} s", self._ranks)
                 else:
-                    self._error = WorkerLost(f"{self._what}, {passed:.1f} s later: {str(error).splitlines()[0]}", (self._rank,))
+                    self._error = WorkerLost(f"{self._what}, {passed:.1f} s later: {str(error).splitlines()[0]}", self._ranks)
         if self._error is not None:
             raise self._error
 
@@ -192,28 +198,25 @@ class PairWork:
         return self._error
 
 
-class GlooResult:
+class PairWork(_GlooWork):
+    """A send or a receive of Gloo's (a `Work`), whose errors name the other rank."""
+
+    def __init__(self, work: Any, what: str, rank: int) -> None:
+        super().__init__(work, what, (rank,))
+
+
+class GlooResult(_GlooWork):
     """A reduction of Gloo's (a `Work`) that gives its result instead of writing it: of sparse tensors. `tensors` get it."""
 
     def __init__(self, work: Any, tensors: Sequence[torch.Tensor]) -> None:
-        self._work, self._tensors = work, tensors
-        self._error: BaseException | None = None
+        super().__init__(work, "a sparse all_reduce has not ended", ())
+        self._tensors = tensors
 
     def wait(self, timeout: float | None = None) -> None:
-        try:
-            self._work.wait(*([timedelta(seconds=timeout)] if timeout else []))
-        except RuntimeError as error:
-            self._error = WorkerLost(f"a sparse all_reduce has failed: {str(error).splitlines()[0]}")
-            raise self._error from error
+        super().wait(timeout)
         for x, total in zip(self._tensors, self._work.result(), strict=True):
             if x is not total:
                 x.copy_(total)
-
-    def done(self) -> bool:
-        return self._error is not None or bool(self._work.is_completed())
-
-    def exception(self) -> BaseException | None:
-        return self._error
 
 
 class Completer:

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from paceline.cluster.store import Store
+from paceline.comm.backend import work as works
 from paceline.comm.backend.process_group import GroupBackend
-from paceline.comm.backend.work import PairWork
+from paceline.comm.backend.work import CompositeWork, GlooResult, JoinedWork, PairWork
+from paceline.comm.group import Finished
 from paceline.comm.shm.group import SharedGroup
 from paceline.errors import DeadlineExceeded, Mismatch, WorkerLost
 from tests.harness.backends import RUNNERS, backend, mine, on_threads, reducing
@@ -88,8 +90,8 @@ class Lasting:
     def __init__(self, *, late: bool) -> None:
         self._late = late
 
-    def wait(self, timeout: timedelta) -> None:
-        if self._late:
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if self._late and timeout is not None:
             threading.Event().wait(timeout.total_seconds())
         raise RuntimeError("Connection closed by peer\nsecond line")
 
@@ -104,3 +106,27 @@ def test_messages_name_the_rank_that_is_late_or_lost() -> None:
     with pytest.raises(WorkerLost, match=r"rank 3 has not come, .* s later: Connection closed by peer$") as gone:
         lost.wait(20.0)
     assert passed.value.missing == gone.value.ranks == (3,) and late.done() and lost.exception() is gone.value
+
+
+def test_a_sparse_sum_that_is_late_is_no_loss_of_a_worker() -> None:
+    with pytest.raises(DeadlineExceeded, match=r"a sparse all_reduce has not ended within 0\.01 s"):
+        GlooResult(Lasting(late=True), [torch.ones(1)]).wait(0.01)
+    with pytest.raises(WorkerLost, match=r"a sparse all_reduce has not ended, .*: Connection closed by peer$"):
+        GlooResult(Lasting(late=False), [torch.ones(1)]).wait()
+
+
+@pytest.mark.parametrize("kind", [CompositeWork, JoinedWork])
+def test_several_works_have_the_time_of_one_together(kind: type[CompositeWork | JoinedWork], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Finished):
+        def wait(self, timeout: float | None = None) -> None:
+            given.append(timeout)
+            now[0] += 4.0
+
+        complete = wait
+
+    now, given = [100.0], list[float | None]()
+    monkeypatch.setattr(works.time, "monotonic", lambda: now[0])
+    kind([Slow(), Slow(), Slow()]).wait(6.0)
+    assert given == [6.0, 2.0, works.SHORTEST]
+    kind([Slow(), Slow()]).wait()
+    assert given[3:] == [None, None] and kind([Slow()]).done() and kind([Slow()]).exception() is None
