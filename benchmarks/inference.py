@@ -24,6 +24,7 @@ import paceline as pl
 from paceline.apps import load
 from paceline.apps.generation import Sampling, generate
 from paceline.apps.gpt import GPT, GPTShape, cuts
+from paceline.cluster.mesh import Mesh
 from paceline.comm.solo import SoloGroup
 
 BAR = 0.65  # of the time of one worker, at most
@@ -36,6 +37,7 @@ class Alone:
 
     def __init__(self) -> None:
         self.device, self.group, self.is_first = torch.device("cpu"), SoloGroup(), True
+        self.mesh = Mesh((("data", 1),), (0,))
 
     def forward(self, model: nn.Module, x: Tensor) -> Any:
         with torch.no_grad():

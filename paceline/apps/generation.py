@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import contextlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ import torch
 from torch import Generator, Tensor
 
 import paceline as pl
-from paceline.apps.gpt import GPT
+from paceline.apps.gpt import GPT, KeyValueCache
 from paceline.errors import PacelineError, UsageError
 from paceline.formatting import counted
 
@@ -48,13 +49,14 @@ class Sampling:
 def generate(run: pl.Run, model: GPT, prompt: Sequence[int], count: int, sampling: Sampling) -> Iterator[int]:
     """Yield `count` tokens that go on from those of `prompt`, on all workers the same. Collective: all go through all of them.
 
-    The first worker draws, for all.
+    The first worker draws, for all. With stages of a pipeline nothing is kept, and each token is drawn in a pass over all before it.
     """
     if not prompt:
         raise UsageError("the prompt is empty: give one token or more to go on from")
     tokens, context = list(prompt), model.shape.context
     chance = Generator(run.device).manual_seed(sampling.seed)
-    with model.caching() as cache:
+    keeps = run.mesh.extent("stage") == 1  # positions are counted in the model's own forward
+    with model.caching() if keeps else contextlib.nullcontext(KeyValueCache(context)) as cache:
         for _ in range(count):
             if len(tokens) > context:
                 cache.clear()

@@ -204,8 +204,9 @@ def maker(fields: Mapping[str, Any]) -> Callable[[], GPT]:
 
 def cuts(axes: Collection[str]) -> list[ModelCut]:
     """Return how a GPT is cut along these axes of a mesh."""
-    found: list[ModelCut] = [pl.tensor("auto")] if "tensor" in axes else []
-    return [*found, pl.shard("blocks.*")] if "shard" in axes else found
+    stages = pl.pipeline("tokens, blocks.*, norm, head")
+    known: dict[str, ModelCut] = {"tensor": pl.tensor("auto"), "stage": stages, "shard": pl.shard("blocks.*")}
+    return [cut for axis, cut in known.items() if axis in axes]
 
 
 def next_token_loss(logits: Tensor, y: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Subset
 
 import paceline as pl
 from paceline.apps import text
+from paceline.apps.generation import Sampling, generate
 from paceline.apps.gpt import GPT, SMALL, cuts, next_token_loss
 from paceline.session.load import DESCRIPTION, describe
 
@@ -54,17 +55,16 @@ def evaluate(run: pl.Run, model: nn.Module, loader: DataLoader[tuple[Tensor, Ten
     """Compute the mean loss over all of `loader`, whichever worker saw which rows."""
     losses = []
     for x, y in loader:
-        logits = model(x.to(run.device))
+        logits = run.forward(model, x.to(run.device))
         losses.append(run.gather(F.cross_entropy(logits.transpose(1, 2), y.to(run.device), reduction="none").mean(1)))
     return torch.cat(losses).mean().item()
 
 
-def sample(model: GPT, count: int = 240) -> str:
-    """Generate the text with which the model continues "def "."""
-    device = next(model.parameters()).device
-    prompt = torch.tensor([list(PROMPT.encode())], device=device)
-    chance = torch.Generator(device).manual_seed(1)
-    return text.decode(model.continued(prompt, count, temperature=0.7, generator=chance)[0])
+def sample(run: pl.Run, model: GPT, count: int = 240) -> str:
+    """Generate the text with which the model continues "def ". Collective."""
+    prompt = PROMPT.encode()
+    model.eval()
+    return text.decode(torch.tensor([*prompt, *generate(run, model, prompt, count, Sampling(temperature=0.7, seed=1))]))
 
 
 def main() -> None:
@@ -84,15 +84,14 @@ def main() -> None:
         model, optimizer, schedule, loader, held_out = parts
         before = evaluate(run, model, held_out)
         for x, y in loader:
-            loss = next_token_loss(model(x.to(run.device)), y.to(run.device))
-            loss.backward()
+            loss = run.step(model, x.to(run.device), y.to(run.device), loss=next_token_loss)  # forward and backward, in any mesh
             run.clip(model, 1.0)
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
             run.log(loss=loss)
         after = evaluate(run, model, held_out)
-        written = sample(model) if run.is_first or run.mesh.cut else ""  # a cut model is run by all that have parts of it
+        written = sample(run, model)
         if run.is_first:
             outcome = {"validation": [before, after], "sample": written}
             (run.folder.path / "demo.json").write_text(json.dumps(outcome))

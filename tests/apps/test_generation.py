@@ -44,7 +44,10 @@ def text(run: Run, sampling: Sampling, **options: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
-@pytest.mark.parametrize(("size", "mesh"), [(1, None), (2, "tensor=2"), (2, "shard=2"), (4, "tensor=4"), (4, "shard=2, tensor=2")])
+@pytest.mark.parametrize(
+    ("size", "mesh"),
+    [(1, None), (2, "tensor=2"), (2, "shard=2"), (2, "stage=2"), (4, "tensor=4"), (4, "stage=2, tensor=2"), (4, "shard=2, tensor=2")],
+)
 def test_all_layouts_write_the_same(size: int, mesh: str | None, sampling: Sampling) -> None:
     wanted = reference(sampling)
     assert len(set(wanted)) > 4
@@ -89,7 +92,7 @@ def test_refused(make: Any, why: str) -> None:
         alone(make)
 
 
-SHAPE = {"d": 16, "layers": 1, "heads": 2, "context": 8, "vocab": 256}
+SHAPE = {"d": 16, "layers": 2, "heads": 2, "context": 8, "vocab": 256}
 
 
 @pytest.fixture
@@ -121,6 +124,8 @@ def test_the_command(job: Jobs, written: Path) -> None:
     one, _ = said("test", "--greedy", "--tokens", "12", "--prompt", "--as it is: \u00e9")
     two, err = said("runs/test", "--temperature", "0", "--tokens", "12", "--prompt", "--as it is: \u00e9", "--mesh", "tensor=2")
     assert one.startswith("--as it is: \u00e9") and one == two and len(one) > 14
+    three, _ = said("runs/test", "--greedy", "--tokens", "12", "--prompt", "--as it is: \u00e9", "--mesh", "stage=2")
+    assert three == one
     assert "paceline: 12 tokens in " in err and "(2 workers, mesh tensor=2)" in err and "[0]" not in one + err
     drawn = {said("runs/test", "--seed", seed, "--workers", count)[0] for seed, count in (("3", "2"), ("3", "1"), ("4", "1"))}
     assert len(drawn) == 2

@@ -62,8 +62,8 @@ def test_the_script_alone_and_in_meshes(job: Jobs, words: Path, tmp_path: Path) 
     assert len(alone) == 3
     with pl.load(tmp_path / "runs" / "x") as loaded:
         assert isinstance(loaded.model, GPT)
-        assert pretrain.sample(loaded.model) == said["sample"]
-    for mesh in ("tensor", "shard"):
+        assert pretrain.sample(loaded.run, loaded.model) == said["sample"]
+    for mesh in ("tensor", "shard", "stage"):
         ended = job.program(
             Path(pretrain.__file__), 2, "--mesh", mesh, args=tuple(mesh if word == "x" else word for word in arguments)
         ).end()
