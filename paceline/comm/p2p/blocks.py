@@ -9,15 +9,13 @@ the receiver writes here which use of the block is over, once no tensor lies in 
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 
+from paceline.comm.p2p.memory import capacity, lend, tensor
 from paceline.comm.p2p.message import PairMessage, unpack
 from paceline.comm.p2p.ring import RingEntry
 from paceline.comm.shm.memory import SharedSegment
@@ -25,8 +23,7 @@ from paceline.comm.shm.messages import plain
 
 LINE = 64  # bytes to which everything in a block is aligned
 SLAB = 1 << 20  # bytes of a segment of small blocks
-SMALLEST, SMALL = 1 << 12, 1 << 16  # bytes of the two kinds of small blocks
-COPIED = 1 << 14  # bytes of a message up to which its tensors are copied out: a small tensor may be kept for long
+COPIED = 1 << 14  # bytes of a message up to which its tensors are copied out: they may be kept for long
 TRIES = 8  # blocks in use that are looked at before another is made
 
 
@@ -102,14 +99,6 @@ class BlockPool:
             segment.seal()
 
 
-def capacity(nbytes: int) -> int:
-    """Return the bytes of the blocks that messages of so many bytes take: few sizes, so that they are used again, and little lost."""
-    if nbytes <= SMALL:
-        return SMALLEST if nbytes <= SMALLEST else SMALL
-    step = 1 << (nbytes - 1).bit_length() - 3
-    return -(-nbytes // step) * step
-
-
 def _places(header: int, lengths: Sequence[int]) -> tuple[list[int], int]:
     """Return the byte of a block at which each tensor begins, and the bytes of all."""
     places, at = [], LINE + header
@@ -143,26 +132,10 @@ class MessageReader:
         start = segment.start + entry.offset
         header = unpack(ctypes.string_at(start + LINE, entry.header))
         places, total = _places(entry.header, header.lengths)
-        memory = (ctypes.c_char * capacity(total)).from_address(start)
-        with torch.inference_mode(False):  # they may outlive an evaluation during which they come
-            tensors = tuple(
-                _tensor(memory, at, length, form) for at, length, form in zip(places, header.lengths, header.forms, strict=True)
-            )
-            if total <= COPIED:
-                tensors = tuple(x.clone() for x in tensors)
-        if total <= COPIED:
-            cells[entry.offset // 8] = entry.use
-        else:
-            done = weakref.finalize(memory, _release, segment, cells, entry.offset // 8, entry.use)
-            done.atexit = False
+        memory = lend(start, capacity(total), _release, segment, cells, entry.offset // 8, entry.use)
+        parts = zip(places, header.lengths, header.forms, strict=True)
+        tensors = tuple(tensor(memory, at, length, *form, alone=total <= COPIED) for at, length, form in parts)
         return header.lane, PairMessage(header.head, tensors)
-
-
-def _tensor(memory: Any, at: int, length: int, form: tuple[torch.dtype, tuple[int, ...]]) -> Tensor:
-    dtype, shape = form
-    if not length:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=length // dtype.itemsize, offset=at).view(shape)
 
 
 def _release(segment: SharedSegment, cells: memoryview, at: int, use: int) -> None:

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from paceline.cluster import secret as secrets
+from paceline.comm.p2p.memory import SMALLEST, MemoryPool, tensor
 from paceline.comm.p2p.message import LONGEST, PairMessage, unpack
-from paceline.comm.shm.memory import fresh
 from paceline.comm.wire_format import MalformedMessage
 from paceline.errors import SecretError
-from paceline.state.snapshot import raw, shaped
+from paceline.state.snapshot import raw
 
 MAGIC = b"pacepair"
 HELLO = struct.Struct("<8sI16s")  # what it is, rank of the sender, nonce
@@ -97,8 +97,8 @@ def _fill(connection: socket.socket, into: memoryview) -> int:
     return at
 
 
-def read(connection: socket.socket) -> tuple[int, PairMessage] | None:
-    """Read the next message, with its lane; None at the end of all. Raises `OSError`, and `MalformedMessage`."""
+def read(connection: socket.socket, pool: MemoryPool) -> tuple[int, PairMessage] | None:
+    """Read the next message, with its lane, into memory of `pool`; None at the end of all. Raises `OSError`, and `MalformedMessage`."""
     length = bytearray(LENGTH.size)
     came = _fill(connection, memoryview(length))
     if not came:
@@ -109,16 +109,14 @@ def read(connection: socket.socket) -> tuple[int, PairMessage] | None:
     text = bytearray(nbytes)
     _whole(connection, memoryview(text))
     header = unpack(bytes(text))
-    tensors = [_tensor(connection, nbytes, *form) for nbytes, form in zip(header.lengths, header.forms, strict=True)]
+    tensors = [_tensor(connection, pool, nbytes, *form) for nbytes, form in zip(header.lengths, header.forms, strict=True)]
     return header.lane, PairMessage(header.head, tuple(tensors))
 
 
-def _tensor(connection: socket.socket, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    if not nbytes:
-        return torch.empty(shape, dtype=dtype)
-    memory = fresh((nbytes,), torch.uint8)
-    _whole(connection, memory.numpy().data)
-    return shaped(memory, dtype, shape)
+def _tensor(connection: socket.socket, pool: MemoryPool, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    buffer = pool.take(nbytes)
+    _whole(connection, memoryview(buffer).cast("B")[:nbytes])
+    return tensor(buffer, 0, nbytes, dtype, shape, alone=nbytes < SMALLEST)
 
 
 def _whole(connection: socket.socket, into: memoryview) -> None:

@@ -24,10 +24,11 @@ from paceline.cluster.store import Store
 from paceline.comm.group import Finished, Work
 from paceline.comm.p2p.connection import PROOF, admit, frames, hang_up, has_hung_up, introduce, read, send_all, send_some
 from paceline.comm.p2p.inbox import SLICE, PairInbox, ReceiveWork
+from paceline.comm.p2p.memory import MemoryPool
 from paceline.errors import DeadlineExceeded, PacelineError, SecretError, WorkerLost
 
 STRANGERS = 64  # connections at a time that have proved nothing yet
-INLINE = 1 << 16  # bytes of a message that its sender writes itself, if the network takes them at once
+INLINE = 1 << 18  # bytes of a message that its sender writes itself, if the network takes them at once
 RETRY, LONGEST_RETRY = 0.02, 0.5  # seconds between two tries to connect
 GRACE = 1.0  # seconds for a connection of a worker that has left to come to its turn
 
@@ -72,6 +73,7 @@ class NetworkWay:
     def __init__(self, end: PairNetwork, peer: int, listening: Listening, *, name: int, host: str) -> None:
         self.name, self.host = name, host
         self._end, self._peer, self._listening = end, peer, listening
+        self._pool = MemoryPool()
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
         self._waiting = 0  # messages that the thread has to write
@@ -147,7 +149,7 @@ class NetworkWay:
         assert self._in is not None
         why = "it has closed its end"
         try:
-            while (found := read(self._in)) is not None:
+            while (found := read(self._in, self._pool)) is not None:
                 self._end.inbox.put(self._peer, *found)
         except (OSError, PacelineError, RuntimeError, MemoryError) as error:
             why = f"its connection has broken ({getattr(error, 'strerror', None) or error})"

@@ -23,7 +23,7 @@ from paceline.errors import PacelineError, ResourceError, ViewChanged, WorkerLos
 
 PID, STATE = 0, 64  # bytes of a rank's cells
 CLOSED, ABORTED = 1, 2
-SPINS = 50  # looks before a receiver sleeps
+SPINS = 10  # looks before a receiver sleeps: others may need the core
 
 
 class SharedTable:

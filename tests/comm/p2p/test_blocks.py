@@ -4,11 +4,10 @@ import gc
 import random
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 
-from paceline.comm.p2p.blocks import SMALL, SMALLEST, BlockPool, MessageReader, capacity
+from paceline.comm.p2p.blocks import BlockPool, MessageReader
 from paceline.comm.p2p.message import pack
 from paceline.comm.shm.memory import SharedSegment
 
@@ -28,12 +27,6 @@ def sent(pool: BlockPool, reader: MessageReader, *tensors: Tensor) -> tuple[Tens
     lane, message = reader.read(pool.write(pack(3, {"a": len(tensors)}, tensors), tensors))
     assert lane == 3 and message.head == {"a": len(tensors)}
     return message.tensors
-
-
-@pytest.mark.parametrize("nbytes", [1, SMALLEST, SMALLEST + 1, SMALL, SMALL + 1, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 123_456_789])
-def test_blocks_have_few_sizes_and_waste_little(nbytes: int) -> None:
-    assert nbytes <= capacity(nbytes) <= max(SMALL, 1.26 * nbytes)
-    assert capacity(capacity(nbytes)) == capacity(nbytes) and capacity(nbytes) % SMALLEST == 0
 
 
 def test_messages_of_all_sizes_and_layouts_arrive() -> None:

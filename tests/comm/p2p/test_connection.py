@@ -13,6 +13,7 @@ import torch
 
 from paceline.comm.p2p import connection
 from paceline.comm.p2p.connection import HELLO, MAGIC, admit, frames, has_hung_up, introduce, read, send_all, send_some
+from paceline.comm.p2p.memory import MemoryPool
 from paceline.comm.p2p.message import pack
 from paceline.comm.wire_format import MalformedMessage
 from paceline.errors import SecretError
@@ -119,7 +120,7 @@ def test_messages_come_as_they_were_sent_however_they_are_cut() -> None:
         here.close()
 
     def receive() -> list[Any]:
-        return [read(there) for _ in range(31)]
+        return [read(there, MemoryPool()) for _ in range(31)]
 
     error, found = both(send, receive)
     assert error is None and found.pop() is None
@@ -135,14 +136,14 @@ def test_a_message_that_breaks_off_is_an_error(cut: int) -> None:
     here.sendall(b"".join(bytes(part) for part in frames(pack(0, {"a": "b" * 40}, [x]), [x]))[:cut])
     here.close()
     with pytest.raises((ConnectionResetError, MalformedMessage)):
-        read(there)
+        read(there, MemoryPool())
 
 
 def test_a_header_that_is_too_long_is_not_read() -> None:
     here, there = pair()
     here.sendall(struct.pack("<I", 1 << 31) + b"{}")
     with pytest.raises(MalformedMessage):
-        read(there)
+        read(there, MemoryPool())
 
 
 def test_who_has_hung_up_is_seen() -> None:
