@@ -131,9 +131,10 @@ class MessageReader:
         segment, cells = self._segments[entry.segment]
         start = segment.start + entry.offset
         header = unpack(ctypes.string_at(start + LINE, entry.header))
-        places, total = _places(entry.header, header.lengths)
+        layout = header.layout
+        places, total = _places(entry.header, layout.lengths)
         memory = lend(start, capacity(total), _release, segment, cells, entry.offset // 8, entry.use)
-        parts = zip(places, header.lengths, header.forms, strict=True)
+        parts = zip(places, layout.lengths, layout.forms, strict=True)
         tensors = tuple(tensor(memory, at, length, *form, alone=total <= COPIED) for at, length, form in parts)
         return header.lane, PairMessage(header.head, tensors)
 

@@ -109,7 +109,7 @@ def read(connection: socket.socket, pool: MemoryPool) -> tuple[int, PairMessage]
     text = bytearray(nbytes)
     _whole(connection, memoryview(text))
     header = unpack(bytes(text))
-    tensors = [_tensor(connection, pool, nbytes, *form) for nbytes, form in zip(header.lengths, header.forms, strict=True)]
+    tensors = [_tensor(connection, pool, nbytes, *form) for nbytes, form in zip(*reversed(header.layout), strict=True)]
     return header.lane, PairMessage(header.head, tuple(tensors))
 
 

@@ -35,11 +35,13 @@ def lend(address: int, nbytes: int, done: Callable[..., None], *arguments: Any) 
 
 def tensor(buffer: Any, at: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...], *, alone: bool = False) -> Tensor:
     """Return the tensor whose bytes lie in a buffer from byte `at` on; it keeps the buffer, unless it is copied to memory `alone`."""
-    with torch.inference_mode(False):  # it may outlive an evaluation during which it comes
-        if not nbytes:
-            return torch.empty(shape, dtype=dtype)
-        found = torch.frombuffer(buffer, dtype=dtype, count=nbytes // dtype.itemsize, offset=at).view(shape)
-        return found.clone() if alone else found
+    if torch.is_inference_mode_enabled():  # it may outlive the evaluation during which it comes
+        with torch.inference_mode(False):
+            return tensor(buffer, at, nbytes, dtype, shape, alone=alone)
+    if not nbytes:
+        return torch.empty(shape, dtype=dtype)
+    found = torch.frombuffer(buffer, dtype=dtype, count=nbytes // dtype.itemsize, offset=at).view(shape)
+    return found.clone() if alone else found
 
 
 class MemoryPool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -27,17 +28,22 @@ class PairMessage(NamedTuple):
     tensors: tuple[Tensor, ...]
 
 
+class TensorLayout(NamedTuple):
+    """The dtype and shape of each tensor of a message, and its bytes."""
+
+    forms: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+    lengths: tuple[int, ...]
+
+
 class PairHeader(NamedTuple):
-    """What goes before the tensors of a message: its lane, its JSON value, and the dtype and shape of each tensor."""
+    """What goes before the tensors of a message: its lane, its JSON value, and what its tensors are."""
 
     lane: int
     head: Any
-    forms: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+    layout: TensorLayout
 
-    @property
-    def lengths(self) -> list[int]:
-        """The bytes of each tensor."""
-        return [math.prod(shape) * dtype.itemsize for dtype, shape in self.forms]
+
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def pack(lane: int, head: Mapping[str, Any], tensors: Sequence[Tensor]) -> bytes:
@@ -47,27 +53,35 @@ def pack(lane: int, head: Mapping[str, Any], tensors: Sequence[Tensor]) -> bytes
     for x in tensors:
         if x.layout != torch.strided or x.dtype not in PLAIN or x.is_meta:
             raise UsageError(f"a tensor of {x.dtype} ({x.layout}, on {x.device}) can't be sent: send dense tensors that have values")
-    forms = [[str(x.dtype).removeprefix("torch."), list(x.shape)] for x in tensors]
     try:
-        text = json.dumps([lane, head, forms], separators=(",", ":")).encode()
+        said = _encode(head).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(
-            f"the head of a message is no JSON value ({error}): send tensors apart, and numbers, text, lists and maps here"
-        ) from error
-    if len(text) > LONGEST:
-        raise UsageError(f"the header of a message takes {len(text)} bytes, and {LONGEST} are possible: send what is large as a tensor")
-    return text
+        text = f"the head of a message is no JSON value ({error}): send tensors apart, and numbers, text, lists and maps here"
+        raise UsageError(text) from error
+    header = b"%d\n%b\n%b" % (lane, _written(tuple((x.dtype, x.shape) for x in tensors)), said)
+    if len(header) > LONGEST:
+        raise UsageError(f"the header of a message takes {len(header)} bytes, and {LONGEST} are possible: send what is large as a tensor")
+    return header
+
+
+@lru_cache(1024)  # the same tensors are sent again and again
+def _written(forms: tuple[tuple[torch.dtype, torch.Size], ...]) -> bytes:
+    return _encode([[str(dtype).removeprefix("torch."), list(shape)] for dtype, shape in forms]).encode()
 
 
 def unpack(text: bytes) -> PairHeader:
     """Read a header. Raises `MalformedMessage` for what no worker has written."""
     try:
-        lane, head, forms = json.loads(text)
-        if type(lane) is not int:
-            raise ValueError(f"lane {lane}")
-        return PairHeader(lane, head, tuple(_form(*form) for form in forms))
+        lane, forms, said = text.split(b"\n", 2)
+        return PairHeader(int(lane), json.loads(said.decode()), _read(forms))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise MalformedMessage(f"the header of a message makes no sense ({type(error).__name__}: {error})") from error
+
+
+@lru_cache(1024)
+def _read(text: bytes) -> TensorLayout:
+    forms = tuple(_form(*form) for form in json.loads(text))
+    return TensorLayout(forms, tuple(math.prod(shape) * dtype.itemsize for dtype, shape in forms))
 
 
 def _form(name: str, shape: list[int]) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -87,5 +101,7 @@ def copied(x: Tensor) -> Tensor:
 
 def moved(message: PairMessage, device: torch.device) -> PairMessage:
     """Return the message with its tensors on a device."""
+    if all(x.device == device for x in message.tensors):
+        return message
     with torch.inference_mode(False):
         return message._replace(tensors=tuple(x.to(device) for x in message.tensors))

@@ -112,7 +112,7 @@ class RingReader:
                 self._map(bytes(self._bytes[self._at + FIRST + 8 : self._at + FIRST + 8 + length]).decode(), CAPACITY * _ENTRY)
             at = (self._taken - self._start) % self._capacity * _ENTRY
             segment, length, offset, use, header, text = _LAYOUT.unpack_from(self._view, at)
-            entry = RingEntry(segment, length, offset, use, header, text.rstrip(b"\0").decode())
+            entry = RingEntry(segment, length, offset, use, header, text.rstrip(b"\0").decode() if text[0] else "")
             if entry.segment == MOVED:
                 self._map(entry.address, entry.nbytes)
             self._taken += 1

@@ -23,7 +23,7 @@ from paceline.errors import PacelineError, ResourceError, ViewChanged, WorkerLos
 
 PID, STATE = 0, 64  # bytes of a rank's cells
 CLOSED, ABORTED = 1, 2
-SPINS = 10  # looks before a receiver sleeps: others may need the core
+SPIN = 100e-6  # seconds that a receiver looks before it sleeps, if its last wait was about as short: else others may need the core
 
 
 class SharedTable:
@@ -99,6 +99,7 @@ class SharedWay:
         self._reader = RingReader(table.segment, table.pair(self._place, table.place))
         self._sending, self._looking, self._resting = threading.Lock(), threading.Lock(), threading.Lock()
         self._unreadable: PacelineError | None = None
+        self._brief = True  # whether the last wait was
 
     def send(self, header: bytes, tensors: Sequence[Tensor], what: str) -> Work[None]:
         """Copy a message to where the other finds it."""
@@ -126,14 +127,16 @@ class SharedWay:
         if not self._resting.acquire(blocking=False):  # another thread sleeps for both
             self._inbox.rest(work, seconds, self._resting.locked)
             return
+        began = time.monotonic()
         try:
-            for _ in range(SPINS):
+            while self._brief and time.monotonic() - began < SPIN:
                 self.look()
                 if work.came:
                     return
                 os.sched_yield()
-            self._sleep(work, time.monotonic() + seconds)
+            self._sleep(work, began + seconds)
         finally:
+            self._brief = time.monotonic() - began < 2 * SPIN
             self._resting.release()
             self._inbox.notify()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from paceline.comm.group import Finished, Traffic, Work
 from paceline.comm.p2p.inbox import PairInbox, ReceiveTerms, ReceiveWork
-from paceline.comm.p2p.message import PairMessage, copied, pack
+from paceline.comm.p2p.message import PairMessage, copied, pack, unpack
 from paceline.comm.threads import ThreadGroup
 from paceline.comm.traffic import TrafficMeter
 from paceline.errors import PacelineError, UsageError, ViewChanged, WorkerLost
@@ -72,7 +71,7 @@ class ThreadPairs:
         text = pack(lane, head, tensors)
         copies = tuple(copied(x) for x in tensors)
         self._meter.sent(to, len(text) + sum(x.nbytes for x in copies))
-        self._exchange.inboxes[to].put(self.rank, lane, PairMessage(json.loads(text)[1], copies))
+        self._exchange.inboxes[to].put(self.rank, lane, PairMessage(unpack(text).head, copies))
         return Finished()
 
     def receive(self, source: int, lane: int, *, what: str = "") -> Work[PairMessage]:

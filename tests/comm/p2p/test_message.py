@@ -14,10 +14,10 @@ from paceline.errors import UsageError
 def test_a_header_has_every_dtype(name: str) -> None:
     head = {"a": [1, None, "b", 0.5, {"c": True}]}
     tensors = [torch.empty((3, 0, 2), dtype=DTYPES[name]), torch.empty((), dtype=DTYPES[name])]
-    lane, came, forms = header = unpack(pack(7, head, tensors))
+    lane, came, layout = unpack(pack(7, head, tensors))
     assert (lane, came) == (7, head)
-    assert forms == ((DTYPES[name], (3, 0, 2)), (DTYPES[name], ()))
-    assert header.lengths == [0, DTYPES[name].itemsize]
+    assert layout.forms == ((DTYPES[name], (3, 0, 2)), (DTYPES[name], ()))
+    assert layout.lengths == (0, DTYPES[name].itemsize)
 
 
 @pytest.mark.parametrize(
@@ -38,9 +38,14 @@ def test_what_cannot_be_sent_is_refused(lane: int, head: Any, tensor: torch.Tens
 @pytest.mark.parametrize(
     "text",
     [
-        *(b"", b"\xff", b"3", b"[]", b"[0, {}]", b"[0, {}, 3]", b"[0, {}, [3]]", b"[0, {}, [[1, 2]]]"),
-        *(b'[0, {}, [["float32", [-1]]]]', b'[0, {}, [["qint8", [1]]]]', b'[0, {}, [["nn", [1]]]]', b'[0, {}, [["float32", [1.5]]]]'),
-        *(b'["a", {}, []]', b"[true, {}, []]", b'[0, {}, [["float32", [1073741824, 1073741824]]]]', b"[" * 100_000),
+        *(b"", b"\xff", b"3", b"0\n[]", b"a\n[]\n{}", b"0\n[]\n", b"0\n[]\n{", b"0\n3\n{}", b"0\n[3]\n{}", b"0\n[[1,2]]\n{}"),
+        *(b'0\n[["float32",[-1]]]\n{}', b'0\n[["qint8",[1]]]\n{}', b'0\n[["nn",[1]]]\n{}', b'0\n[["float32",[1.5]]]\n{}'),
+        *(
+            b'0\n[["float32",[true]]]\n{}',
+            b'0\n[["float32",[1073741824,1073741824]]]\n{}',
+            b"0\n" + b"[" * 99_999,
+            b"0\n[]\n" + b"[" * 99_999,
+        ),
     ],
 )
 def test_a_header_that_makes_no_sense_is_refused(text: bytes) -> None:
