@@ -80,6 +80,7 @@ class BlockPool:
         for _ in range(min(TRIES, len(used))):
             block = used.popleft()
             if block.cells[block.offset // 8] == block.uses:
+                block.segment.seal()  # the receiver has mapped it
                 self._free[size].append(block)
             else:
                 used.append(block)

@@ -162,8 +162,7 @@ def has_hung_up(connection: socket.socket) -> bool:
         return True
 
 
-def hang_up(connection: socket.socket) -> None:
-    """End a connection, or a listener, at once: whoever waits at it returns."""
+def cut(connection: socket.socket) -> None:
+    """End a connection, or a listener, at once: whoever waits at it returns. Its descriptor stays, as a thread may be using it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
-    connection.close()

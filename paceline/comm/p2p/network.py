@@ -22,7 +22,7 @@ from torch import Tensor
 from paceline.cluster import network
 from paceline.cluster.store import Store
 from paceline.comm.group import Finished, Work
-from paceline.comm.p2p.connection import PROOF, admit, frames, hang_up, has_hung_up, introduce, read, send_all, send_some
+from paceline.comm.p2p.connection import PROOF, admit, cut, frames, has_hung_up, introduce, read, send_all, send_some
 from paceline.comm.p2p.inbox import SLICE, PairInbox, ReceiveWork
 from paceline.comm.p2p.memory import MemoryPool
 from paceline.errors import DeadlineExceeded, PacelineError, SecretError, WorkerLost
@@ -125,6 +125,8 @@ class NetworkWay:
             work.end(self._error)
             with self._lock:
                 self._waiting -= 1
+        if self._out is not None:
+            self._out.close()
 
     def _fail(self, error: PacelineError) -> None:
         with self._lock:
@@ -149,8 +151,9 @@ class NetworkWay:
         assert self._in is not None
         why = "it has closed its end"
         try:
-            while (found := read(self._in, self._pool)) is not None:
-                self._end.inbox.put(self._peer, *found)
+            with self._in:
+                while (found := read(self._in, self._pool)) is not None:
+                    self._end.inbox.put(self._peer, *found)
         except (OSError, PacelineError, RuntimeError, MemoryError) as error:
             why = f"its connection has broken ({getattr(error, 'strerror', None) or error})"
         with self._lock:
@@ -183,7 +186,7 @@ class NetworkWay:
             self._writer.join(max(0.0, end - time.monotonic()))
         for connection in (self._out, self._in):
             if connection is not None:
-                hang_up(connection)
+                cut(connection)
 
 
 class PairNetwork:
@@ -222,24 +225,23 @@ class PairNetwork:
         self.inbox.rest(work, min(seconds, SLICE))
 
     def _accept(self) -> None:
-        while not self.closed:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                if self.closed:
-                    return
-                time.sleep(RETRY)  # no descriptors are left, or the caller has hung up
-                continue
-            with self._lock:
-                self._strangers += 1
-                crowd = self._strangers > STRANGERS
-            if crowd:
-                self._dismiss(connection)
-                continue
-            threading.Thread(target=self._welcome, args=(connection,), name="paceline from a rank", daemon=True).start()
+        with self._listener:
+            while not self.closed:
+                try:
+                    connection, _ = self._listener.accept()
+                except OSError:
+                    time.sleep(0 if self.closed else RETRY)  # no descriptors are left, or the caller has hung up
+                    continue
+                with self._lock:
+                    self._strangers += 1
+                    crowd = self._strangers > STRANGERS
+                if crowd:
+                    self._dismiss(connection)
+                else:
+                    threading.Thread(target=self._welcome, args=(connection,), name="paceline from a rank", daemon=True).start()
 
     def _dismiss(self, connection: socket.socket) -> None:
-        hang_up(connection)
+        connection.close()
         with self._lock:
             self._strangers -= 1
 
@@ -262,7 +264,7 @@ class PairNetwork:
         self.closed = True
         for way in self.ways.values():
             way.close(end)
-        hang_up(self._listener)
+        cut(self._listener)
 
 
 def call(end: PairNetwork, peer: int, listening: Listening, who: str) -> socket.socket:

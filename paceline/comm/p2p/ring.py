@@ -105,7 +105,10 @@ class RingReader:
         self._capacity = CAPACITY
 
     def take(self) -> RingEntry | None:
-        """Return the next entry; None if there is none. Raises `ResourceError` where the sender's memory can't be mapped."""
+        """Return the next entry, which `confirm` has to follow; None if there is none.
+
+        Raises `ResourceError` where the sender's memory can't be mapped.
+        """
         while self._taken < self._cells[(self._at + POSTED) // 8]:
             if self._ring is None:
                 length = self._cells[(self._at + FIRST) // 8]
@@ -113,15 +116,17 @@ class RingReader:
             at = (self._taken - self._start) % self._capacity * _ENTRY
             segment, length, offset, use, header, text = _LAYOUT.unpack_from(self._view, at)
             entry = RingEntry(segment, length, offset, use, header, text.rstrip(b"\0").decode() if text[0] else "")
-            if entry.segment == MOVED:
-                self._map(entry.address, entry.nbytes)
-            self._taken += 1
-            if entry.segment == MOVED:
-                self._start = self._taken
-            self._cells[(self._at + TAKEN) // 8] = self._taken
             if entry.segment != MOVED:
                 return entry
+            self._map(entry.address, entry.nbytes)
+            self.confirm()
+            self._start = self._taken
         return None
+
+    def confirm(self) -> None:
+        """Tell the sender that an entry was taken, and what it tells of is mapped: until then the sender keeps that open."""
+        self._taken += 1
+        self._cells[(self._at + TAKEN) // 8] = self._taken
 
     def _map(self, address: str, nbytes: int) -> None:
         self._ring = SharedSegment.open(address, nbytes, alone=True)

@@ -115,7 +115,9 @@ class SharedWay:
             return
         try:
             while (entry := self._reader.take()) is not None:
-                self._inbox.put(self._source, *self._blocks.read(entry))
+                lane, message = self._blocks.read(entry)
+                self._reader.confirm()
+                self._inbox.put(self._source, lane, message)
         except ResourceError as error:  # its memory went with it
             self._unreadable = WorkerLost(f"what rank {self.name} has sent can't be read ({error})", (self.name,))
         except PacelineError as error:

@@ -16,6 +16,13 @@ def ends() -> tuple[RingWriter, RingReader]:
     return RingWriter(table, CELLS, SharedSegment.create), RingReader(table, CELLS)
 
 
+def taken_from(reader: RingReader) -> RingEntry | None:
+    found = reader.take()
+    if found is not None:
+        reader.confirm()
+    return found
+
+
 def entry(number: int) -> RingEntry:
     return RingEntry(number, number * 3, number << 40, number + 1, number % 7, f"/proc/{number}/fd/3" if number % 2 else "")
 
@@ -31,10 +38,10 @@ def test_entries_come_in_order_whether_they_are_read_early_or_late() -> None:
         assert writer.pending
         for _ in range(dice.choice((0, 2, posted - taken))):
             if taken < posted:
-                assert reader.take() == entry(taken)
+                assert taken_from(reader) == entry(taken)
                 taken += 1
     while taken < posted:
-        assert reader.take() == entry(taken)
+        assert taken_from(reader) == entry(taken)
         taken += 1
     assert reader.take() is None and not writer.pending
 
@@ -44,7 +51,7 @@ def test_a_writer_never_waits_for_its_reader() -> None:
     for number in range(100 * CAPACITY):
         writer.post(entry(number))
     for number in range(100 * CAPACITY):
-        assert reader.take() == entry(number)
+        assert taken_from(reader) == entry(number)
 
 
 def test_a_sleeping_reader_is_woken() -> None:
@@ -53,7 +60,7 @@ def test_a_sleeping_reader_is_woken() -> None:
 
     def read() -> None:
         while len(found) < 500:
-            got = reader.take()
+            got = taken_from(reader)
             if got is None:
                 reader.rest(PATIENCE)
             else:
@@ -73,3 +80,11 @@ def test_entries_whose_writer_has_gone_unread_are_named() -> None:
     writer.close()
     with pytest.raises(ResourceError, match="can't be mapped"):
         reader.take()
+
+
+def test_an_entry_is_pending_until_it_is_confirmed() -> None:
+    writer, reader = ends()
+    writer.post(entry(4))
+    assert reader.take() == reader.take() == entry(4) and writer.pending  # what it tells of may not be mapped yet
+    reader.confirm()
+    assert not writer.pending and reader.take() is None
