@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate
 from typing import ClassVar, Literal
 
 import torch
@@ -25,7 +25,9 @@ from paceline.formatting import spell
 from paceline.parallel.cut import CutContext
 from paceline.parallel.pipelining.chain import LayerGraph, part_parameters, trace_layers
 from paceline.parallel.pipelining.model import PipelinedModel, PipelineTerms, SharedParameter, StageSplit
+from paceline.parallel.pipelining.schedule import PipelineSchedule
 from paceline.parallel.pipelining.schedules import check, make_schedule
+from paceline.parallel.pipelining.split import LayerCost, SplitProblem, check_split, fastest_slowest
 
 PER_WORKER = 4  # micro-batches for each worker along `stage`, where the script doesn't say
 
@@ -58,14 +60,15 @@ class pipeline:
         group = context.groups.another(self.axis)
         count = PER_WORKER * group.size if self.micro_batches is None else self.micro_batches
         chunks = check(self.schedule, group.size, count, self.chunks)
-        placed = make_schedule(self.schedule, group.size, count, self.chunks).placed
+        schedule = make_schedule(self.schedule, group.size, count, self.chunks)
+        placed = schedule.placed
         graph = trace_layers(model, self.layers, trace=self.trace)
-        split = StageSplit(_bounds(model, graph, self.split, len(placed), chunks), placed)
-        users = _users(model, graph, split)
+        split = StageSplit(_bounds(model, graph, self.split, schedule, chunks), placed)
+        users = graph.users(split.bounds[:-1])
         ties, mine, elsewhere = list[SharedParameter](), dict[str, Parameter](), dict[str, Parameter]()
         rank = context.groups.along(self.axis).rank
         for name, parameter in list(model.named_parameters()):
-            stages = users[id(parameter)]
+            stages = users[parameter]
             places, placement = sorted({placed[stage] for stage in stages}), context.placements.of(parameter, name)
             among = group.sub(places) if len(places) > 1 else None
             if rank in places:
@@ -95,56 +98,26 @@ class pipeline:
         context.endings.append(made.close)
 
 
-def _users(model: nn.Module, graph: LayerGraph, split: StageSplit) -> dict[int, list[int]]:
-    """Return the stages that use each parameter, by its id."""
-    found = dict[int, list[int]]()
-    for stage in range(len(split.placed)):
-        for key in {id(parameter) for _, parameter in part_parameters(model, graph.part(*split.range(stage)))}:
-            found.setdefault(key, []).append(stage)
-    return found
-
-
-def _bounds(model: nn.Module, graph: LayerGraph, asked: Sequence[int] | str, stages: int, chunks: int) -> tuple[int, ...]:
+def _bounds(model: nn.Module, graph: LayerGraph, asked: Sequence[int] | str, schedule: PipelineSchedule, chunks: int) -> tuple[int, ...]:
     """Return the first layer of each stage, and the end."""
-    layers = len(graph.layers)
+    layers, stages = len(graph.layers), schedule.stages
     if layers < stages:
         raise UsageError(
             f"pipeline(): {stages} stages ({chunks} on each worker) for {layers} layers ({', '.join(graph.layers[:6])}...): each stage "
             "needs one at least; name smaller layers, or give `stage` fewer workers"
         )
     if not isinstance(asked, str):
-        counts = list(asked)
-        if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
-            raise UsageError(f"split={counts!r}: there are {layers} layers and {stages} stages, and each stage takes 1 layer or more")
+        counts = check_split(asked, graph.layers, stages)
     elif asked == "even":
-        counts = _even([_numel(model, graph, at) for at in range(layers)], stages)
+        sizes = [LayerCost(name, float(_numel(model, graph, at)), 0.0) for at, name in enumerate(graph.layers)]
+        counts = fastest_slowest(SplitProblem(sizes, schedule, [1.0] * schedule.ranks)) or []  # without a memory there is one
     else:
         raise UsageError(f"split={asked!r} is unknown; give the layers of each stage, split=[3, 4, 4, 1], or 'even'")
-    bounds = [0]
-    for count in counts:
-        bounds.append(bounds[-1] + count)
-    return tuple(bounds)
+    return (0, *accumulate(counts))
 
 
 def _numel(model: nn.Module, graph: LayerGraph, layer: int) -> int:
     return sum({id(p): p.numel() for _, p in part_parameters(model, graph.part(layer, layer + 1))}.values())
-
-
-def _even(sizes: Sequence[int], stages: int) -> list[int]:
-    """Cut layers of these sizes into consecutive stages, the largest of which is as small as it can be."""
-    best = [[0.0] * (len(sizes) + 1) for _ in range(stages + 1)]
-    cut = [[0] * (len(sizes) + 1) for _ in range(stages + 1)]
-    for end in range(1, len(sizes) + 1):
-        best[1][end] = float(sum(sizes[:end]))
-    for stage in range(2, stages + 1):
-        for end in range(stage, len(sizes) + 1):
-            options = [(max(best[stage - 1][at], float(sum(sizes[at:end]))), at) for at in range(stage - 1, end)]
-            best[stage][end], cut[stage][end] = min(options)
-    ends = [len(sizes)]
-    for stage in range(stages, 1, -1):
-        ends.append(cut[stage][ends[-1]])
-    ends.append(0)
-    return [one - two for one, two in pairwise(ends)][::-1]
 
 
 def _empty(parameter: Parameter) -> Parameter:

@@ -141,7 +141,7 @@ X, Y = torch.zeros(4, 5, dtype=torch.long), torch.zeros(4, 5, dtype=torch.long)
 @pytest.mark.parametrize(
     ("cut", "words"),
     [
-        (pipeline("tokens, positions, blocks.*, norm, head", split=[1, 1]), r"split=\[1, 1\]: there are 8 layers and 2 stages"),
+        (pipeline("tokens, positions, blocks.*, norm, head", split=[1, 1]), r"split=\[1, 1\] doesn't deal 8 layers to 2 stages"),
         (pipeline("tokens, blocks.*", trace=False), "no layer has the parameters positions.weight"),
         (pipeline("tokens, positions, blocks, norm, head", schedule="interleaved", micro_batches=4, chunks=4), "8 stages .* for 5 layers"),
         (pipeline(LAYERS, schedule="interleaved", micro_batches=1), "interleaved with micro_batches=1"),

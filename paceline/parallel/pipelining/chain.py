@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,14 +28,6 @@ from paceline.parallel.pipelining.operations import OUTPUT, Operation, Ref, find
 from paceline.parallel.pipelining.tracing import trace_operations
 
 CHAINED = ("*args", "**keywords")  # the inputs where nothing is traced
-
-
-@dataclass(frozen=True)
-class Tie:
-    """One parameter that several stages use. `names`: what it is called in each of the `stages`, the first of which made it."""
-
-    stages: tuple[int, ...]
-    names: tuple[str, ...]
 
 
 class StagePart:
@@ -117,14 +108,17 @@ class LayerGraph:
             raise UsageError(f"the layers were cut for a forward with {missing[0]!r}, which this call of the model leaves out")
         return {name: given[name] for name in self.inputs}
 
-    def ties(self, starts: Sequence[int]) -> list[Tie]:
-        """Find parameters that several stages use: each steps by the sum of their gradients. `starts`: the first layer of each stage."""
-        found = dict[int, dict[int, str]]()
+    def users(self, starts: Sequence[int]) -> dict[nn.Parameter, dict[int, str]]:
+        """Return which stages use each parameter, and what they call it: one with several has to step by the sum of their gradients.
+
+        `starts` has the first layer of each stage. Raises `UsageError` where two would keep the same running statistics.
+        """
+        found = dict[nn.Parameter, dict[int, str]]()
         for stage, part in enumerate(self._parts(starts)):
             for name, parameter in part_parameters(self.model, part):
-                found.setdefault(id(parameter), {}).setdefault(stage, name)
+                found.setdefault(parameter, {}).setdefault(stage, name)
         self._refuse_shared_statistics(starts)
-        return [Tie(tuple(names), tuple(names.values())) for names in found.values() if len(names) > 1]
+        return found
 
     def _parts(self, starts: Sequence[int]) -> Iterator[StagePart]:
         return (self.part(start, stop) for start, stop in zip(starts, [*starts[1:], len(self.layers)], strict=True))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from paceline.errors import UsageError
-from paceline.parallel.pipelining.chain import Tie, trace_layers
+from paceline.parallel.pipelining.chain import trace_layers
 from tests.harness.layered_models import Looped, Masked, Structured, Twice, backward_parts, run_parts
 from tests.harness.sharded_models import gpt, odd_net, pictures, texts, unet, vectors
 
@@ -70,12 +70,19 @@ def test_parts_are_the_model(name: str) -> None:
                 assert torch.equal(mine.grad, theirs.grad), path
 
 
-def test_tied_parameters_are_told_by_stage() -> None:
-    assert trace_layers(gpt(), "tokens, positions, blocks.*, norm, head").ties([0, 3, 5]) == [Tie((0, 2), ("tokens.weight", "head.weight"))]
-    assert trace_layers(gpt(), "tokens, positions, blocks.*, norm, head").ties([0]) == []
-    assert trace_layers(Looped(), "embed, blocks.*, head").ties([0, 2]) == [Tie((0, 1), ("scale", "scale"))]
-    twice = trace_layers(Twice(), "embed, middle").ties([0, 1])
-    assert {tie.names for tie in twice} == {("embed.weight", "embed.weight"), ("turn.weight", "turn.weight"), ("turn.bias", "turn.bias")}
+def shared(model: nn.Module, layers: str, starts: Sequence[int]) -> list[dict[int, str]]:
+    return [stages for stages in trace_layers(model, layers).users(starts).values() if len(stages) > 1]
+
+
+def test_parameters_that_several_stages_use_are_told() -> None:
+    names = "tokens, positions, blocks.*, norm, head"
+    assert shared(gpt(), names, [0, 3, 5]) == [{0: "tokens.weight", 2: "head.weight"}]
+    assert shared(gpt(), names, [0]) == []
+    assert shared(Looped(), "embed, blocks.*, head", [0, 2]) == [{0: "scale", 1: "scale"}]
+    assert shared(Twice(), "embed, middle", [0, 1]) == [{0: name, 1: name} for name in ("embed.weight", "turn.weight", "turn.bias")]
+    model = gpt()
+    users = trace_layers(model, names).users([0, 3])
+    assert set(users) == set(model.parameters()) and users[model.norm.weight] == {1: "norm.weight"}
 
 
 def test_a_part_tells_the_modules_that_it_uses() -> None:
@@ -227,6 +234,6 @@ def test_statistics_of_two_stages_are_refused() -> None:
             return self.norm(self.two(self.norm(self.one(x))))
 
     graph = trace_layers(Normed(), "one, two")
-    graph.ties([0])
+    graph.users([0])
     with pytest.raises(UsageError, match="stages 0 and 1 both use norm"):
-        graph.ties([0, 1])
+        graph.users([0, 1])
