@@ -61,6 +61,15 @@ def choices(found: str, possible: Iterable[str]) -> str:
     return f"possible: {', '.join(names)}" + (f"; did you mean {folded[near[0]]}?" if near else "")
 
 
+def nearest(found: str, names: Iterable[str]) -> str:
+    """Write in brackets which name is like one that is unknown; nothing where none is close.
+
+    Example: `nearest("haed.weight", ["head.weight"])` is `" (the nearest is head.weight)"`.
+    """
+    near = difflib.get_close_matches(found, list(names), n=1)
+    return f" (the nearest is {near[0]})" if near else ""
+
+
 def counted(number: int, thing: str) -> str:
     """Write a number of things: "1 step", "2,000 steps"."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from paceline.formatting import choices, counted, sized, spell
+from paceline.formatting import choices, counted, nearest, sized, spell
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,11 @@ def test_the_nearest_name_is_named_whatever_its_case() -> None:
     assert choices("RING", ["tree", "ring"]).endswith("did you mean ring?")
     assert choices("zzz", ["tree", "ring"]) == "possible: ring, tree"
     assert choices("ring", []) == "there are none to choose from"
+
+
+def test_a_name_that_is_like_an_unknown_one_is_named() -> None:
+    assert nearest("haed.weight", iter(["tail.weight", "head.weight"])) == " (the nearest is head.weight)"
+    assert nearest("haed.weight", {"zzz": 1}) == nearest("haed.weight", []) == ""
 
 
 @pytest.mark.parametrize(("number", "text"), [(0, "0 steps"), (1, "1 step"), (2000, "2,000 steps")])

@@ -13,9 +13,7 @@ from rich.table import Table
 
 from paceline.errors import UsageError
 from paceline.formatting import counted, sized
-from paceline.session.record.folder import LAYOUT
-
-KINDS = ("parameters", "gradients", "optimizer")
+from paceline.session.record.folder import KINDS, LAYOUT
 
 
 def read(folder: Path, script: str) -> dict[str, Any]:

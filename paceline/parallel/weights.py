@@ -8,12 +8,11 @@ model.pt                   of torch.save, mapped into memory: what isn't used is
 from __future__ import annotations
 
 import contextlib
-import difflib
 import hashlib
 import json
 import pickle
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
+from paceline.formatting import nearest
 from paceline.parallel.initialise import give_memory
 from paceline.parallel.placement import Placements, Range, Rectangle, local
 from paceline.state.checksum import checksums
@@ -105,11 +105,11 @@ def _compare(targets: Mapping[str, Tensor], weights: Weights, placements: Placem
     shapes = {name: tuple(placements.of(target, prefix + name).shape) for name, target in targets.items()}
     there = {id(target) for name, target in targets.items() if name in weights.shapes}
     lines = [
-        f"{name} {list(shape)} is not in it{_near(name, weights.shapes)}"
+        f"{name} {list(shape)} is not in it{nearest(name, weights.shapes)}"
         for name, shape in shapes.items()
         if name not in weights.shapes and id(targets[name]) not in there
     ]
-    lines += [f"{name} is not in the model{_near(name, shapes)}" for name in weights.shapes if name not in shapes]
+    lines += [f"{name} is not in the model{nearest(name, shapes)}" for name in weights.shapes if name not in shapes]
     lines += [
         f"{name} is {list(weights.shapes[name])} in it, {list(shape)} in the model"
         for name, shape in shapes.items()
@@ -118,11 +118,6 @@ def _compare(targets: Mapping[str, Tensor], weights: Weights, placements: Placem
     if lines:
         more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
         raise UsageError(f"{weights.name} has weights of another model: {'; '.join(lines[:SHOWN])}{more}")
-
-
-def _near(name: str, names: Collection[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=1)
-    return f" (the nearest is {near[0]})" if near else ""
 
 
 def _of_safetensors(path: Path, files: contextlib.ExitStack) -> Weights:

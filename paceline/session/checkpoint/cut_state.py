@@ -9,7 +9,6 @@ What is saved says nothing of the cuts that it was saved under: any others may b
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import CheckpointError
 from paceline.fault.block_files import BlockReader, LocalBlocks
+from paceline.formatting import nearest
 from paceline.parallel.placement import Placement, Placements, local
 from paceline.state.blocks import StoredTensor
 from paceline.state.snapshot import Json, Snapshot, contiguous, entries, path_of
@@ -135,8 +135,7 @@ def _compare(parts: Mapping[str, Stateful], placements: Placements, tree: Json, 
         for key, parameter in part.named_parameters(remove_duplicate=False):
             shape = list(placements.of(parameter, key).shape)
             if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                lines.append(f"{name}.{key} {shape} is not in it" + (f" (the nearest is {near[0]})" if near else ""))
+                lines.append(f"{name}.{key} {shape} is not in it{nearest(key, known)}")
             elif (path := path_of(known[key])) is not None and list(index[path].shape) != shape:
                 lines.append(f"{name}.{key} is {list(index[path].shape)} in it, {shape} here")
         lines += [f"{name}.{key} is not here" for key in known if key not in here]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # so that reading a run's folder doesn't import torch
     from paceline.comm.agreement import Agreement
 
 PARTS: Final = ("compute", "exchange", "wait", "data")  # of a step, in this order everywhere
+KINDS: Final = ("parameters", "gradients", "optimizer")  # what a worker holds
 LAYOUT: Final = "layout.json"  # what each worker would hold, which `paceline layout` asks for
 _NUMBERED: Final = re.compile(r"(.+)-(\d+)")
 

@@ -12,8 +12,8 @@ from paceline.formatting import spell
 from paceline.parallel.placement import Placement
 from paceline.session.axes import RunAxes
 from paceline.session.prepare.registry import Prepared
-from paceline.session.record.folder import LAYOUT
-from paceline.session.record.memory import KINDS, kept_in_buckets, optimizer_nbytes, predict
+from paceline.session.record.folder import KINDS, LAYOUT
+from paceline.session.record.memory import kept_in_buckets, optimizer_nbytes, predict
 
 
 class ModelLayout:

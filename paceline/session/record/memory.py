@@ -23,10 +23,10 @@ from torch.utils import _pytree
 
 from paceline.parallel.placement import Placement, local
 from paceline.session.prepare.registry import Prepared
+from paceline.session.record.folder import KINDS
 from paceline.sync.abilities import RemoteOptimizer
 from paceline.sync.base import Slot
 
-KINDS = ("parameters", "gradients", "optimizer")
 OptimizerBytes = Callable[[Optimizer], dict[int, int] | None]  # by the id of each parameter; None where it isn't known
 
 
