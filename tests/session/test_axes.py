@@ -293,3 +293,14 @@ def test_a_run_tells_what_it_exchanged_along_which_axis(tmp_path: Path, mesh: st
     assert processes[-1].endswith(f"({', '.join(f'{name} 1' for name in names)})")
     spans = [(event["cat"], event["args"]["axis"]) for event in events if event["ph"] == "X" and "axis" in event["args"]]
     assert {axis for _, axis in spans} == set(names) and (names[-1], names[-1]) in spans
+
+
+def test_the_trace_shows_what_is_exchanged_while_workers_compute(tmp_path: Path) -> None:
+    """Gradients of the last unit leave for `shard`, and their sums for `data`, before the backward pass has come to its end."""
+    workers(4, train(shard(("0", "2"), zero=2), epochs=1), mesh="data=2, shard=2", folder=tmp_path)
+    events = json.loads((tmp_path / "test" / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X" and event["pid"] == 0 and event["args"]["step"] == 2]
+    stretches = [(event["ts"], event["ts"] + event["dur"]) for event in spans if event["cat"] == "compute"]
+    for kind, axis, name in (("shard", "shard", "the gradients of 2"), ("bucket", "data", "bucket 0")):
+        (sent,) = (event["ts"] for event in spans if (event["cat"], event["args"].get("axis"), event["name"]) == (kind, axis, name))
+        assert any(start < sent < end for start, end in stretches), name
