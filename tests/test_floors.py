@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+from tests.harness.sources import TOGETHER, parsed
+
+pytestmark = TOGETHER
 PACKAGE = Path(__file__).parent.parent / "paceline"
 FLOORS = [
     {"callsite", "errors", "trace", "formatting", "timings"},
@@ -25,11 +28,12 @@ FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts}
 PROGRAMS = {"apps", "bench", "cli"}  # written as a user would: they may `import paceline` itself
 
 
-def imports(tree: ast.AST) -> list[str]:
-    named = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    relative = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
+def imports(source: str) -> list[str]:
+    nodes = parsed(source).nodes
+    named = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    relative = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.level]
     assert not relative, "relative imports hide the floor they go to"
-    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
     return named + [f"{node.module}.{alias.name}" for node in froms for alias in node.names]
 
 
@@ -38,7 +42,7 @@ def faults(path: Path, source: str) -> list[str]:
     if parts == ("__init__",):  # the roof: its names are lazy
         return []
     here, found = parts[0], []
-    for name in imports(ast.parse(source)):
+    for name in imports(source):
         if name.split(".")[0] != "paceline":
             continue
         there = [*name.split("."), "paceline"][1]

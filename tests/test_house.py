@@ -9,6 +9,9 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.harness.sources import TOGETHER, parsed
+
+pytestmark = TOGETHER
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "paceline"
 ELSEWHERE = {"benchmarks", "loops"}  # folders of tests of what is not in the package, and of loops as people write them
@@ -126,9 +129,9 @@ def targets() -> dict[str, str]:
     }
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
+def imported(source: str) -> Iterator[str]:
     """The modules that it imports, and the names from modules, which may be modules too."""
-    for node in ast.walk(tree):
+    for node in parsed(source).nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -137,7 +140,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 def of_tests(source: str) -> list[str]:
     """What this source imports of a test or of a conftest."""
-    found = (name.split(".") for name in imported(ast.parse(source)))
+    found = (name.split(".") for name in imported(source))
     return [".".join(name) for name in found if name[0] == "tests" and any(part.startswith("test_") or part == "conftest" for part in name)]
 
 

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import paceline
+from tests.harness.sources import TOGETHER, parsed
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -26,10 +27,11 @@ def test_what_is_tested_is_pinned() -> None:
     assert "torch==2.13.0" in lines
 
 
+@TOGETHER
 def test_the_plain_install_has_what_the_package_imports() -> None:
     found = set()
     for path in (ROOT / "paceline").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in parsed(path.read_text()).nodes:
             if isinstance(node, ast.Import):
                 found |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:

@@ -14,6 +14,7 @@ import pytest
 from paceline.cluster.discover import discover, timings
 from paceline.errors import PlaceError
 from paceline.timings import DEFAULTS, Timings, parse
+from tests.harness.sources import TOGETHER, Parsed, parsed
 
 PACKAGE = Path(__file__).parent.parent / "paceline"
 SECONDS: dict[str, dict[str, float]] = {
@@ -154,31 +155,32 @@ def _takes(function: ast.FunctionDef) -> bool:
     return any(each.arg == "timings" for each in function.args.kwonlyargs)
 
 
-def silent(module: str, tree: ast.Module, names: set[str]) -> list[str]:
+def silent(module: str, source: Parsed, names: set[str]) -> list[str]:
     """The calls, in a module, of what has one of these dotted names, that give no timings."""
-    known = {node.name: f"{module}.{node.name}" for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-    for node in ast.walk(tree):
+    known = {node.name: f"{module}.{node.name}" for node in source.tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    for node in source.nodes:
         if isinstance(node, ast.ImportFrom):
             known |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and known.get(ast.unparse(node.func)) in names]
+    calls = [node for node in source.nodes if isinstance(node, ast.Call) and known.get(ast.unparse(node.func)) in names]
     return [ast.unparse(call)[:80] for call in calls if not any(each.arg == "timings" for each in call.keywords)]
 
 
+@TOGETHER
 def test_all_that_has_timings_is_given_them() -> None:
     """The defaults of constructors are there for tests: a launcher, a worker and a server give down what they have."""
     paths = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
-    trees = {name: ast.parse(path.read_text()) for path, name in paths.items()}
-    names = {f"{module}.{name}" for module, tree in trees.items() for name in takers(tree)}
+    sources = {name: parsed(path.read_text()) for path, name in paths.items()}
+    names = {f"{module}.{name}" for module, source in sources.items() for name in takers(source.tree)}
     assert {"paceline.cluster.launcher.supervisor.Supervisor", "paceline.cluster.hosts.rendezvous.Meeting"} <= names
     names -= {"paceline.cluster.discover.Place"}  # `discover` gives them at its end
-    found = {module: missed for module, tree in trees.items() if (missed := silent(module, tree, names))}
+    found = {module: missed for module, source in sources.items() if (missed := silent(module, source, names))}
     assert {module: missed for module, missed in found.items() if not module.startswith("paceline.lab.")} == {}
 
 
 def test_a_call_without_timings_is_seen() -> None:
     tree = ast.parse("class A:\n    def __init__(self, *, timings=T): ...\ndef f(*, timings=T): ...\n")
     assert {*takers(tree)} == {"A", "f"}
-    calls = ast.parse("from m import A, f as g\nfrom n import f\nA()\ng(timings=1)\ng()\nf()\n")
+    calls = parsed("from m import A, f as g\nfrom n import f\nA()\ng(timings=1)\ng()\nf()\n")
     assert silent("x", calls, {"m.A", "m.f"}) == ["A()", "g()"]
 
 

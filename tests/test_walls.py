@@ -11,6 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
+from tests.harness.sources import TOGETHER, parsed
+
+pytestmark = TOGETHER
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "paceline"
 FILES_IN_FOLDER, CLASS_LINES, CLASS_METHODS = 20, 250, 25
@@ -55,11 +58,6 @@ ASSIGNED: dict[str, int] = {  # module: assignments to attributes of objects tha
 
 
 @cache
-def parsed(source: str) -> ast.Module:
-    return ast.parse(source)
-
-
-@cache
 def modules() -> dict[str, str]:
     """The source of each module by its dotted name."""
     names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted(PACKAGE.rglob("*.py"))}
@@ -68,7 +66,7 @@ def modules() -> dict[str, str]:
 
 def imported(source: str, known: Iterable[str]) -> set[str]:
     """The modules among `known` that a module imports anywhere: in functions, and for type checkers alone, too."""
-    nodes = list(ast.walk(parsed(source)))
+    nodes = parsed(source).nodes
     named = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -120,7 +118,7 @@ def test_folders_are_small() -> None:
 def classes() -> Iterator[tuple[str, ast.ClassDef]]:
     """All classes with the name of their module."""
     for name, source in modules().items():
-        yield from ((name, node) for node in ast.walk(parsed(source)) if isinstance(node, ast.ClassDef))
+        yield from ((name, node) for node in parsed(source).nodes if isinstance(node, ast.ClassDef))
 
 
 def is_large(node: ast.ClassDef) -> bool:
@@ -171,7 +169,7 @@ def stores(node: ast.AST, mine: frozenset[str] = frozenset({"self", "cls"})) -> 
 def declared(source: str) -> set[str]:
     """The attributes of a module's classes: fields, slots, and what methods assign to `self`."""
     found = set()
-    for owner in (node for node in ast.walk(parsed(source)) if isinstance(node, ast.ClassDef)):
+    for owner in (node for node in parsed(source).nodes if isinstance(node, ast.ClassDef)):
         fields = [target for node in owner.body if isinstance(node, ast.Assign) for target in node.targets]
         fields += [node.target for node in owner.body if isinstance(node, ast.AnnAssign)]
         found |= {field.id for field in fields if isinstance(field, ast.Name)}
@@ -183,7 +181,7 @@ def declared(source: str) -> set[str]:
 def foreign(source: str, ours: set[str]) -> list[str]:
     """The attributes in `ours` (of all our classes) that a module assigns to objects of classes that are not its own."""
     others = ours - declared(source) - THEIRS
-    return [name for name in stores(parsed(source)) if name in others]
+    return [name for name in stores(parsed(source).tree) if name in others]
 
 
 def test_objects_are_changed_by_their_own_module() -> None:

@@ -73,14 +73,15 @@ def test_activation_checkpointing_exchanges_again_in_the_same_order(reentrant: b
 @CUTS
 def test_compiled_blocks(cut: tensor) -> None:
     def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
-        for block in model.blocks:
+        for block in () if model is alone else model.blocks:  # one process runs them as they are
             if not hasattr(block, "compiled"):
                 block.compiled = True
                 block.compile(backend="aot_eager" if cut is WHOLE else "eager")
         return loss_of(model, x, y)
 
     shape = type(SHAPE)(d=16, layers=1, heads=2, context=8, vocab=8)
-    compare(gpt(shape=shape), cut, batches(1, shape), loss=loss)
+    alone = gpt(shape=shape)
+    compare(alone, cut, batches(1, shape), loss=loss)
 
 
 @CUTS
