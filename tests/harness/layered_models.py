@@ -109,9 +109,10 @@ class Masked(nn.Module):
             out: Tensor = x + mask @ self.line(x * turns)
             return out
 
-    def __init__(self, blocks: int = 3) -> None:
+    def __init__(self, blocks: int = 3, vocab: int = 7) -> None:
         super().__init__()
-        self.embed, self.blocks, self.head = nn.Embedding(7, 4), nn.ModuleList(self.Block() for _ in range(blocks)), nn.Linear(4, 2)
+        self.embed, self.head = nn.Embedding(vocab, 4), nn.Linear(4, vocab)
+        self.blocks = nn.ModuleList(self.Block() for _ in range(blocks))
         self.register_buffer("turns", torch.linspace(-1, 1, 36).reshape(9, 4), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from paceline.errors import DataError, PacelineError, UsageError
 from paceline.parallel.pipeline import pipeline
 from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce
+from tests.harness.layered_models import Masked
 from tests.harness.models import fill
 from tests.harness.pipelines import LAYERS, gpt, next_tokens, same, trained
 from tests.harness.runs import Numbered, workers
@@ -105,6 +106,10 @@ def test_values_are_carried_over_stages() -> None:
     for schedule in ("1f1b", "zero-bubble"):
         cut = pipeline("first, left, right, rest", schedule=schedule, micro_batches=3)
         same("stage=4", cut, build=network, data=Numbered, loss=loss, clip=None)
+
+
+def test_masks_and_dtypes_are_there_on_all_stages() -> None:
+    same("stage=2", pipeline("embed, blocks.*, head", micro_batches=2), build=lambda: fill(Masked(vocab=11).double()))
 
 
 def test_int8_between_replicas_keeps_tied_weights_tied() -> None:
