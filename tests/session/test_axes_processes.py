@@ -61,7 +61,7 @@ def test_cuts_of_the_command_line_are_those_of_the_run(job: Jobs, tmp_path: Path
     [
         (("--mesh", "data=2, tensor=3"), "mesh='data=2, tensor=3' doesn't fit 2 workers; what fits is data=1, tensor=2 | data=2, tensor=1"),
         (("--mesh", "tensor", "--min-workers", "1"), "mesh='tensor' with --min-workers: a worker of a cut model has parts that no other"),
-        (("--mesh", "stage"), "the axis `stage` (pipelines) is not there yet"),
+        (("--mesh", "stage"), "the mesh (stage=2) has the axis `stage`, and nothing is cut along it"),
         (("--mesh", "shard"), "the mesh (shard=2) has the axis `shard`, and nothing is cut along it"),
     ],
     ids=["fit", "lost", "stage", "unused"],
