@@ -105,7 +105,7 @@ class Blueprint:
         """Give this worker's part of each parameter its values. `model` is what cuts have left of it, `placements` say what is where."""
         kept: dict[str, Tensor] = {placement.name: parameter for parameter, placement in placements.parameters()}
         kept |= {self._prefix + name: parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
-        with _kept_randomness():
+        with kept_randomness():
             for unit in self._units:
                 _seed(seed, self._prefix + unit.root.name)
                 for unborn, value in self._made(unit):
@@ -168,7 +168,7 @@ class Blueprint:
         """Find the modules that have to be made for each parameter. Raises for parameters that nothing makes."""
         units: dict[int, _Unit] = {}
         outermost: dict[int, _Node] = {}  # that writes to a parameter, by the id of its stand-in
-        with _kept_randomness():
+        with kept_randomness():
             for node in self._nodes.values():
                 within = {id(one) for one in node.inside}
                 for stand_in, calls in self._try(node):
@@ -313,7 +313,7 @@ def _seed(seed: int, name: str) -> None:
 
 
 @contextlib.contextmanager
-def _kept_randomness() -> Iterator[None]:
+def kept_randomness() -> Iterator[None]:
     """Leave generators where they were before, one thread at a time."""
     with GENERATORS:
         kept = Randomness()

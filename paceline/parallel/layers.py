@@ -26,7 +26,7 @@ class layers:
     """
 
     names: str | Sequence[str] = "auto"
-    split: Sequence[int] | Literal["even"] = "even"
+    split: Sequence[int] | Literal["even", "auto"] = "even"
     trace: bool = True
     axis: ClassVar[str] = "stage"
 

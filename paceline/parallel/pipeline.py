@@ -23,11 +23,14 @@ from paceline.comm.pairs import pairs
 from paceline.errors import UsageError
 from paceline.formatting import spell
 from paceline.parallel.cut import CutContext
+from paceline.parallel.pipelining.auto_split import agree_problem
 from paceline.parallel.pipelining.chain import LayerGraph, part_parameters, trace_layers
+from paceline.parallel.pipelining.measuring import count_layers, measure_layers
 from paceline.parallel.pipelining.model import PipelinedModel, PipelineTerms, SharedParameter, StageSplit
 from paceline.parallel.pipelining.schedule import PipelineSchedule
 from paceline.parallel.pipelining.schedules import check, make_schedule
-from paceline.parallel.pipelining.split import LayerCost, SplitProblem, check_split, fastest_slowest
+from paceline.parallel.pipelining.split import LayerCost, SplitProblem, best_split, check_split, fastest_slowest
+from paceline.parallel.pipelining.split_table import describe_split
 
 PER_WORKER = 4  # micro-batches for each worker along `stage`, where the script doesn't say
 
@@ -38,7 +41,9 @@ class pipeline:
 
     `layers`: names and patterns of modules in the order of the forward, "tokens, blocks.*, norm, head", or "auto". `schedule`: gpipe, 1f1b,
     interleaved, zero-bubble or zbv. `micro_batches`: how many each worker's share of a batch is cut into (default: 4 for each stage's
-    worker). `chunks`: stages on each worker, for interleaved. `split`: layers of each stage, or "even" for about as many parameters each.
+    worker). `chunks`: stages on each worker, for interleaved. `split`: layers of each stage, "even" for about as many parameters each, or
+    "auto": each worker measures all layers on samples of the loader that is prepared with the model, and the split is that by which the
+    schedule takes least, on workers of any speed.
     `trace=False` calls the layers one after the other, and not as the model's forward does.
     """
 
@@ -46,7 +51,7 @@ class pipeline:
     schedule: str = "1f1b"
     micro_batches: int | None = None
     chunks: int | None = None
-    split: Sequence[int] | Literal["even"] = "even"
+    split: Sequence[int] | Literal["even", "auto"] = "even"
     trace: bool = True
     axis: ClassVar[str] = "stage"
 
@@ -63,7 +68,8 @@ class pipeline:
         schedule = make_schedule(self.schedule, group.size, count, self.chunks)
         placed = schedule.placed
         graph = trace_layers(model, self.layers, trace=self.trace)
-        split = StageSplit(_bounds(model, graph, self.split, schedule, chunks), placed)
+        asked = _measured(graph, schedule, context) if self.split == "auto" and len(graph.layers) >= len(placed) else self.split
+        split = StageSplit(_bounds(model, graph, asked, schedule, chunks), placed)
         users = graph.users(split.bounds[:-1])
         ties, mine, elsewhere = list[SharedParameter](), dict[str, Parameter](), dict[str, Parameter]()
         rank = context.groups.along(self.axis).rank
@@ -98,6 +104,19 @@ class pipeline:
         context.endings.append(made.close)
 
 
+def _measured(graph: LayerGraph, schedule: PipelineSchedule, context: CutContext) -> list[int]:
+    """Measure layers on this worker, and find the split that all workers agree on. Collective, for all workers."""
+    groups = context.groups
+    parts = groups.along("data", "shard").size * schedule.micro_batches
+    inputs = context.sample(parts)
+    unborn = any(parameter.is_meta for parameter in graph.model.parameters())
+    costs = count_layers(graph, inputs) if unborn else measure_layers(graph, inputs)
+    problem = agree_problem(groups.everyone, groups.along("stage").rank, schedule, costs)
+    counts = best_split(problem)
+    context.announce(f"the split that was measured, {counts}:\n{describe_split(problem, counts)}")
+    return counts
+
+
 def _bounds(model: nn.Module, graph: LayerGraph, asked: Sequence[int] | str, schedule: PipelineSchedule, chunks: int) -> tuple[int, ...]:
     """Return the first layer of each stage, and the end."""
     layers, stages = len(graph.layers), schedule.stages
@@ -112,7 +131,7 @@ def _bounds(model: nn.Module, graph: LayerGraph, asked: Sequence[int] | str, sch
         sizes = [LayerCost(name, float(_numel(model, graph, at)), 0.0) for at, name in enumerate(graph.layers)]
         counts = fastest_slowest(SplitProblem(sizes, schedule, [1.0] * schedule.ranks)) or []  # without a memory there is one
     else:
-        raise UsageError(f"split={asked!r} is unknown; give the layers of each stage, split=[3, 4, 4, 1], or 'even'")
+        raise UsageError(f"split={asked!r} is unknown; give the layers of each stage, split=[3, 4, 4, 1], 'even' or 'auto'")
     return (0, *accumulate(counts))
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import paceline as pl
 from paceline.errors import DataError, PacelineError, UsageError
@@ -123,6 +125,19 @@ def test_int8_between_replicas_keeps_tied_weights_tied() -> None:
     assert found[0][0][-1] < found[0][0][0]  # it learns
 
 
+class Pairs(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.zeros(3)
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter([torch.zeros(3)] * 8)
+
+
 def misused(cut: Any, act: Any, size: int = 2, mesh: str = "stage=2") -> PacelineError:
     """The error of a run in which `act(run, model)` is done after the model was prepared, or of preparing it."""
 
@@ -217,3 +232,45 @@ def test_an_evaluation_goes_forward_alone() -> None:
 
 def test_accumulated_batches_are_exchanged_once() -> None:
     same("data=2, stage=2", pipeline(LAYERS, micro_batches=2), options={"accumulate": 2})
+
+
+def test_a_split_is_measured_and_the_same_on_all_workers() -> None:
+    said: list[str] = []
+
+    def held(run: Run) -> list[int]:
+        model = nn.Sequential(*(nn.Linear(6, 300 if at == 2 else 6) if at != 3 else nn.Linear(300, 6) for at in range(8))).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.prepare(model, optimizer, DataLoader(Numbered(), batch_size=8), cut=pipeline("auto", split="auto", micro_batches=2))
+        x = torch.ones(8, 6, dtype=torch.float64)
+        run.step(model, x, x, loss=F.mse_loss)
+        return list(run._prepared.cuts.pipelines[0][1].split.bounds)
+
+    found = workers(4, held, mesh="data=2, stage=2", said=said)
+    assert all(bounds == found[0] for bounds in found) and found[0][0] == 0 and found[0][-1] == 8
+    assert any(f"the split that was measured, [{found[0][1]}, {8 - found[0][1]}]" in text for text in said)
+
+
+def test_a_split_is_counted_for_a_model_without_memory() -> None:
+    def held(run: Run) -> list[int]:
+        with pl.meta():
+            model = nn.Sequential(nn.Linear(6, 400), nn.Linear(400, 6), *(nn.Linear(6, 6) for _ in range(6)))
+        run.prepare(model, DataLoader(Numbered(dtype=torch.float32), batch_size=8), cut=pipeline("auto", split="auto", micro_batches=2))
+        return list(run._prepared.cuts.pipelines[0][1].split.bounds)
+
+    assert workers(2, held, mesh="stage=2") == [[0, 1, 8]] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ((), "give one to the same prepare"),
+        ((DataLoader(Pairs(), batch_size=4),), r"gives \(inputs, target\), and this one gives a Tensor"),
+        ((DataLoader(Stream(), batch_size=4),), "a data set with indices"),
+    ],
+)
+def test_a_split_that_cant_be_measured_is_refused(given: Any, words: str) -> None:
+    def body(run: Run) -> None:
+        run.prepare(untied(), *given, cut=pipeline(LAYERS, split="auto"))
+
+    with pytest.raises(UsageError, match=words):
+        workers(2, body, mesh="stage=2")

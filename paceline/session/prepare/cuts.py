@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from paceline import notation
 from paceline.errors import UsageError
@@ -19,6 +21,7 @@ from paceline.parallel.placement import Placements
 from paceline.parallel.repoint import refuse_memory, repoint
 from paceline.session.axes import RunAxes
 from paceline.session.prepare.initial import InitialValues
+from paceline.session.prepare.sample import sample_inputs
 from paceline.sync.base import Slot
 
 if TYPE_CHECKING:
@@ -40,6 +43,8 @@ class ModelCuts:
         self.sources: list[CutGradients] = []
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.pipelines: list[tuple[nn.Module, PipelinedModel]] = []
+        self.sample: Callable[[int], tuple[Any, ...]] = functools.partial(sample_inputs, ())  # of the loaders that are prepared
+        self._statistics: str | None = None
         self._used: set[str] = set()
         self._endings: list[Callable[[], None]] = []
         self._renewed: dict[int, tuple[weakref.ref[Parameter], Parameter]] = {}  # by the id of what was cut
@@ -55,6 +60,12 @@ class ModelCuts:
                     f"paceline run --mesh {cut.axis}, and all workers are along it (mesh='data, {cut.axis}=2': two of each replica)"
                 )
         return tuple(sorted(cuts, key=lambda cut: ORDER.index(cut.axis) if cut.axis in ORDER else len(ORDER)))
+
+    def hear(self, loaders: Sequence[DataLoader[Any]], statistics: str | None) -> None:
+        """Take what layers are measured on from these loaders, and which statistics a script asks BatchNorm for."""
+        self._statistics = statistics
+        if loaders:
+            self.sample = functools.partial(sample_inputs, loaders)
 
     def apply(
         self,
@@ -77,6 +88,7 @@ class ModelCuts:
                     self.placements.add(parameter, self.placements.of(parameter, prefix + name))
                 context = CutContext(axes.mesh, axes.groups, self.placements)
                 context.known, context.record = self.trained, self._record
+                context.sample, context.announce = self.sample, axes.slice.announce
                 cut.apply(model, context)
                 self._note(before, dict(model.named_parameters()), context.renewed)
                 self._used.add(cut.axis)
@@ -84,6 +96,11 @@ class ModelCuts:
                 self.applied += [] if cut in self.applied else [cut]
                 self._endings += context.endings
                 self.pipelines += context.pipelines
+        if self._statistics == "sync" and self.pipelines:
+            raise UsageError(
+                "batchnorm='sync' can't be had with layers on several workers (pipeline): leave it out, and statistics are those of each "
+                "micro-batch, on its worker"
+            )
         for _, pipeline in self.pipelines:
             pipeline.check(lambda p: self.placements.of(self.trained(p)).is_flat)
         self.sources += sources
@@ -150,14 +167,6 @@ class ModelCuts:
     def without_stages(self, models: Iterable[nn.Module]) -> list[nn.Module]:
         """Return the models whose layers are all here."""
         return [model for model in models if self.pipeline_of(model) is None]
-
-    def check_statistics(self, asked: str | None) -> None:
-        """Raise `UsageError` where statistics of the global batch are asked for, and layers are on several workers."""
-        if asked == "sync" and self.pipelines:
-            raise UsageError(
-                "batchnorm='sync' can't be had with layers on several workers (pipeline): leave it out, and statistics are those of each "
-                "micro-batch, on its worker"
-            )
 
     def level(self) -> None:
         """Let all workers know what only those of a stage do, and a state has of all: buffers. Collective."""

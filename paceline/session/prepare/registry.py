@@ -85,9 +85,9 @@ class Prepared:
         tensor_peers.share_randomness(self.axes)
         options = self._wishes.hear(given, self.context.group.size, loaders=bool(by_kind["loader"]), models=bool(by_kind["model"]))
         check_asked(given["init"], by_kind["model"], self._fresh(by_kind["model"]))
+        self.cuts.hear(by_kind["loader"], given["batchnorm"])
         if by_kind["model"] or by_kind["optimizer"]:
             self._replicate(by_kind["model"], by_kind["optimizer"], options)
-            self.cuts.check_statistics(given["batchnorm"])
         for metric in [*by_kind["metric"], *(metric for model in by_kind["model"] for metric in metrics.within(model))]:
             self._count_in(metric)
         for kind, bind in (("scheduler", hooks.bind_scheduler), ("scaler", functools.partial(scaling.bind_scaler, axes=self.axes))):

@@ -1,0 +1,125 @@
+"""A step through the stages of a pipeline, against torch.distributed.pipelining by hand: a GPT of 19 M parameters, the same samples.
+
+    paceline run --workers 2 benchmarks/stages.py [--rounds 30] [--schedules 1f1b gpipe zero-bubble]
+
+All variants take steps in turn in the same processes, and their losses have to agree. A step of `pl.pipeline` with 1f1b takes at most 1.05
+of torch's 1f1b on Gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline as pl
+from paceline.apps.gpt import GPT, MEDIUM, GPTShape, next_token_loss
+
+BAR = 1.05  # of torch's step on Gloo, at most
+AWAY = 1e-5  # between losses, relatively
+WARMUP = 3
+
+Step = Callable[[Any, Any], float]
+
+
+def model(shape: GPTShape) -> Any:
+    torch.manual_seed(0)
+    return GPT(shape)
+
+
+class Embedding(nn.Module):
+    """The first layers of a GPT, as one has to write them for torch's stages."""
+
+    def __init__(self, whole: Any, blocks: int) -> None:
+        super().__init__()
+        self.tokens, self.positions, self.blocks = whole.tokens, whole.positions, whole.blocks[:blocks]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.blocks(self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device)))
+        return found
+
+
+def by_hand(shape: GPTShape, group: Any, micro_batches: int) -> Step:
+    """Cut a GPT in the middle, as the tutorial of torch.distributed.pipelining does."""
+    whole, rank, half = model(shape), dist.get_rank(), shape.layers // 2
+    part = Embedding(whole, half) if rank == 0 else nn.Sequential(*whole.blocks[half:], whole.norm, whole.head)
+    stage = PipelineStage(part, rank, 2, torch.device("cpu"), group=group)
+    schedule = Schedule1F1B(stage, micro_batches, loss_fn=next_token_loss)
+    optimizer = torch.optim.SGD(part.parameters(), lr=1e-3)
+
+    def step(x: Any, y: Any) -> float:
+        optimizer.zero_grad()
+        losses: list[Any] = []
+        if rank == 0:
+            schedule.step(x)
+        else:
+            schedule.step(target=y, losses=losses)
+        optimizer.step()
+        loss = torch.stack(losses).mean() if losses else torch.zeros(())
+        dist.broadcast(loss, 1, group=group)  # as run.step gives it on all workers
+        return float(loss.detach())
+
+    return step
+
+
+def ours(run: Any, shape: GPTShape, schedule: str, micro_batches: int) -> Step:
+    """Cut a GPT in the middle, as paceline does."""
+    made, half = model(shape), shape.layers // 2
+    optimizer = torch.optim.SGD(made.parameters(), lr=1e-3)
+    two = {} if schedule in ("zbv", "interleaved") else {"split": [2 + half, shape.layers - half + 2]}
+    cut = pl.pipeline("tokens, positions, blocks.*, norm, head", schedule=schedule, micro_batches=micro_batches, **two)
+    made, optimizer = run.prepare(made, optimizer, cut=cut)
+
+    def step(x: Any, y: Any) -> float:
+        optimizer.zero_grad()
+        loss = run.step(made, x, y, loss=next_token_loss)
+        optimizer.step()
+        return float(loss)
+
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--schedules", nargs="+", default=["1f1b", "gpipe", "zero-bubble"])
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    count = options.batch * (options.rounds + WARMUP)
+    tokens = torch.randint(MEDIUM.vocab, (count, MEDIUM.context + 1), generator=torch.Generator().manual_seed(1))
+    with pl.start(mesh="stage", name="stages") as run:
+        steps = {
+            "torch on gloo": by_hand(MEDIUM, dist.new_group(backend="gloo"), options.micro_batches),
+            "torch on paceline": by_hand(MEDIUM, None, options.micro_batches),
+        }
+        steps |= {name: ours(run, MEDIUM, name, options.micro_batches) for name in options.schedules}
+        seconds: dict[str, list[float]] = {name: [] for name in steps}
+        for x, y in run.prepare(DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=options.batch)):
+            losses = []
+            for name, step in steps.items():
+                dist.barrier()
+                began = time.perf_counter()
+                losses.append(step(x, y))
+                dist.barrier()
+                seconds[name].append(time.perf_counter() - began)
+            if max(losses) - min(losses) > AWAY * max(losses):
+                raise RuntimeError(f"losses differ: {dict(zip(steps, losses, strict=True))}")
+        for name, taken in seconds.items():
+            found = statistics.median(a / b for a, b in zip(taken[WARMUP:], seconds["torch on gloo"][WARMUP:], strict=True))
+            run.print(f"{name:18} {statistics.median(taken[WARMUP:]) * 1e3:8.1f} ms   {found:.3f} of torch's 1f1b on Gloo")
+            if name == "1f1b" and found > BAR:
+                run.print(f"1f1b takes more than {BAR} of torch's step")
+
+
+if __name__ == "__main__":
+    main()
