@@ -9,14 +9,49 @@ data 1    rank 2   rank 3
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from paceline.cluster.mesh import Mesh
 from paceline.comm.axis_meter import AxisMeter
-from paceline.comm.group import Group
+from paceline.comm.group import Group, Traffic
 from paceline.comm.hierarchy.group import HostsGroup
+from paceline.comm.pairs import Pairs
 from paceline.comm.solo import SoloGroup
 from paceline.errors import UsageError
 from paceline.trace import Trace
+
+
+class Sender(Protocol):
+    """An object that sends to other workers, and ends with the run: a group, or messages beside groups."""
+
+    @property
+    def traffic(self) -> Traffic: ...
+
+    @property
+    def waited(self) -> float: ...
+
+    def close(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Messages:
+    """Messages as a `Sender`. The waits for them count as exchange, so none of them are for slower workers."""
+
+    pairs: Pairs
+    waited: float = 0.0
+
+    @property
+    def traffic(self) -> Traffic:
+        return self.pairs.traffic
+
+    def close(self) -> None:
+        self.pairs.close()
+
+    def abort(self) -> None:
+        self.pairs.abort()
 
 
 class AxisGroups:
@@ -25,7 +60,9 @@ class AxisGroups:
     What cuts exchange shows itself in `trace`.
     """
 
-    def __init__(self, mesh: Mesh, group: Group, opened: Callable[[Group], None] = lambda group: None, trace: Trace | None = None) -> None:
+    def __init__(
+        self, mesh: Mesh, group: Group, opened: Callable[[Sender], None] = lambda sender: None, trace: Trace | None = None
+    ) -> None:
         if mesh.size != group.size:
             raise UsageError(f"the mesh {mesh} has {mesh.size} workers, and this group has {group.size}; give the group of all workers")
         self.mesh, self.everyone, self._opened = mesh, group, opened
@@ -60,6 +97,11 @@ class AxisGroups:
             found = AxisMeter(axis, self._trace)
             self.meters.append(found)
         return found
+
+    def count(self, axis: str, messages: Pairs) -> None:
+        """Count what is sent in messages beside all groups, as exchanges along an axis. The waits for them are the meter's."""
+        self.meter(axis).add(messages)
+        self._opened(_Messages(messages))
 
     def _make(self, names: Sequence[str]) -> Group:
         mesh, everyone = self.mesh, self.everyone

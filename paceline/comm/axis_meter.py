@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from paceline.comm.group import Group, Traffic, Work
+from paceline.comm.pairs import Pairs
 from paceline.trace import Trace
 
 T = TypeVar("T")
@@ -29,10 +30,10 @@ class AxisMeter:
         self.ended: deque[float] = deque(maxlen=64)  # when the last exchange of each of the last ones was over
         self._trace = (Trace(0) if trace is None else trace).along(axis)
         self._name, self._step, self._counted = "", 0, -1
-        self._groups: list[Group] = []
+        self._groups: list[Group | Pairs] = []
 
-    def add(self, group: Group) -> None:
-        """Count what is sent in another group, too."""
+    def add(self, group: Group | Pairs) -> None:
+        """Count what is sent in another group, or in messages, too."""
         if all(group is not known for known in self._groups):
             self._groups.append(group)
 

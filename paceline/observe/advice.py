@@ -10,8 +10,9 @@ import statistics
 from collections.abc import Callable, Iterator
 
 from paceline.formatting import counted
-from paceline.observe import serving
+from paceline.observe import pipelines, serving
 from paceline.observe.facts import FEWEST, RunFacts, SteadyTimes
+from paceline.observe.tables import seconds
 from paceline.session.record.stragglers import remedy, work_by_share
 
 LEAST = 1e-3  # seconds of a step that are worth a change of the training
@@ -47,6 +48,8 @@ def exchange(facts: RunFacts, steady: SteadyTimes) -> Iterator[str]:
     if not steady.lasts("exchange", 0.25, LEAST):
         return
     most = max(facts.axes, key=lambda along: along.seconds, default=None)
+    if most is not None and most.axis == "stage":
+        return  # waits of a pipeline, of which `pipelines` knows more
     if most is not None and most.axis != "data":
         inside = ", which goes between hosts: give the mesh fewer workers along it, so that it fits in a host" if most.between else ""
         yield (
@@ -91,6 +94,8 @@ def slow(facts: RunFacts, steady: SteadyTimes) -> Iterator[str]:
 
 def _evened(facts: RunFacts, busy: list[float]) -> str:
     """Advise on a slow worker: shares by speed, unless they are so already."""
+    if facts.pipelines:
+        return "See what else runs there; if it is only that its layers take longer than others', a better split of the layers helps"
     busy = work_by_share(busy, facts.mesh)
     shares = facts.dealing.shares if facts.dealing else ()
     if len(shares) != len(busy) or max(shares) - min(shares) <= 1:
@@ -150,9 +155,4 @@ def checkpoints(facts: RunFacts) -> Iterator[str]:
         yield f"Training stood still for checkpoints for {stood / facts.seconds:.0%} of the run: save less often"
 
 
-WHOLE: tuple[Callable[[RunFacts], Iterator[str]], ...] = (outside, checkpoints)
-
-
-def seconds(value: float) -> str:
-    """Format seconds, as the report writes them."""
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
+WHOLE: tuple[Callable[[RunFacts], Iterator[str]], ...] = (outside, checkpoints, pipelines.advise)

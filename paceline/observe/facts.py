@@ -12,6 +12,7 @@ from paceline.cluster.mesh import Mesh
 from paceline.errors import UsageError
 from paceline.observe import serving
 from paceline.session.record.folder import PARTS, RunFolder
+from paceline.session.record.pipeline_profile import PipelineProfile
 
 WARM, TENTHS, FEWEST = 5, 10, 25  # first steps that are left out; stretches that are compared; fewer steps tell nothing for sure
 
@@ -86,6 +87,7 @@ class RunFacts:
     mesh: Mesh | None = None  # if a model was cut
     axes: tuple[AxisFacts, ...] = ()
     memory: tuple[MemoryFacts, ...] = ()  # of each rank
+    pipelines: tuple[PipelineProfile, ...] = ()
     codecs: list[str] = field(default_factory=list)  # whether each paid, in words
     events: list[dict[str, Any]] = field(default_factory=list)
     saves: int = 0  # checkpoints on the disk
@@ -170,6 +172,7 @@ def _from_summary(folder: RunFolder) -> RunFacts:
             mesh=_mesh(fields),
             axes=tuple(AxisFacts(axis, *(float(one[key]) for key in _AXIS)) for axis, one in fields.get("axes", {}).items()),
             memory=tuple(MemoryFacts(dict(one["predicted"]), dict(one["measured"]), int(one["peak"])) for one in fields.get("memory", [])),
+            pipelines=tuple(map(PipelineProfile.read, fields.get("pipelines", []))),
             codecs=[str(codec["words"]) for codec in fields.get("codecs", [])],
             events=[{"time": float(event["time"]), "what": str(event["what"])} for event in fields["events"]],
             saves=int(saved["count"]),

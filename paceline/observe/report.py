@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from paceline.formatting import counted, sized
-from paceline.observe import serving
-from paceline.observe.advice import advise, seconds
+from paceline.observe import pipelines, serving
+from paceline.observe.advice import advise
 from paceline.observe.facts import RunFacts, read
+from paceline.observe.tables import aligned, seconds
 from paceline.session.record.folder import PARTS, RunFolder
 from paceline.session.record.status_line import spoken
 
@@ -29,7 +30,7 @@ def report(folder: Path) -> str:
     if facts.steps == 0:
         return f"{_title(facts)}\n\nNo step was finished, so there is nothing to tell about time."
     served = serving.tell(facts.servers, facts.seconds or 0.0, facts.samples)
-    exchanged = (_traffic(facts), _axes(facts), *facts.codecs, served, _memory(facts))
+    exchanged = (_traffic(facts), _axes(facts), pipelines.tell(facts), *facts.codecs, served, _memory(facts))
     blocks = [_title(facts), _times(facts), *exchanged, _checkpoints(facts), advise(facts), _events(facts)]
     return "\n\n".join(block for block in blocks if block)
 
@@ -96,11 +97,8 @@ def _memory(facts: RunFacts) -> str:
     ]
     if not rows:
         return ""
-    table = [("", *HELD, "process at most"), *rows]
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    lines = ["Held by each worker from step to step (in brackets what was predicted, where that is something else):"]
-    lines += ["  ".join(("", row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:]))) for row in table]
-    return "\n".join(lines)
+    head = "Held by each worker from step to step (in brackets what was predicted, where that is something else):"
+    return "\n".join([head, *aligned([("", *HELD, "process at most"), *rows])])
 
 
 def _held(measured: int, predicted: int | None) -> str:

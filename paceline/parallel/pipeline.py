@@ -27,6 +27,7 @@ from paceline.parallel.pipelining.auto_split import agree_problem
 from paceline.parallel.pipelining.chain import LayerGraph, part_parameters, trace_layers
 from paceline.parallel.pipelining.measuring import count_layers, measure_layers
 from paceline.parallel.pipelining.model import PipelinedModel, PipelineTerms, SharedParameter, StageSplit
+from paceline.parallel.pipelining.profiler import PipelineProfiler
 from paceline.parallel.pipelining.schedule import PipelineSchedule
 from paceline.parallel.pipelining.schedules import check, make_schedule
 from paceline.parallel.pipelining.split import LayerCost, SplitProblem, best_split, check_split, fastest_slowest
@@ -87,18 +88,20 @@ class pipeline:
                 context.renew(parameter, empty, placement.elsewhere(self.axis))
                 elsewhere[name] = empty
         terms = PipelineTerms(self.schedule, count, self.chunks, pads=context.mesh.extent("shard") > 1)
+        messages = pairs(group)
+        context.groups.count(self.axis, messages)
         made = PipelinedModel(
             model,
             graph,
             split,
             terms,
             group=group,
-            pairs=pairs(group),
+            pairs=messages,
             ties=ties,
             mine=mine,
             elsewhere=elsewhere,
             trained=context.known,
-            record=lambda action, began, ended: context.record(str(action), began, ended),
+            profiler=PipelineProfiler(context.groups.meter(self.axis), context.record),
         )
         context.pipelines.append((model, made))
         context.endings.append(made.close)

@@ -11,7 +11,7 @@ is carried by all stages between.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,17 +49,19 @@ class StagePart:
         self._dtypes = frozenset(dtypes)
         self._drops = [tuple(name for name in last if last[name] == place and name not in gives) for place in range(len(operations))]
 
-    def run(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Run these layers on the values that they take, by name; return those that they give."""
+    def run(self, values: Mapping[str, Any], after: Callable[[int], None] | None = None) -> dict[str, Any]:
+        """Run these layers on the values that they take, by name; return those that they give. `after` is told each operation's place."""
         if missing := [name for name in self.takes if name not in values]:
             raise UsageError(f"the stage of {self.modules[0]} takes {', '.join(self.takes)}, and was not given {missing[0]}")
         known = {name: tree_map_only(Tensor, _enter, values[name]) for name in self.takes}
         for name in self._dtypes.intersection(self.takes):
             known[name] = getattr(torch, values[name])
-        for operation, drops in zip(self.operations, self._drops, strict=True):
+        for place, (operation, drops) in enumerate(zip(self.operations, self._drops, strict=True)):
             known[operation.name] = operation.call(known, self._model)
             for name in drops:
                 del known[name]
+            if after is not None:
+                after(place)
         gives = {name: str(known[name]).removeprefix("torch.") if name in self._dtypes else known[name] for name in self.gives}
         for name, value in gives.items():
             if name != OUTPUT and (kind := foreign(value)):
@@ -88,6 +90,12 @@ class LayerGraph:
         again = self._flow.repeated(first)
         dtypes = (operation.name for operation in self._operations if operation.reads_attribute("dtype"))
         return StagePart(self.model, [*again, *self._operations[first:end]], takes, gives, dtypes)
+
+    def owners(self, start: int, stop: int) -> list[int]:
+        """Return the layer that each operation of `part(start, stop)` belongs to."""
+        again = [start] * len(self._flow.repeated(self._starts[start]))
+        sizes = [self._starts[layer + 1] - self._starts[layer] for layer in range(start, stop)]
+        return again + [layer for layer, size in zip(range(start, stop), sizes, strict=True) for _ in range(size)]
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Give the arguments of a call of the model the names that the first part takes."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from paceline.comm.group import Work
-from paceline.comm.pairs import Pairs
+from paceline.comm.pairs import PairMessage, Pairs
 from paceline.errors import PacelineError, UsageError
 from paceline.parallel.pipelining import halves
 from paceline.parallel.pipelining.operations import OUTPUT
@@ -74,14 +74,33 @@ class _Held:
 Criterion = Callable[[Any, MicroBatch], tuple[Tensor, float]]
 """Of an output: what is gone back from, and the loss as a number."""
 
-Record = Callable[[Action, int, int], None]
+
+class ActionObserver(Protocol):
+    """Whatever is told of a worker's actions, and measures its waits. Times are nanoseconds of `time.perf_counter_ns`."""
+
+    def wait(self, work: Work[PairMessage], what: str) -> PairMessage:
+        """Wait for a message, whose name is `what`."""
+        ...
+
+    def acted(self, action: Action, began: int, ready: int, ended: int) -> None:
+        """Note an action that is over. At `ready` all that it needs was there: before that the worker has waited."""
+        ...
+
+
+class _Unobserved:
+    """Measures nothing."""
+
+    def wait(self, work: Work[PairMessage], what: str) -> PairMessage:
+        return work.wait()
+
+    def acted(self, action: Action, began: int, ready: int, ended: int) -> None: ...
 
 
 class PipelineExecutor:
     """One worker's side of a pipeline. `pairs` joins the workers along `stage`; `rank` is this one's place there."""
 
-    def __init__(self, stages: Mapping[int, Stage], pairs: Pairs, rank: int, record: Record = lambda action, began, ended: None) -> None:
-        self._stages, self._pairs, self._rank, self._record = dict(stages), pairs, rank, record
+    def __init__(self, stages: Mapping[int, Stage], pairs: Pairs, rank: int, observer: ActionObserver | None = None) -> None:
+        self._stages, self._pairs, self._rank, self.observer = dict(stages), pairs, rank, observer or _Unobserved()
 
     def run(
         self,
@@ -97,9 +116,9 @@ class PipelineExecutor:
         try:
             for action in schedule.rows[self._rank]:
                 if passes is not None or action.kind == "forward":
-                    began = time.perf_counter_ns()
+                    began = work.ready = time.perf_counter_ns()
                     work.act(action)
-                    self._record(action, began, time.perf_counter_ns())
+                    self.observer.acted(action, began, work.ready, time.perf_counter_ns())
             work.finish()
         except PacelineError:
             raise
@@ -119,7 +138,10 @@ class PipelineExecutor:
 
 
 class PipelinePass:
-    """One batch on its way, as one worker has it. `losses`, `outputs`: by micro-batch, on the worker of the last stage."""
+    """One batch on its way, as one worker has it. `losses`, `outputs`: by micro-batch, on the worker of the last stage.
+
+    `ready`: when all that the action under way needs was there (nanoseconds).
+    """
 
     def __init__(
         self,
@@ -137,6 +159,7 @@ class PipelinePass:
         self._here: dict[tuple[int, int], tuple[dict[str, Any], list[Tensor]]] = {}  # messages between stages of this worker, by lane
         self._sends: list[Work[None]] = []
         self.present: Action | None = None
+        self.ready = 0
         self.losses: dict[int, float] = {}
         self.outputs: dict[int, Any] = {}
 
@@ -239,7 +262,9 @@ class PipelinePass:
         rank = self._schedule.placed[stage]
         if rank == self._schedule.placed[self.present.stage]:  # type: ignore[union-attr]
             return self._here.pop((lane, number))
-        message = self._executor.pairs.receive(rank, lane, what=f"{what} for micro-batch {number} in {self._where}").wait()
+        work = self._executor.pairs.receive(rank, lane, what=f"{what} for micro-batch {number} in {self._where}")
+        message = self._executor.observer.wait(work, f"{what} for micro-batch {number}")
+        self.ready = time.perf_counter_ns()
         if (message.head["step"], message.head["micro"]) != (self._where, number):
             raise UsageError(
                 f"{what} was to be that of micro-batch {number} in {self._where}, and is of micro-batch {message.head['micro']} in "

@@ -24,7 +24,8 @@ from paceline.comm.pairs import Pairs
 from paceline.errors import DataError, PacelineError, UsageError
 from paceline.parallel.pipelining.batches import Share, cut_batch
 from paceline.parallel.pipelining.chain import LayerGraph, StagePart, part_parameters
-from paceline.parallel.pipelining.executor import MicroBatch, Passes, PipelineExecutor, PipelinePass, Record
+from paceline.parallel.pipelining.executor import MicroBatch, Passes, PipelineExecutor, PipelinePass
+from paceline.parallel.pipelining.profiler import PipelineProfiler
 from paceline.parallel.pipelining.schedule import PipelineSchedule
 from paceline.parallel.pipelining.schedules import make_schedule
 from paceline.parallel.pipelining.values import Values, pack, unpack
@@ -123,7 +124,7 @@ class PipelinedModel:
         mine: Mapping[str, Parameter],
         elsewhere: Mapping[str, Parameter],
         trained: Callable[[Parameter], Parameter],
-        record: Record = lambda action, began, ended: None,
+        profiler: PipelineProfiler,
     ) -> None:
         self._model, self._graph, self.split, self.terms = model, graph, split, terms
         self._group, self._pairs, self.ties, self._mine, self._elsewhere, self._trained = (
@@ -134,13 +135,27 @@ class PipelinedModel:
             dict(elsewhere),
             trained,
         )
-        parts = {stage: _StageOfModel(model, graph.part(*split.range(stage))) for stage in split.held(group.rank)}
+        self._profiler = profiler
+        parts = {stage: _StageOfModel(model, graph, stage, split.range(stage), profiler) for stage in split.held(group.rank)}
         self.stages = parts
-        self._executor = PipelineExecutor(parts, pairs, group.rank, record)
+        self._executor = PipelineExecutor(parts, pairs, group.rank, profiler)
         self._inside = _refuse_calls(model)
         self._zone = RandomZone(group.rank) if _may_draw(model) else None
         self.steps = 0
         self.last: PipelinePass | None = None
+
+    def profile(self) -> dict[str, Any]:
+        """Return what was measured of this worker's stages, and what they are, as plain data: the fields of `WorkerProfile`."""
+        profiler = self._profiler
+        return {
+            "schedule": self.terms.schedule,
+            "chunks": self.terms.chunks,
+            "layers": list(self._graph.layers),
+            "bounds": list(self.split.bounds),
+            "layer_seconds": profiler.layer_seconds,
+            "kept": profiler.kept,
+            "steps": list(profiler.steps),
+        }
 
     @property
     def has_first(self) -> bool:
@@ -175,7 +190,8 @@ class PipelinedModel:
             passes = around.enter_context(joined()) if train else None
             if passes is not None:
                 passes.delay([self._trained(tie.parameter) for tie in self.ties])
-            done = self._executor.run(schedule, batches, share.criterion, passes, where=where)
+            with self._profiler.step(len(batches), train=train):
+                done = self._executor.run(schedule, batches, share.criterion, passes, where=where)
             if passes is not None and not passes.silent:
                 self._sum_ties(passes)
         self.last = done
@@ -185,7 +201,7 @@ class PipelinedModel:
         """Go forward through all stages, and return `finish` of the model's output for the whole batch. Collective along `stage`."""
         batches, where = self._begin(share, train=False, why="run.forward")
         schedule = make_schedule("gpipe", self._group.size, len(batches)) if len(set(self.split.placed)) == len(self.split.placed) else None
-        with torch.no_grad(), self._alone():
+        with torch.no_grad(), self._alone(), self._profiler.step(len(batches), train=False):
             done = self._executor.run(schedule or self.terms.of(self._group.size, len(batches)), batches, None, None, where=where)
             own = finish(share.whole([done.outputs[number] for number in sorted(done.outputs)])) if done.outputs else None
             return self._tell(own, where)
@@ -286,12 +302,15 @@ class PipelinedModel:
 class _StageOfModel:
     """One stage, which is run by a call of the model: so that hooks on the model, such as those of a cut inside, see it."""
 
-    def __init__(self, model: nn.Module, part: StagePart) -> None:
-        self._model, self._part = model, part
+    def __init__(self, model: nn.Module, graph: LayerGraph, stage: int, layers: tuple[int, int], profiler: PipelineProfiler) -> None:
+        part = graph.part(*layers)
+        owners = graph.owners(*layers)
+        self._model = model
+        self._forward = lambda values: profiler.forward(stage, part, owners, model, values)
         self.parameters = list({id(p): p for _, p in part_parameters(model, part) if p.requires_grad}.values())
 
     def run(self, values: Values) -> Values:
-        found: Values = self._model(_StageCall(self._part, values))
+        found: Values = self._model(_StageCall(self._forward, values))
         return found
 
 
@@ -299,7 +318,7 @@ class _StageOfModel:
 class _StageCall:
     """What the model is called with by its pipeline."""
 
-    part: StagePart
+    program: Callable[[Values], Values]
     values: Values
 
 
@@ -309,7 +328,7 @@ def _refuse_calls(model: nn.Module) -> list[bool]:
 
     def forward(*args: Any, **options: Any) -> Any:
         if len(args) == 1 and isinstance(args[0], _StageCall) and inside:
-            return args[0].part.run(args[0].values)
+            return args[0].program(args[0].values)
         raise UsageError(
             "this model has layers on other workers (pipeline), so it can't be called by itself: write "
             "loss = run.step(model, x, y, loss=F.cross_entropy), which goes forward and back, or run.forward(model, x)"

@@ -158,7 +158,7 @@ class ModelCuts:
                 yield slot._replace(name=placement.name, parameter=parameter, optimizer=optimizer, shard=placement.axes)
 
     def _record(self, what: str, began: int, ended: int) -> None:
-        self._axes.slice.trace.record(what, "pipeline", began, ended)
+        self._axes.slice.trace.record(what, "stage", began, ended)
 
     def pipeline_of(self, model: nn.Module) -> PipelinedModel | None:
         """Return the pipeline that a model is cut into; None for one whose layers are all here."""

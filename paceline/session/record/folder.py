@@ -172,6 +172,7 @@ class RunSummary:
     places: list[dict[str, int]] = field(default_factory=list)  # where each rank was on the axes
     axes: dict[str, dict[str, float]] = field(default_factory=dict)  # a step's exchange by axis: "seconds", a mean, and all bytes sent
     memory: list[dict[str, Any]] = field(default_factory=list)  # what each rank held (`paceline.session.record.memory`)
+    pipelines: list[dict[str, Any]] = field(default_factory=list)  # of each (`paceline.session.record.pipeline_profile`)
     results: dict[str, Any] = field(default_factory=dict)  # what the script has put into `Run.results`
 
     def fields(self) -> dict[str, Any]:

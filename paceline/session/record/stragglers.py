@@ -107,7 +107,7 @@ def describe(work: Sequence[float], late: frozenset[int], step: float, hosts: Se
     if len(late) > 1 and {rank for rank, host in enumerate(hosts) if host in where} == late:
         who = f"the workers of {', '.join(where)} (ranks {', '.join(named)})"
     make = "makes" if len(late) == 1 else "make"
-    what_helps = remedy(work_by_share(work, mesh))
+    what_helps = remedy(work_by_share(work, mesh), staged=mesh is not None and mesh.extent("stage") > 1)
     return f"{who} {make} the others wait: {lateness * 1e3:.1f} ms in each step, {lateness / step:.0%} of it. {what_helps}"
 
 
@@ -137,8 +137,13 @@ def work_by_share(work: Sequence[float], mesh: Mesh | None) -> list[float]:
     return [mine for _, mine in sorted(found.items())]
 
 
-def remedy(work: Sequence[float]) -> str:
-    """Say what to do about workers with so many seconds (above 0) of own work in a step; those with the same samples count once."""
+def remedy(work: Sequence[float], *, staged: bool = False) -> str:
+    """Say what to do about workers with so many seconds (above 0) of own work in a step; those with the same samples count once.
+
+    `staged`: they have different layers.
+    """
+    if staged:
+        return "See what else runs there, or whether its layers take longer than others': once the run has ended, paceline report says so"
     if len(work) == 1:
         return "See what else runs there; all workers have the same samples, so shares can't help"
     speeds = ", ".join(f"{min(work) / seconds:.2g}" for seconds in work)

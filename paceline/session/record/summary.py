@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import shlex
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +24,7 @@ from paceline.session.prepare.registry import Prepared
 from paceline.session.record import timeline
 from paceline.session.record.folder import RunFolder, RunSummary, RunTotals
 from paceline.session.record.log import MetricsLog
+from paceline.session.record.pipeline_profile import PipelineProfile, combine
 from paceline.session.record.status_line import spoken
 from paceline.state.snapshot import raw
 from paceline.sync.base import Strategy
@@ -54,6 +56,7 @@ class GatheredEnds(NamedTuple):
     along: list[dict[str, list[float]]]  # the `AxisTotals` of each one
     memory: list[dict[str, Any]]  # of each one
     ahead: list[timeline.ClockOffset]  # of each one
+    pipelines: list[PipelineProfile]
     spans: dict[int, list[Span]]
     digest: str  # of the parameters
     different: dict[int, int]  # ranks that have other ones than the rank whose replicas they are
@@ -73,6 +76,7 @@ def _gather(outcome: RunOutcome, axes: RunAxes) -> GatheredEnds:
     sent, along, memory = ([head[at] for head in heads] for at in range(3))
     ahead = timeline.compare(agreement, cluster.where())
     spans = timeline.gather(agreement, context.trace.spans())
+    pipelines = _pipelines(outcome.prepared, axes, ahead)
     mine = outcome.prepared.tables.fingerprint(fingerprint(model for _, model in outcome.prepared.models))
     digests = [body.decode() for body in agreement.meet("parameters", mine.encode())]
     twins = [axes.twin(rank) for rank in range(len(digests))]
@@ -80,7 +84,7 @@ def _gather(outcome: RunOutcome, axes: RunAxes) -> GatheredEnds:
     parts = [digests[rank] for rank in dict.fromkeys(twins)]
     digest = parts[0] if len(parts) == 1 else hashlib.sha256("".join(parts).encode()).hexdigest()
     codecs = [msgpack.unpackb(body) for body in agreement.meet("codecs", msgpack.packb([account.facts() for account in context.accounts]))]
-    return GatheredEnds(sent, along, memory, ahead, spans, digest, different, codecs)
+    return GatheredEnds(sent, along, memory, ahead, pipelines, spans, digest, different, codecs)
 
 
 def _write(outcome: RunOutcome, axes: RunAxes, folder: RunFolder, totals: RunTotals | None, found: GatheredEnds) -> bytes:
@@ -111,6 +115,7 @@ def _write(outcome: RunOutcome, axes: RunAxes, folder: RunFolder, totals: RunTot
         places=[axes.mesh.coordinates(rank) for rank in range(axes.mesh.size)] if axes.cut else [],
         axes=_by_axis(found.along, axes, steps),
         memory=found.memory,
+        pipelines=[profile.fields() for profile in found.pipelines],
         results=outcome.results,
     ).write(folder)
     if any(found.spans.values()):
@@ -138,6 +143,17 @@ def _by_axis(along: Sequence[Mapping[str, Sequence[float]]], axes: RunAxes, step
         seconds, within, between = (sum(column) / steps for column in zip(*(each.get(axis, (0.0, 0, 0)) for each in along), strict=True))
         found[axis] = {"seconds": seconds / len(along), "within": within, "between": between}
     return found
+
+
+def _pipelines(prepared: Prepared, axes: RunAxes, ahead: Sequence[timeline.ClockOffset]) -> list[PipelineProfile]:
+    """Return what was measured of each pipeline: of each model, and of each replica or part of it. Collective."""
+    mine = [pipeline.profile() for _, pipeline in prepared.cuts.pipelines]
+    if not mine:
+        return []
+    told = [msgpack.unpackb(body, strict_map_key=False) for body in axes.everyone.meet("pipelines", msgpack.packb(mine))]
+    groups = itertools.product(range(len(mine)), axes.mesh.groups(["stage"]))
+    found = (combine([told[rank][at] for rank in ranks], ranks, [ahead[rank] for rank in ranks]) for at, ranks in groups)
+    return [profile for profile in found if profile is not None]
 
 
 def _dealt(loaders: Iterable[ShareLoader]) -> dict[str, Any] | None:

@@ -29,7 +29,11 @@ from paceline.trace import Served, Span
 if TYPE_CHECKING:  # so that reading a run's folder doesn't import torch
     from paceline.comm.agreement import Agreement
 
-KINDS: Final = (*("step", "compute", "exchange", "wait", "data", "bucket"), *("tensor", "shard"), *("within", "between"))  # rows in order
+KINDS: Final = (
+    *("step", "compute", "exchange", "wait", "data", "bucket"),
+    *("tensor", "stage", "shard"),
+    *("within", "between"),
+)  # rows in order
 OF_STRATEGIES: Final = ("exchange", "bucket")  # what strategies do, which exchange along `data`
 SERVERS: Final = 1 << 20  # the number of the first server, as a process of the picture
 _MEETINGS = 16  # that clocks are compared at

@@ -134,6 +134,7 @@ def test_the_summary_has_every_field(tmp_path: Path) -> None:
             "places",
             "axes",
             "memory",
+            "pipelines",
             "results",
         ),
     ]
