@@ -45,7 +45,8 @@ class pipeline:
     worker). `chunks`: stages on each worker, for interleaved. `split`: layers of each stage, "even" for about as many parameters each, or
     "auto": each worker measures all layers on samples of the loader that is prepared with the model, and the split is that by which the
     schedule takes least, on workers of any speed.
-    `trace=False` calls the layers one after the other, and not as the model's forward does.
+    `trace=False` calls the layers one after the other, and not as the model's forward does. `inputs`: those arguments of the forward that a
+    batch gives, where it isn't those without a default.
     """
 
     layers: str | Sequence[str] = "auto"
@@ -54,6 +55,7 @@ class pipeline:
     chunks: int | None = None
     split: Sequence[int] | Literal["even", "auto"] = "even"
     trace: bool = True
+    inputs: Sequence[str] | None = None
     axis: ClassVar[str] = "stage"
 
     __repr__ = spell
@@ -68,7 +70,7 @@ class pipeline:
         chunks = check(self.schedule, group.size, count, self.chunks)
         schedule = make_schedule(self.schedule, group.size, count, self.chunks)
         placed = schedule.placed
-        graph = trace_layers(model, self.layers, trace=self.trace)
+        graph = trace_layers(model, self.layers, trace=self.trace, inputs=self.inputs)
         asked = _measured(graph, schedule, context) if self.split == "auto" and len(graph.layers) >= len(placed) else self.split
         split = StageSplit(_bounds(model, graph, asked, schedule, chunks), placed)
         users = graph.users(split.bounds[:-1])

@@ -274,3 +274,25 @@ def test_a_split_that_cant_be_measured_is_refused(given: Any, words: str) -> Non
 
     with pytest.raises(UsageError, match=words):
         workers(2, body, mesh="stage=2")
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.first(x) * (1.0 if scale is None else scale))
+        return out
+
+
+def test_arguments_with_a_default_may_come_from_the_batch() -> None:
+    x, scale, y = (torch.randn(5, width, generator=torch.Generator().manual_seed(width), dtype=torch.float64) for width in (6, 1, 2))
+
+    def body(run: Run) -> float:
+        model = fill(Scaled().double())
+        run.prepare(model, cut=pipeline("first, last", inputs=["x", "scale"], micro_batches=2))
+        return float(run.step(model, x, y, scale=scale, loss=F.mse_loss))
+
+    wanted = float(F.mse_loss(fill(Scaled().double())(x, scale), y).detach())
+    assert all(abs(found - wanted) < 1e-12 for found in workers(2, body, mesh="stage=2"))
