@@ -35,3 +35,43 @@ def test_processes_end_where_one_does(job: Jobs, tmp_path: Path, workers: int, m
         mine, parameters = torch.load(tmp_path / f"rank{rank}.pt")
         assert mine == pytest.approx(losses, rel=1e-9)
         assert float((parameters - wanted).abs().max()) < 1e-9
+
+
+DROPOUT = """
+import signal
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 4)).double()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+x = torch.arange(160, dtype=torch.float64).view(40, 4).sin()
+with pl.start(name=sys.argv[1]) as run:
+    model, optimizer, loader = run.prepare(
+        model, optimizer, DataLoader(TensorDataset(x, x.cos()), batch_size=8, shuffle=True), cut=pl.pipeline("0, 1, 2, 3", micro_batches=2)
+    )
+    run.resume()
+    for _ in run.epochs(2):
+        for a, b in loader:
+            optimizer.zero_grad()
+            loss = run.step(model, a, b, loss=F.mse_loss)
+            optimizer.step()
+            print(rank, run.steps, float(loss).hex(), float(torch.rand(())).hex(), flush=True)
+            if run.steps == 5:
+                run.save()
+            if run.steps == 7 and rank == 1 and sys.argv[2] == "dies" and not os.path.exists("again"):
+                open("again", "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.preloaded
+def test_a_pipeline_that_starts_again_draws_and_loses_what_one_does_that_did_not(job: Jobs) -> None:
+    # only the first stage has dropout, and what scripts draw is equal on all workers all the same
+    whole = job.run(DROPOUT, 2, "--mesh", "stage=2", args=("whole", "lives")).end()
+    assert whole.code == 0, whole.err
+    killed = job.run(DROPOUT, 2, "--mesh", "stage=2", "--restarts", "1", args=("killed", "dies")).end()
+    assert killed.code == 0, killed.err
+    wanted, again = ([line.partition("] ")[2] for line in ended.out.splitlines() if line.startswith("[")] for ended in (whole, killed))
+    first, second = ([line.partition(" ")[2] for line in sorted(wanted) if line.startswith(rank)] for rank in "01")
+    assert first == second and len(set(first)) == 10
+    assert set(again) == set(wanted) and len(again) > len(wanted)

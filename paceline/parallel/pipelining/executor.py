@@ -43,7 +43,7 @@ class Stage(Protocol):
 
     @property
     def parameters(self) -> Sequence[Parameter]:
-        """The parameters that are trained in it."""
+        """The parameters that it uses."""
         ...
 
     def run(self, values: Values) -> Values:

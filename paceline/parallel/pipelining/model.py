@@ -139,8 +139,9 @@ class PipelinedModel:
         parts = {stage: _StageOfModel(model, graph, stage, split.range(stage), profiler) for stage in split.held(group.rank)}
         self.stages = parts
         self._executor = PipelineExecutor(parts, pairs, group.rank, profiler)
-        self._inside = _refuse_calls(model)
-        self._zone = RandomZone(group.rank) if _may_draw(model) else None
+        self._inside = list[bool]()
+        model.forward = _StageForward(self._inside)
+        self._zone, self._drawn = RandomZone(group.rank) if _may_draw(model) else None, False
         self.steps = 0
         self.last: PipelinePass | None = None
 
@@ -171,6 +172,13 @@ class PipelinedModel:
                     f"{names[id(tie.parameter)]} is tied over stages of the pipeline, and shard() cuts it in other places on each of them: "
                     "tie no weights over stages where you shard them, or leave out shard()"
                 )
+        gathered = next((name for name, parameter in self._mine.items() if self._trained(parameter) is parameter and flat(parameter)), None)
+        rows = self.terms.of(self._group.size, self.terms.micro_batches).rows
+        if gathered is not None and any(action.kind == "weight" for row in rows for action in row):
+            raise UsageError(
+                f"schedule={self.terms.schedule!r} goes back twice, and {gathered} would have to be gathered for both: cut it by "
+                "shard(zero=2), or give pipeline() the schedule '1f1b' or 'interleaved'"
+            )
 
     def close(self) -> None:
         """Free what the stages are joined by."""
@@ -204,7 +212,8 @@ class PipelinedModel:
         with torch.no_grad(), self._alone(), self._profiler.step(len(batches), train=False):
             done = self._executor.run(schedule or self.terms.of(self._group.size, len(batches)), batches, None, None, where=where)
             own = finish(share.whole([done.outputs[number] for number in sorted(done.outputs)])) if done.outputs else None
-            return self._tell(own, where)
+        self._move_on(drawn=self._model.training)
+        return self._tell(own, where)
 
     def _tell(self, output: Any, where: str) -> Any:
         """Send the output from the worker of the last stage to all others."""
@@ -251,14 +260,15 @@ class PipelinedModel:
         if done.losses:
             loss = math.fsum(value * share.worth(batches[number]) for number, value in done.losses.items())
         names = [name for name, parameter in self._mine.items() if train and self._trained(parameter).grad is not None]
-        answers = [msgpack.unpackb(answer) for answer in self._group.agree(msgpack.packb([loss, names]))]
+        answers = [msgpack.unpackb(answer) for answer in self._group.agree(msgpack.packb([loss, names, self._drawn]))]
+        self._move_on(drawn=any(drawn for _, _, drawn in answers))
         if train:
-            reached = {name for _, mine in answers for name in mine}
+            reached = {name for _, mine, _ in answers for name in mine}
             for name, parameter in self._elsewhere.items():
                 empty = self._trained(parameter)
                 if name in reached and empty.grad is None:
                     empty.grad = torch.zeros_like(empty)
-        return next(float(value) for value, _ in answers if value is not None)
+        return next(float(value) for value, _, _ in answers if value is not None)
 
     def _sum_ties(self, passes: JoinablePasses) -> None:
         """Sum the gradients of tied weights over the stages that have them."""
@@ -287,16 +297,24 @@ class PipelinedModel:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Let the model be called by the executor, and draw random numbers of this stage's own."""
-        device = torch.device("cpu")
-        if self._zone is not None and self._model.training:
-            self._zone.enter(device)
+        zone, self._drawn = self._zone if self._model.training else None, False
+        if zone is not None:
+            zone.enter(self._device)
         self._inside.append(True)
         try:
             yield
         finally:
             self._inside.pop()
-            if self._zone is not None and self._model.training:
-                self._zone.leave(device)
+            self._drawn = zone is not None and zone.back(self._device)
+
+    def _move_on(self, *, drawn: bool) -> None:
+        """Let the next step draw other numbers, if some stage has `drawn` any: generators are in the same state on all workers."""
+        if drawn and self._zone is not None:
+            self._zone.move_on(self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return next((parameter.device for parameter in self._mine.values()), torch.device("cpu"))
 
 
 class _StageOfModel:
@@ -307,7 +325,7 @@ class _StageOfModel:
         owners = graph.owners(*layers)
         self._model = model
         self._forward = lambda values: profiler.forward(stage, part, owners, model, values)
-        self.parameters = list({id(p): p for _, p in part_parameters(model, part) if p.requires_grad}.values())
+        self.parameters = list({id(p): p for _, p in part_parameters(model, part)}.values())  # scripts may freeze and unfreeze them
 
     def run(self, values: Values) -> Values:
         found: Values = self._model(_StageCall(self._forward, values))
@@ -322,20 +340,31 @@ class _StageCall:
     values: Values
 
 
-def _refuse_calls(model: nn.Module) -> list[bool]:
-    """Let the forward of a model run one of its parts for its pipeline, and refuse all other calls; while the list has something in it."""
-    inside: list[bool] = []
+class _StageForward:
+    """The forward of a model, which runs one of its parts for its pipeline and refuses all other calls; those of copies, too."""
 
-    def forward(*args: Any, **options: Any) -> Any:
-        if len(args) == 1 and isinstance(args[0], _StageCall) and inside:
+    def __init__(self, inside: list[bool], *, copied: bool = False) -> None:
+        self._inside, self._copied = inside, copied  # something is in the list while the pipeline calls
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _StageForward:
+        return _StageForward([], copied=True)
+
+    def __reduce__(self) -> tuple[type[_StageForward], tuple[list[bool]]]:
+        return _StageForward, ([],)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if len(args) == 1 and isinstance(args[0], _StageCall) and self._inside:
             return args[0].program(args[0].values)
+        if self._copied:
+            raise UsageError(
+                "this is a copy of a model that has layers on other workers (pipeline), and can't be called: copy its parameters into the "
+                "model that was prepared, as for p, q in zip(model.parameters(), copied.parameters()): p.data.copy_(q), and call "
+                "run.forward(model, x)"
+            )
         raise UsageError(
             "this model has layers on other workers (pipeline), so it can't be called by itself: write "
             "loss = run.step(model, x, y, loss=F.cross_entropy), which goes forward and back, or run.forward(model, x)"
         )
-
-    model.forward = forward
-    return inside
 
 
 def _buffers(model: nn.Module, part: StagePart) -> Iterator[Tensor]:

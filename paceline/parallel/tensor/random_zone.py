@@ -40,15 +40,24 @@ class RandomZone:
 
     def leave(self, device: torch.device) -> None:
         """Draw numbers that are equal on all workers again, if they aren't."""
+        if self.back(device):  # on all workers alike: they have the same layers
+            self.move_on(device)
+
+    def back(self, device: torch.device) -> bool:
+        """Go back to the state that was there before the zone, and return whether numbers were drawn in it."""
         generator = _generator(device)
         # The generator itself tells where it is: activation checkpointing may stop in the middle of a zone, and sets it back.
         if (found := self._whole.get(generator.initial_seed())) is None:
-            return
+            return False
         state, first = found
         drawn = not torch.equal(generator.get_state(), first)
         generator.set_state(state)
-        if drawn:  # on all workers alike: they have the same layers
-            torch.rand((), generator=generator, device=device)
+        return drawn
+
+    @staticmethod
+    def move_on(device: torch.device) -> None:
+        """Draw a number, so that the next zone has others."""
+        torch.rand((), generator=_generator(device), device=device)
 
 
 def _seed(state: Tensor, rank: int) -> int:

@@ -79,16 +79,37 @@ def split(
     """
     blocks: dict[str, LocalBlocks] = {}
     cut: set[str] = set()
+    again = {path: first for path, first in _repeated(parts, placements, state.tree) if path != first}
     for entry in cut_entries(parts, placements, state.tree, renewed):
         tensor, at = state.tensors[entry.path] if entry.piece is None else entry.piece, entry.placement
         if not _is_part(entry, tuple(tensor.shape), at.local):
             continue
         cut.add(entry.path)
-        if writes(at):
+        if writes(at) and entry.path not in again:
             pieces = tuple((region.logical, region.of_local(tensor)) for region in at.regions)
             blocks[entry.path] = LocalBlocks(tensor.dtype, at.shape, pieces)
     whole = {path: tensor for path, tensor in state.tensors.items() if path not in cut}
-    return Snapshot(state.version, contiguous(state.tree, cut), whole), blocks
+    return Snapshot(state.version, _tied(contiguous(state.tree, cut), again), whole), blocks
+
+
+def _repeated(parts: Mapping[str, Stateful], placements: Placements, tree: Json) -> Iterator[tuple[str, str]]:
+    """Yield the paths of each parameter that is cut and has several names, with the first: without elements, it looks like several."""
+    trees = entries(tree)
+    for name, part in parts.items():
+        first, known = dict[int, str](), entries(trees.get(name))
+        for key, parameter in part.named_parameters(remove_duplicate=False) if isinstance(part, nn.Module) else ():
+            if (path := path_of(known.get(key))) is not None and not parameter.numel() and placements.of(parameter, key).axes:
+                yield path, first.setdefault(id(parameter), path)
+
+
+def _tied(tree: Json, again: Mapping[str, str]) -> Json:
+    """Make the same tree, in which these paths are others."""
+    if not again or not isinstance(tree, dict | list):
+        return tree
+    if isinstance(tree, list):
+        return [_tied(item, again) for item in tree]
+    path = path_of(tree)
+    return {**tree, "path": again.get(path, path)} if path is not None else {key: _tied(value, again) for key, value in tree.items()}
 
 
 def gather(state: Snapshot, reader: BlockReader, parts: Mapping[str, Stateful], placements: Placements) -> Snapshot:

@@ -40,8 +40,7 @@ class SteppedModels:
         loop.forward(tuple(inputs), dict(options))
         terms = None if (leader := loop.leader) is None else leader.loader.terms
         reduction, counted = ("mean", None) if terms is None else (terms.loss, terms.weigh)
-        scalers = [scaler for scaler in loop.scalers if scaler.is_enabled()]
-        scale = loop.context.step_state.loss_scale() if scalers else 1.0
+        scale = self._loss_scale(next(model.parameters()).device) if torch.is_grad_enabled() else 1.0
         share = Share(tuple(inputs), options, target, loss, reduction, weigh or counted, scale)
         if torch.is_grad_enabled() and (loop.backward.replicas_diverge or loop.context.accounts):
             found.level_ties()
@@ -52,8 +51,12 @@ class SteppedModels:
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise UsageError(f"run.step: the loss is a {type(value).__qualname__} that isn't one number; give e.g. loss=F.cross_entropy")
         if value.requires_grad and torch.is_grad_enabled():
-            root = value
-            for scaler in self._loop.scalers:
-                root = scaler.scale(root) if scaler.is_enabled() else root
-            root.backward()
+            (value * self._loss_scale(value.device)).backward()
         return value.detach()
+
+    def _loss_scale(self, device: torch.device) -> float:
+        """Return what a loss is multiplied by before it is gone back from: the scale of the GradScalers, which have one, if any."""
+        scalers = [scaler for scaler in self._loop.scalers if scaler.is_enabled()]
+        for scaler in scalers:
+            scaler.scale(torch.zeros((), device=device))  # a scaler has no state before its first loss
+        return self._loop.context.step_state.loss_scale() if scalers else 1.0

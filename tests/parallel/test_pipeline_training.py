@@ -1,0 +1,201 @@
+"""Training as scripts do it, with layers on several workers: what optimizers, scalers, clipping, averages and strategies see."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+import paceline as pl
+from paceline.errors import UsageError
+from paceline.parallel.pipeline import pipeline
+from paceline.session.run import Run
+from tests.harness.models import fill
+from tests.harness.pipelines import LAYERS, Sentences, gpt, next_tokens, same, trained
+from tests.harness.runs import Numbered, workers
+
+TENSOR = pl.tensor(
+    {
+        "blocks.*.attention.qkv": pl.column(parts=3),
+        "blocks.*.attention.out": pl.row(),
+        "blocks.*.up": pl.column(),
+        "blocks.*.down": pl.row(),
+    },
+    divide=["blocks.*.attention.heads"],
+)
+X, Y = torch.zeros(4, 5, dtype=torch.long), torch.zeros(4, 5, dtype=torch.long)
+
+
+def untied() -> nn.Module:
+    return gpt(tied=False)
+
+
+def test_averages_of_parameters_are_those_of_the_model() -> None:
+    def body(run: Run, cut: Any) -> list[float]:
+        model = untied()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        model, optimizer = run.prepare(model, optimizer, cut=cut)
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))  # type: ignore[no-untyped-call]
+        for _ in range(3):
+            optimizer.zero_grad()
+            run.step(model, X, Y, loss=next_tokens)
+            optimizer.step()
+            average.update_parameters(model)
+        if cut is not None:
+            with pytest.raises(UsageError, match=r"this is a copy of a model that has layers on other workers .*run.forward\(model, x\)"):
+                run.forward(average.module, X)
+        with torch.no_grad():
+            for mine, averaged in zip(model.parameters(), average.module.parameters(), strict=True):
+                mine.copy_(averaged)
+        return [float(value) for value in run.forward(model, X)[0, 0]]
+
+    wanted = workers(1, lambda run: body(run, None))[0]
+    for found in workers(2, lambda run: body(run, pipeline(LAYERS, micro_batches=2)), mesh="stage=2"):
+        assert found == pytest.approx(wanted, rel=1e-10)
+
+
+@pytest.mark.parametrize(("mesh", "schedule"), [("stage=2", "zero-bubble"), ("data=2, stage=2", "1f1b")])
+def test_gradients_are_scaled_and_overflows_of_one_stage_skip_the_step_of_all(mesh: str, schedule: str) -> None:
+    def body(run: Run, cut: Any) -> list[float]:
+        model = untied()
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.5), torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+        model, optimizer, scaler, loader = run.prepare(model, optimizer, scaler, DataLoader(Sentences(24), batch_size=8), cut=cut)
+        seen = list[float]()
+        for _ in run.epochs(2):
+            for x, y in loader:
+                factor = math.inf if run.steps == 2 else 1.0
+                optimizer.zero_grad()
+                loss = run.step(model, x, y, loss=lambda out, y, factor=factor: next_tokens(out, y) * factor)
+                scaler.unscale_(optimizer)
+                run.clip(model, 0.5)
+                scaler.step(optimizer)
+                scaler.update()
+                seen += [run.mean(float(loss)), scaler.get_scale()]
+        return seen
+
+    wanted = workers(1, lambda run: body(run, None))[0]
+    assert wanted[1::2] == [256.0, 512.0, 256.0, 256.0, 512.0, 512.0]
+    cut = pipeline(LAYERS, schedule=schedule, micro_batches=2)
+    for found in workers(4 if "data" in mesh else 2, lambda run: body(run, cut), mesh=mesh):
+        assert found == pytest.approx(wanted, rel=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble", "zbv"])
+def test_a_backward_in_two_halves_takes_pieces_that_are_whole_while_used(schedule: str) -> None:
+    same("shard=2, stage=2", [pipeline(LAYERS, schedule=schedule, micro_batches=4), pl.shard("blocks.*", zero=2)], build=untied)
+
+    def body(run: Run) -> None:
+        model = untied()
+        run.prepare(model, cut=[pipeline(LAYERS, schedule=schedule), pl.shard("blocks.*", zero=3)])
+
+    with pytest.raises(
+        UsageError, match=rf"schedule='{schedule}' goes back twice.*shard\(zero=2\), or give pipeline\(\) the schedule '1f1b'"
+    ):
+        workers(4, body, mesh="shard=2, stage=2")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_a_script_may_unfreeze_layers_while_it_trains(schedule: str) -> None:
+    def body(run: Run, cut: Any) -> torch.Tensor:
+        model = untied()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("blocks" not in name)
+        run.prepare(model, optimizer, cut=cut)
+        for step in range(4):
+            if step == 2:
+                model.requires_grad_(True)
+            optimizer.zero_grad()
+            run.step(model, X, Y, loss=next_tokens)
+            optimizer.step()
+        return torch.cat([parameter.detach().reshape(-1) for name, parameter in model.named_parameters() if parameter.numel()])
+
+    wanted = workers(1, lambda run: body(run, None))[0]
+    found = torch.cat(workers(2, lambda run: body(run, pipeline(LAYERS, schedule=schedule, micro_batches=2)), mesh="stage=2"))
+    assert torch.allclose(found, wanted, rtol=0, atol=1e-10)
+
+
+class Routed(nn.Module):
+    """Each row goes through one of three layers, so that some are used in some micro-batches alone; run again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(6, 3), nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        added: torch.Tensor = checkpoint(self.route, x, use_reentrant=False)
+        return x + added
+
+    def route(self, x: torch.Tensor) -> torch.Tensor:
+        chosen, out = self.gate(x).argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]))
+        return out
+
+
+@pytest.mark.parametrize(("mesh", "schedule"), [("stage=2", "zero-bubble"), ("data=2, stage=2", "1f1b")])
+def test_layers_may_use_their_parameters_in_some_micro_batches_alone(mesh: str, schedule: str) -> None:
+    def build() -> nn.Module:
+        return fill(nn.Sequential(nn.Linear(6, 6), Routed(), Routed(), nn.Linear(6, 2)).double())
+
+    same(mesh, pipeline("0, 1, 2, 3", schedule=schedule, micro_batches=4), build=build, data=Numbered, loss=F.mse_loss)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, math.inf])
+def test_norms_count_each_piece_once(norm_type: float) -> None:
+    def body(run: Run, cut: Any) -> list[float]:
+        model = gpt(tied=cut is None or len(cut) < 3)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5), cut=cut)
+        run.step(model, X, Y, loss=next_tokens)
+        return [float(run.clip(model, 0.1, norm_type=norm_type))]
+
+    def whole(run: Run) -> list[float]:
+        model = untied()
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        run.step(model, X, Y, loss=next_tokens)
+        return [float(run.clip(model, 0.1, norm_type=norm_type))]
+
+    tied, untied_ = workers(1, lambda run: body(run, None))[0], workers(1, whole)[0]
+    for mesh, size, cut, wanted in (
+        ("stage=2, tensor=2", 4, [pipeline(LAYERS), TENSOR], tied),
+        ("shard=2, stage=2, tensor=2", 8, [pipeline(LAYERS), TENSOR, pl.shard("blocks.*")], untied_),
+    ):
+        for found in workers(size, lambda run, cut=cut: body(run, cut), mesh=mesh):  # type: ignore[misc]
+            assert found == pytest.approx(wanted, rel=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "zbv"])
+def test_layers_of_whole_stages_may_be_frozen(schedule: str) -> None:
+    def build() -> nn.Module:
+        model = untied()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith(("blocks.3", "head")))
+        return model
+
+    same("stage=2", pipeline(LAYERS, schedule=schedule, micro_batches=4), build=build, optimizer=trained_alone)
+
+
+def trained_alone(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([parameter for parameter in parameters if parameter.requires_grad], lr=1e-2)
+
+
+@pytest.mark.parametrize("strategy", [pl.LocalSGD(2), pl.Gossip()])
+def test_replicas_of_stages_may_part(strategy: Any) -> None:
+    wanted = workers(2, trained(None), strategy=strategy)
+    found = workers(4, trained(pipeline(LAYERS, micro_batches=2)), mesh="data=2, stage=2", strategy=strategy)
+    for rank, (losses, parameters, _) in enumerate(found):
+        assert losses == pytest.approx(wanted[0][0], rel=1e-9)
+        assert float((parameters - wanted[rank // 2][1]).abs().max()) < 1e-9
+
+
+def test_an_empty_share_goes_through_all_stages() -> None:
+    same("data=2, stage=2", pipeline(LAYERS, micro_batches=2), data=lambda: Sentences(17))  # a last batch of one sample
