@@ -30,16 +30,19 @@ OPERATIONS_A_SECOND, BYTES_A_SECOND = 1e11, 1e10  # of a worker that is only cou
 
 
 def measure_layers(
-    graph: LayerGraph, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, loss: Criterion | None = None, repeats: int = 3
+    graph: LayerGraph, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, loss: Criterion | None = None, repeats: int = 5
 ) -> list[LayerCost]:
-    """Measure what each layer takes for a call of the model with these arguments, which are one micro-batch; medians of `repeats`.
+    """Measure what each layer takes for a call of the model with these arguments, which are one micro-batch.
 
+    Layers compare as the medians of `repeats` do; all of them together take what they take in the mean: a worker that is stopped now and
+    then, as by a quota, is that much slower.
     `loss` makes of the output what is gone back from, and counts as a part of the last layer. Parameters, gradients, buffers and the random
     state of torch are left as they are. Hooks on modules are called.
     """
     values = graph.bind(args, kwargs or {})
     with _untouched(graph.model):
-        return list(_measure(graph, values, loss, repeats, time.perf_counter))
+        found = list(_measure(graph, values, loss, repeats, time.perf_counter))
+    return [_scaled(cost, _slower(found)) for cost, _ in found]
 
 
 def count_layers(
@@ -53,7 +56,7 @@ def count_layers(
         raise UsageError("count_layers() is for models without memory: build it inside `with pl.meta():`, or say measure_layers()")
     values = tree_map_only(Tensor, lambda x: x.to("meta"), graph.bind(args, kwargs or {}))
     with FlopCounterMode(display=False) as counter:
-        found = list(_measure(graph, values, loss, 0, lambda: counter.get_total_flops() / OPERATIONS_A_SECOND))
+        found = [cost for cost, _ in _measure(graph, values, loss, 0, lambda: counter.get_total_flops() / OPERATIONS_A_SECOND)]
     moved = [(cost.parameters + cost.kept) / BYTES_A_SECOND for cost in found]
     return [
         replace(cost, forward_seconds=cost.forward_seconds + more, backward_seconds=cost.backward_seconds + 2 * more)
@@ -61,20 +64,35 @@ def count_layers(
     ]
 
 
-def _measure(graph: LayerGraph, values: Mapping[str, Any], loss: Criterion | None, repeats: int, clock: Clock) -> Iterator[LayerCost]:
+def _slower(found: Sequence[tuple[LayerCost, float]]) -> float:
+    """Return how much longer all layers take in the mean than by medians."""
+    medians = sum(cost.forward_seconds + cost.backward_seconds for cost, _ in found)
+    return sum(mean for _, mean in found) / medians if medians > 0 else 1.0
+
+
+def _scaled(cost: LayerCost, factor: float) -> LayerCost:
+    return replace(cost, forward_seconds=cost.forward_seconds * factor, backward_seconds=cost.backward_seconds * factor)
+
+
+def _measure(
+    graph: LayerGraph, values: Mapping[str, Any], loss: Criterion | None, repeats: int, clock: Clock
+) -> Iterator[tuple[LayerCost, float]]:
+    """Yield what each layer takes, by medians, and the mean of the seconds of its forward and backward."""
     for at in range(len(graph.layers)):
         layer = _MeasuredLayer(graph, at, loss if at == len(graph.layers) - 1 else None, clock)
         runs = [layer.run(values) for _ in range(repeats + 1)]  # the first warms up
         values = runs[-1].gives
         tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-        yield replace(
+        timed = runs[1:] or runs
+        found = replace(
             layer.cost,
-            forward_seconds=statistics.median(run.forward_seconds for run in runs[1:] or runs),
-            backward_seconds=statistics.median(run.backward_seconds for run in runs[1:] or runs),
+            forward_seconds=statistics.median(run.forward_seconds for run in timed),
+            backward_seconds=statistics.median(run.backward_seconds for run in timed),
             kept=runs[-1].kept,
             sends=_nbytes(tensors),
             returns=_nbytes(leaf for leaf in tensors if leaf.requires_grad),
         )
+        yield found, statistics.mean(run.forward_seconds + run.backward_seconds for run in timed)
 
 
 def combine_costs(measured: Sequence[Sequence[LayerCost]]) -> tuple[list[LayerCost], list[float]]:

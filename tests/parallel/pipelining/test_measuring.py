@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from paceline.apps.gpt import GPT, GPTShape, next_token_loss
 from paceline.errors import UsageError
 from paceline.parallel.meta import meta
+from paceline.parallel.pipelining import measuring
 from paceline.parallel.pipelining.chain import trace_layers
 from paceline.parallel.pipelining.measuring import combine_costs, count_layers, measure_layers
 from paceline.parallel.pipelining.schedules import make_schedule
@@ -141,3 +143,12 @@ def test_what_workers_have_measured_is_combined() -> None:
     assert [cost.parameters for cost in combined] == [0, 1, 2, 3]
     with pytest.raises(UsageError, match="worker 1 has measured that its layers take no time"):
         combine_costs([costs, slowed(0.0)])
+
+
+def test_a_worker_that_is_stopped_now_and_then_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock ticks once a look, but for one stop of 20 ticks: 2 layers, 5 runs each of 1 tick forward and 1 backward."""
+    looks = itertools.count()
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: (at := next(looks)) + (20 if at > 8 else 0))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    costs = measure_layers(trace_layers(model, "auto"), (torch.ones(2, 4),), repeats=5)
+    assert [cost.forward_seconds for cost in costs] == [cost.backward_seconds for cost in costs] == [2.0, 2.0]
