@@ -22,12 +22,13 @@ from paceline.parallel.pipeline import pipeline
 class layers:
     """Cut a model between layers, along the axis `stage` of the mesh, without micro-batches.
 
-    `names`, `split` and `trace`: as the `layers`, `split` and `trace` of `pipeline`.
+    `names`, `split`, `trace` and `inputs`: as the `layers`, `split`, `trace` and `inputs` of `pipeline`.
     """
 
     names: str | Sequence[str] = "auto"
     split: Sequence[int] | Literal["even", "auto"] = "even"
     trace: bool = True
+    inputs: Sequence[str] | None = None
     axis: ClassVar[str] = "stage"
 
     __repr__ = spell
@@ -37,4 +38,5 @@ class layers:
         return "activations go to the next stage, and their gradients come back, once a batch"
 
     def apply(self, model: nn.Module, context: CutContext) -> None:
-        pipeline(self.names, "gpipe", micro_batches=1, split=self.split, trace=self.trace).apply(model, context)
+        cut = pipeline(self.names, "gpipe", micro_batches=1, split=self.split, trace=self.trace, inputs=self.inputs)
+        cut.apply(model, context)

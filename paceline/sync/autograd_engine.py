@@ -20,6 +20,8 @@ from typing import Any, Final, Protocol
 import torch
 from torch.autograd import Variable
 
+from paceline.errors import UsageError
+
 
 class PassListener(Protocol):
     """Whatever is told of backward passes."""
@@ -33,6 +35,7 @@ class PassListener(Protocol):
         ...
 
 
+STEPPED: Final = "_paceline_stepped"  # an attribute of losses that nothing is left to go back from
 _REGISTRY: Final = threading.RLock()  # of listeners; and a pass begins in one thread at a time
 
 
@@ -45,6 +48,8 @@ class AnnouncingEngine(torch._C._ImperativeEngine):
         self.running: list[int] = []  # the threads of announced passes under way
 
     def run_backward(self, *args: Any, **options: Any) -> Any:
+        if any(getattr(tensor, STEPPED, False) for tensor in args[0]):
+            raise UsageError("this loss is what run.step returned, which has gone back from it already: leave out loss.backward()")
         here = threading.get_ident()
         with _REGISTRY:
             known = [(thread, listener) for thread, ref in self.listeners if (listener := ref()) is not None]

@@ -199,3 +199,33 @@ def test_replicas_of_stages_may_part(strategy: Any) -> None:
 
 def test_an_empty_share_goes_through_all_stages() -> None:
     same("data=2, stage=2", pipeline(LAYERS, micro_batches=2), data=lambda: Sentences(17))  # a last batch of one sample
+
+
+class Masked(nn.Module):
+    """A forward with arguments that may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        if mask is not None:
+            x = x * mask[:, None]
+        return self.second(x)  # type: ignore[no-any-return]
+
+
+def test_batches_may_give_what_a_forward_has_defaults_for() -> None:
+    x, mask = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6), torch.tensor([0.0, 1, 2, 3], dtype=torch.float64)
+
+    def body(run: Run, cut: Any) -> float:
+        model = fill(Masked().double())
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), cut=cut)
+        return float(run.step(model, x, x[:, :2], loss=F.mse_loss, mask=mask))
+
+    wanted = workers(1, lambda run: body(run, None))
+    cuts = [pipeline("first, second", micro_batches=2, inputs=["x", "mask"]), pl.layers("first, second", inputs=["x", "mask"])]
+    for cut in cuts:
+        assert workers(2, lambda run, cut=cut: body(run, cut), mesh="stage=2") == pytest.approx(wanted * 2, rel=1e-12)  # type: ignore[misc]
+    with pytest.raises(UsageError, match=r"a forward without 'mask'; say pipeline\(..., inputs=\['x', 'mask'\]\)"):
+        workers(2, lambda run: body(run, pipeline("first, second", micro_batches=2)), mesh="stage=2")

@@ -109,9 +109,7 @@ class LayerGraph:
         del given[next(iter(given))]  # the model itself
         for name, value in given.items():
             if name not in self.inputs and value is not signature.parameters[name].default:
-                raise UsageError(
-                    f"the layers were cut for a forward without {name!r}; say inputs={[*self.inputs, name]!r} where they are named"
-                )
+                raise UsageError(f"the layers were cut for a forward without {name!r}; say pipeline(..., inputs={[*self.inputs, name]!r})")
         if missing := [name for name in self.inputs if name not in given]:
             raise UsageError(f"the layers were cut for a forward with {missing[0]!r}, which this call of the model leaves out")
         return {name: given[name] for name in self.inputs}

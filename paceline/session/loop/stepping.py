@@ -18,6 +18,7 @@ from paceline.errors import UsageError
 from paceline.parallel.pipelining.batches import Loss, Share
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.cuts import ModelCuts
+from paceline.sync.autograd_engine import STEPPED
 
 
 class SteppedModels:
@@ -44,7 +45,7 @@ class SteppedModels:
         share = Share(tuple(inputs), options, target, loss, reduction, weigh or counted, scale)
         if torch.is_grad_enabled() and (loop.backward.replicas_diverge or loop.context.accounts):
             found.level_ties()
-        return torch.tensor(found.step(share, loop.backward.joined), dtype=torch.float64)
+        return _stepped(torch.tensor(found.step(share, loop.backward.joined), dtype=torch.float64))
 
     def _here(self, model: nn.Module, act: Callable[[], Tensor]) -> Tensor:
         value = act()
@@ -52,7 +53,7 @@ class SteppedModels:
             raise UsageError(f"run.step: the loss is a {type(value).__qualname__} that isn't one number; give e.g. loss=F.cross_entropy")
         if value.requires_grad and torch.is_grad_enabled():
             (value * self._loss_scale(value.device)).backward()
-        return value.detach()
+        return _stepped(value.detach())
 
     def _loss_scale(self, device: torch.device) -> float:
         """Return what a loss is multiplied by before it is gone back from: the scale of the GradScalers, which have one, if any."""
@@ -60,3 +61,9 @@ class SteppedModels:
         for scaler in scalers:
             scaler.scale(torch.zeros((), device=device))  # a scaler has no state before its first loss
         return self._loop.context.step_state.loss_scale() if scalers else 1.0
+
+
+def _stepped(loss: Tensor) -> Tensor:
+    """Mark a loss that nothing is left to go back from."""
+    setattr(loss, STEPPED, True)
+    return loss

@@ -59,3 +59,33 @@ def test_gradients_that_are_off_stay_off() -> None:
         return all(parameter.grad is None for parameter in model.parameters())
 
     assert workers(2, body) == [True, True]
+
+
+def test_a_loss_that_was_gone_back_from_says_so() -> None:
+    def body(run: Run) -> None:
+        model, x = net(), torch.ones(2, 6, dtype=torch.float64)
+        run.prepare(model, sgd(model))
+        loss = run.step(model, x, x[:, :2], loss=F.mse_loss)
+        with pytest.raises(UsageError, match=r"what run.step returned, which has gone back from it already: leave out loss.backward\(\)"):
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    workers(2, body)
+
+
+def test_two_scalers_of_one_scale_scale_a_loss_once() -> None:
+    def body(run: Run) -> float:
+        model, x = net(), torch.ones(2, 6, dtype=torch.float64)
+        optimizer = sgd(model)
+        first, second = (torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2))
+        run.prepare(model, optimizer, first, second)
+        run.step(model, x, x[:, :2], loss=F.mse_loss)
+        first.unscale_(optimizer)
+        return float(sum(p.grad.abs().sum() for p in model.parameters() if p.grad is not None))
+
+    def plain(run: Run) -> float:
+        model, x = net(), torch.ones(2, 6, dtype=torch.float64)
+        run.prepare(model, sgd(model))
+        run.step(model, x, x[:, :2], loss=F.mse_loss)
+        return float(sum(p.grad.abs().sum() for p in model.parameters() if p.grad is not None))
+
+    assert workers(1, body) == pytest.approx(workers(1, plain), rel=1e-12)
