@@ -1,6 +1,6 @@
 """The bubbles of pipelines, measured in traces against simulated: 4 workers whose layers take a fixed time, so that cores don't matter.
 
-    python benchmarks/bubbles.py [--workers 4] [--micro-batches 8] [--steps 12] [--seconds 0.01] [--bar 0.03]
+    python benchmarks/bubbles.py [--workers 4] [--micro-batches 8] [--steps 8] [--seconds 0.05] [--bar 0.03]
 
 Each layer sleeps for so many seconds in its forward, as long for the gradient of its input, and as long for that of its weight; a worker
 has two layers. Each schedule is a job of its own, whose trace.json says when workers were busy. Ends with an error where a bubble is
@@ -109,8 +109,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--seconds", type=float, default=0.01, help="what a layer takes for each of its three parts")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=0.05, help="what a layer takes for each of its three parts")
     parser.add_argument("--bar", type=float, default=0.03)
     parser.add_argument("--train", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
