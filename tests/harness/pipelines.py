@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+import paceline as pl
 from paceline.apps.gpt import GPT, GPTShape
 from paceline.cluster.mesh import read
 from paceline.session.run import Run
@@ -20,6 +21,15 @@ from tests.harness.runs import alone, workers
 from tests.harness.sharded import put_together
 
 LAYERS = "tokens, positions, blocks.*, norm, head"
+TENSOR = pl.tensor(
+    {
+        "blocks.*.attention.qkv": pl.column(parts=3),
+        "blocks.*.attention.out": pl.row(),
+        "blocks.*.up": pl.column(),
+        "blocks.*.down": pl.row(),
+    },
+    divide=["blocks.*.attention.heads"],
+)
 Batches = Callable[[], Dataset[Any]]
 Loss = Callable[[Any, Tensor], Tensor]
 

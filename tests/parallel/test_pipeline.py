@@ -19,18 +19,8 @@ from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce
 from tests.harness.layered_models import Masked
 from tests.harness.models import fill
-from tests.harness.pipelines import LAYERS, gpt, next_tokens, same, trained
+from tests.harness.pipelines import LAYERS, TENSOR, gpt, next_tokens, same, trained
 from tests.harness.runs import Numbered, workers
-
-TENSOR = pl.tensor(
-    {
-        "blocks.*.attention.qkv": pl.column(parts=3),
-        "blocks.*.attention.out": pl.row(),
-        "blocks.*.up": pl.column(),
-        "blocks.*.down": pl.row(),
-    },
-    divide=["blocks.*.attention.heads"],
-)
 
 
 def untied() -> nn.Module:
@@ -188,6 +178,18 @@ def test_other_batches_on_two_stages_are_named() -> None:
     error = misused(pipeline(LAYERS), act)
     assert isinstance(error, DataError)
     assert "different rows (4 and 3)" in str(error)
+
+
+def test_rows_that_differ_on_one_worker_are_told_to_all() -> None:
+    def body(run: Run) -> str:
+        model = untied()
+        run.prepare(model, cut=pipeline(LAYERS))
+        with pytest.raises(PacelineError) as caught:
+            run.step(model, {"x": X, "more": Y[:3]} if run.rank == 1 else X, Y, loss=next_tokens)
+        return str(caught.value)
+
+    first, second = workers(2, body, mesh="stage=2")
+    assert "3 and 4 rows" in second and "rank 1: " in first and "3 and 4 rows" in first
 
 
 def test_a_loss_that_is_no_number_is_refused() -> None:

@@ -18,18 +18,9 @@ from paceline.errors import UsageError
 from paceline.parallel.pipeline import pipeline
 from paceline.session.run import Run
 from tests.harness.models import fill
-from tests.harness.pipelines import LAYERS, Sentences, gpt, next_tokens, same, trained
+from tests.harness.pipelines import LAYERS, TENSOR, Sentences, gpt, next_tokens, same, trained
 from tests.harness.runs import Numbered, workers
 
-TENSOR = pl.tensor(
-    {
-        "blocks.*.attention.qkv": pl.column(parts=3),
-        "blocks.*.attention.out": pl.row(),
-        "blocks.*.up": pl.column(),
-        "blocks.*.down": pl.row(),
-    },
-    divide=["blocks.*.attention.heads"],
-)
 X, Y = torch.zeros(4, 5, dtype=torch.long), torch.zeros(4, 5, dtype=torch.long)
 
 

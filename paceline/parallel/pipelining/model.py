@@ -230,12 +230,13 @@ class PipelinedModel:
     def _begin(self, share: Share, *, train: bool, why: str) -> tuple[list[MicroBatch], str]:
         """Agree with the other stages on what was given. Raises on all of them, where one can't go on or has another batch."""
         where = f"{why} {self.steps}"
-        wrong, batches = list[PacelineError](), list[MicroBatch]()
+        wrong, batches, rows = list[PacelineError](), list[MicroBatch](), 0
         try:
-            batches = cut_batch(share, self.terms.count(share.rows), self._graph.bind if self.has_first else None)
+            rows = share.rows
+            batches = cut_batch(share, self.terms.count(rows), self._graph.bind if self.has_first else None)
         except PacelineError as error:
             wrong.append(error)
-        told = msgpack.packb([where, train, share.rows, str(wrong[0])[:TOLD] if wrong else None])
+        told = msgpack.packb([where, train, rows, str(wrong[0])[:TOLD] if wrong else None])
         answers = [msgpack.unpackb(answer) for answer in self._group.agree(told)]
         if wrong:
             raise wrong[0]
