@@ -107,6 +107,11 @@ class Blueprint:
         kept |= {self._prefix + name: parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
         with kept_randomness():
             for unit in self._units:
+                names = [self._prefix + unborn.name for unborn in unit.unborn]
+                if not any(placements.of(kept[name], name).regions for name in names):  # other workers have all of it
+                    for name in names:
+                        give_memory(kept[name], placements.of(kept[name], name))
+                    continue
                 _seed(seed, self._prefix + unit.root.name)
                 for unborn, value in self._made(unit):
                     name = self._prefix + unborn.name

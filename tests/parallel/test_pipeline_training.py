@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -14,12 +18,14 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import paceline as pl
+from paceline.apps.gpt import GPT, GPTShape
 from paceline.errors import UsageError
 from paceline.parallel.pipeline import pipeline
 from paceline.session.run import Run
 from tests.harness.models import fill
 from tests.harness.pipelines import LAYERS, TENSOR, Sentences, gpt, next_tokens, same, trained
 from tests.harness.runs import Numbered, workers
+from tests.harness.sharded import put_together
 
 X, Y = torch.zeros(4, 5, dtype=torch.long), torch.zeros(4, 5, dtype=torch.long)
 
@@ -220,3 +226,59 @@ def test_batches_may_give_what_a_forward_has_defaults_for() -> None:
         assert workers(2, lambda run, cut=cut: body(run, cut), mesh="stage=2") == pytest.approx(wanted * 2, rel=1e-12)  # type: ignore[misc]
     with pytest.raises(UsageError, match=r"a forward without 'mask'; say pipeline\(..., inputs=\['x', 'mask'\]\)"):
         workers(2, lambda run: body(run, pipeline("first, second", micro_batches=2)), mesh="stage=2")
+
+
+def unborn(*, tied: bool) -> nn.Module:
+    with pl.meta():
+        return GPT(GPTShape(d=12, layers=4, heads=2, context=5, vocab=11, tied=tied))
+
+
+def begun(cut: Any, *, tied: bool = False, init: Any = None) -> Callable[[Run], tuple[torch.Tensor, int]]:
+    """What prepares a model without memory, and gives all parameters, and how many elements of weights linear layers have drawn here."""
+
+    def body(run: Run) -> tuple[torch.Tensor, int]:
+        drawn = DRAWN.counts = list[int]()
+        model = run.prepare(unborn(tied=tied), cut=cut, init=init)
+        cuts = run._prepared.cuts
+        return put_together(model, run.group, cuts.placements, cuts.trained), sum(drawn)
+
+    return body
+
+
+DRAWN = threading.local()
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linear layers count what they make, on each thread."""
+    own = nn.Linear.reset_parameters
+
+    def reset(layer: nn.Linear) -> None:
+        if not layer.weight.is_meta and hasattr(DRAWN, "counts"):
+            DRAWN.counts.append(layer.weight.numel())
+        own(layer)
+
+    monkeypatch.setattr(nn.Linear, "reset_parameters", reset)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_models_without_memory_get_the_same_values_and_each_worker_makes_its_stages(counted: None, tied: bool) -> None:
+    ((wanted, whole),) = workers(1, begun(None, tied=tied))
+    assert whole > 7000
+    for mesh, size, cut in (
+        ("stage=2", 2, pipeline(LAYERS, micro_batches=4)),
+        ("stage=3", 3, pipeline(LAYERS, schedule="zero-bubble")),
+        ("stage=2, tensor=2", 4, [pipeline(LAYERS), TENSOR]),
+        ("data=2, stage=2", 4, pipeline(LAYERS, schedule="zbv", micro_batches=4)),
+    ):
+        found = workers(size, begun(cut, tied=tied), mesh=mesh)
+        assert all(torch.equal(values, wanted) for values, _ in found)
+        assert max(made for _, made in found) < 0.8 * whole
+
+
+def test_each_worker_reads_its_stages_of_a_file(counted: None, tmp_path: Path) -> None:
+    model = untied().float()
+    safetensors.torch.save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, tmp_path / "model.safetensors")
+    wanted = torch.cat([parameter.detach().double().reshape(-1) for parameter in model.parameters()])
+    for values, made in workers(2, begun(pipeline(LAYERS), init=tmp_path / "model.safetensors"), mesh="stage=2"):
+        assert torch.equal(values, wanted) and made == 0
