@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from paceline.comm.group import Group
 from paceline.formatting import spell
-from paceline.parallel.cut import CutContext
+from paceline.parallel.cut import CutContext, GradientSink
 
 
 class _Enter(torch.autograd.Function):
@@ -75,6 +75,22 @@ class columns:
         setattr(model, self.name, cut)
 
 
+class _Weights:
+    """A source that delivers nothing, and knows what gradients count."""
+
+    nbytes = kept_nbytes = 0
+
+    def __init__(self) -> None:
+        self.sink: GradientSink | None = None
+
+    def deliver_to(self, sink: GradientSink) -> None:
+        self.sink = sink
+
+    def end_pass(self) -> None: ...
+
+    def abort_pass(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class summed:
     """Sum all gradients along `shard` before anything else sees them: what strategies get is what a sharded model would give them."""
@@ -85,10 +101,12 @@ class summed:
     __repr__ = spell
 
     def apply(self, model: nn.Module, context: CutContext) -> None:
-        group, state = context.groups.along(self.axis), context.step_state
+        group, weights = context.groups.along(self.axis), _Weights()
+        context.sources.append(weights)
 
         def add_up(grad: Tensor) -> Tensor:
-            scale = state.scale  # above 0: these tests have no ghosts
+            assert weights.sink is not None
+            scale = weights.sink.weigh()  # above 0: these tests have no ghosts
             return group.all_reduce((grad * scale).contiguous(), name="gradient").wait() / scale
 
         for parameter in model.parameters():
