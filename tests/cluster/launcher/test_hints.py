@@ -178,7 +178,7 @@ def test_the_line_for_another_host_starts_the_same_job(monkeypatch):
         **{"sync": "LocalSGD(every=4)", "mesh": "data=2, shard=3", "cut": "shard('blocks.*')", "backend": "paceline", "servers": 2},
         **{"placement": "round-robin", "min_workers": 2},
     )
-    may_differ = {"host_rank", "threads", "deadline", "name", "restarts", "patience"}
+    may_differ = {"host_rank", "threads", "deadline", "name", "restarts", "patience", "bare"}
     same = {field.name for field in fields(LaunchRequest) if getattr(given, field.name) == field.default}
     assert same == may_differ - {"host_rank"}, "an option that hosts have to have alike is not tried here"
     asked: list[LaunchRequest] = []
