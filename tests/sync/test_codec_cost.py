@@ -99,7 +99,9 @@ def test_a_run_says_what_its_codec_did(tmp_path: Path, hosts: tuple[int, ...]) -
     assert codec["codec"] == "int8()" and codec["turns"] == 20
     assert codec["bytes_sent"] == pytest.approx(codec["bytes_exact"] / 4, rel=0.3)  # scales, for so few parameters
     assert 0 < codec["relative_error"] < 0.02
-    assert codec["coding_seconds"] > 0 and codec["link_bytes_per_second"] > 0
+    assert (
+        codec["coding_seconds"] > 0 and float(codec["link_bytes_per_second"]) > 0
+    )  # "inf" on a machine so busy that a small sum took longer
     lines = [json.loads(line) for line in (tmp_path / "test" / "metrics.jsonl").read_text().splitlines()]
     assert sum("codec_error" in line for line in lines) >= 18
     assert all(line["codec_bytes"] > 0 and line["codec_seconds"] > 0 for line in lines[1:])
