@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.harness import short_timings
 from tests.harness.jobs import Jobs
 from tests.harness.libraries import LIBRARIES, check_alike
 
@@ -56,7 +57,7 @@ dist.all_reduce(x)
 
 @pytest.mark.preloaded
 def test_a_worker_that_dies_is_named_at_once(job: Jobs) -> None:
-    ended = job.run(BY_NAME, 2).end()
+    ended = job.run(BY_NAME, 2, **short_timings.environ(supervisor={"culprit": 20.0})).end()  # so that rank 0 is there to say it
     assert ended.code == 137
     assert ended.out.count("paceline [3.0, 3.0, 3.0] GroupBackend") == 2
     assert "WorkerLost: rank 1 has died while rank 0 waits for it in all_reduce" in ended.err

@@ -67,6 +67,7 @@ class AxisGroups:
             raise UsageError(f"the mesh {mesh} has {mesh.size} workers, and this group has {group.size}; give the group of all workers")
         self.mesh, self.everyone, self._opened = mesh, group, opened
         self._known: dict[tuple[str, ...], Group] = {}
+        self._parts: dict[tuple[int, tuple[int, ...]], Group | None] = {}  # by the id of the group that they are of, which is kept
         self._trace = Trace(0) if trace is None else trace
         self.meters: list[AxisMeter] = []  # of the axes along which something is cut
 
@@ -89,6 +90,16 @@ class AxisGroups:
             return group
         self._opened(made)
         return made
+
+    def part(self, group: Group, ranks: Sequence[int], axis: str) -> Group | None:
+        """Return the group of some ranks of a group along an axis, None on others; the same one for the same ranks. Collective."""
+        key = id(group), tuple(ranks)
+        if key not in self._parts:
+            self._parts[key] = made = subgroup(group, ranks, axis)
+            if made is not None:
+                self._opened(made)
+                self.meter(axis).add(made)
+        return self._parts[key]
 
     def meter(self, axis: str) -> AxisMeter:
         """Return what measures the exchanges of cuts along an axis; the same one each time."""

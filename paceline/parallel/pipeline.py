@@ -24,7 +24,7 @@ from paceline.errors import UsageError
 from paceline.formatting import spell
 from paceline.parallel.cut import CutContext
 from paceline.parallel.pipelining.auto_split import agree_problem
-from paceline.parallel.pipelining.chain import LayerGraph, part_parameters, trace_layers
+from paceline.parallel.pipelining.chain import LayerGraph, own_parameters, trace_layers
 from paceline.parallel.pipelining.measuring import count_layers, measure_layers
 from paceline.parallel.pipelining.model import PipelinedModel, PipelineTerms, SharedParameter, StageSplit
 from paceline.parallel.pipelining.profiler import PipelineProfiler
@@ -79,7 +79,7 @@ class pipeline:
         for name, parameter in list(model.named_parameters()):
             stages = users[parameter]
             places, placement = sorted({placed[stage] for stage in stages}), context.placements.of(parameter, name)
-            among = group.sub(places) if len(places) > 1 else None
+            among = context.groups.part(group, places, self.axis) if len(places) > 1 else None
             if rank in places:
                 context.placements.add(parameter, placement.along(self.axis, copy=places[0] != rank))
                 mine[name] = parameter
@@ -90,7 +90,7 @@ class pipeline:
                 context.renew(parameter, empty, placement.elsewhere(self.axis))
                 elsewhere[name] = empty
         terms = PipelineTerms(self.schedule, count, self.chunks, pads=context.mesh.extent("shard") > 1)
-        messages = pairs(group)
+        messages = pairs(group, device=_device(model))
         context.groups.count(self.axis, messages)
         made = PipelinedModel(
             model,
@@ -116,7 +116,9 @@ def _measured(graph: LayerGraph, schedule: PipelineSchedule, context: CutContext
     inputs = context.sample(parts)
     unborn = any(parameter.is_meta for parameter in graph.model.parameters())
     costs = count_layers(graph, inputs) if unborn else measure_layers(graph, inputs)
-    problem = agree_problem(groups.everyone, groups.along("stage").rank, schedule, costs)
+    device = _device(graph.model)
+    memory = float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None  # a host's is shared by its workers
+    problem = agree_problem(groups.everyone, groups.along("stage").rank, schedule, costs, memory=memory)
     counts = best_split(problem)
     context.announce(f"the split that was measured, {counts}:\n{describe_split(problem, counts)}")
     return counts
@@ -141,7 +143,12 @@ def _bounds(model: nn.Module, graph: LayerGraph, asked: Sequence[int] | str, sch
 
 
 def _numel(model: nn.Module, graph: LayerGraph, layer: int) -> int:
-    return sum({id(p): p.numel() for _, p in part_parameters(model, graph.part(layer, layer + 1))}.values())
+    return sum(parameter.numel() for parameter in own_parameters(model, graph.part(layer, layer + 1)))
+
+
+def _device(model: nn.Module) -> torch.device:
+    """Return where a model is; the processor, for one without memory."""
+    return next((parameter.device for parameter in model.parameters() if not parameter.is_meta), torch.device("cpu"))
 
 
 def _empty(parameter: Parameter) -> Parameter:

@@ -51,10 +51,6 @@ class ParameterHook:
         self.version = 0
         self.given = 0  # id of what p.grad was set to, in the strategy's memory, which counts references to see whether others hold it
 
-    def put_added_up(self, total: Tensor) -> None:
-        """Let `total` be the sum of what passes have reached, and is not exchanged yet."""
-        self.carry, self.touched = total, True
-
 
 class GradientTracker(JoiningTracker):
     """Follows the backward passes over some parameters, on behalf of a strategy. `prepare` sets the step's state when a pass begins."""
@@ -189,6 +185,13 @@ class GradientTracker(JoiningTracker):
         if not self.open:
             self._begin()
         self._set_apart(hook)
+
+    def put_added_up(self, parameter: Tensor, total: Tensor) -> None:
+        if not self.open:  # backward has reached nothing here
+            self.open, self._deliver = True, self.transaction.deliver()
+        hook = self._by_id[id(parameter)]
+        self._set_apart(hook)
+        hook.carry, hook.touched = total, True
 
     def _set_apart(self, hook: ParameterHook) -> None:
         """Keep what p.grad holds, before this pass adds to it."""

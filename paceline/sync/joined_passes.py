@@ -24,8 +24,6 @@ class AddedUp(Protocol):
     number: int
     carry: Tensor | None
 
-    def put_added_up(self, total: Tensor) -> None: ...
-
 
 class JoinedPasses:
     """Backward passes that count as one (what `GradientTracker.joined` gives)."""
@@ -56,7 +54,7 @@ class JoinedPasses:
 
     def put(self, parameter: Tensor, total: Tensor) -> None:
         """Let `total` be what all passes have added up of a delayed parameter."""
-        self._tracker.added_up(parameter).put_added_up(total)
+        self._tracker.put_added_up(parameter, total)
 
     def close(self) -> None:
         """End all passes: exchange what they have reached, unless the whole is silent."""
@@ -105,6 +103,10 @@ class JoiningTracker:
 
     def join(self, where: str, *, due: bool = False) -> None:
         """Take part in what the others exchange; raises where a pass ended with an error."""
+        raise NotImplementedError
+
+    def put_added_up(self, parameter: Tensor, total: Tensor) -> None:
+        """Let `total` be what was added up of a parameter, whether backward has reached it here or not."""
         raise NotImplementedError
 
     def _forget(self) -> None:

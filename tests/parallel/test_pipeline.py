@@ -298,3 +298,81 @@ def test_arguments_with_a_default_may_come_from_the_batch() -> None:
 
     wanted = float(F.mse_loss(fill(Scaled().double())(x, scale), y).detach())
     assert all(abs(found - wanted) < 1e-12 for found in workers(2, body, mesh="stage=2"))
+
+
+class Severed(nn.Module):
+    """A weight of both ends, of which backward reaches the last alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.first(x).detach())
+        return out
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_tied_weight_that_one_end_reaches_has_its_gradient_on_both(held: bool) -> None:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+
+    def graded() -> Severed:
+        model = fill(Severed().double())
+        if held:
+            model.first.weight.grad = torch.ones(6, 6, dtype=torch.float64)
+        return model
+
+    def body(run: Run) -> Any:
+        model = graded()
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), cut=pipeline("first, last", micro_batches=2))
+        for _ in range(2):  # the second pass adds to what the first has left
+            run.step(model, x, x, loss=F.mse_loss)
+        return model.first.weight.grad
+
+    whole = graded()
+    for _ in range(2):
+        F.mse_loss(whole(x), x).backward()
+    for found in workers(2, body, mesh="stage=2"):
+        assert torch.allclose(found, whole.first.weight.grad, atol=1e-12, rtol=0)
+
+
+def test_answers_have_the_rows_of_the_question() -> None:
+    def body(run: Run) -> torch.Tensor:
+        model = untied()
+        run.prepare(model, cut=[pipeline(LAYERS, micro_batches=4), pl.shard("blocks.*")])
+        out: torch.Tensor = run.forward(model, X[:1])
+        return out
+
+    wanted = untied()(X[:1]).detach()
+    for found in workers(4, body, mesh="shard=2, stage=2"):
+        assert found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-12, rtol=0)
+
+
+def test_a_stage_that_changes_what_the_one_before_keeps_is_found_out() -> None:
+    def body(run: Run) -> None:
+        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.5, inplace=True), nn.Linear(6, 2)).double()
+        run.prepare(model, cut=pipeline("0, 1, 2, 3", schedule="interleaved", micro_batches=1, split=[2, 2]))
+        x = torch.ones(4, 6, dtype=torch.float64)
+        run.step(model, x, x[:, :2], loss=F.mse_loss)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        workers(1, body, mesh="stage=1")
+
+
+def test_an_evaluation_counts_as_its_own_loader_says() -> None:
+    def body(run: Run) -> list[float]:
+        model = fill(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)).double())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        loader = DataLoader(Numbered(20), batch_size=7)
+        model, optimizer, train = run.prepare(model, optimizer, loader, cut=pipeline("auto", micro_batches=3))
+        held_out = run.prepare(DataLoader(Numbered(20), batch_size=7), loss="sum", train=False)
+        for x, y in train:
+            run.step(model, x, y, loss=F.mse_loss)
+        with torch.no_grad():
+            return [float(run.step(model, x, y, loss=lambda out, y: F.mse_loss(out, y, reduction="sum"))) for x, y in held_out]
+
+    whole = fill(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)).double())
+    wanted = [float(F.mse_loss(whole(x), y, reduction="sum").detach()) for x, y in DataLoader(Numbered(20), batch_size=7)]
+    for found in workers(2, body, mesh="stage=2"):
+        assert found == pytest.approx(wanted, abs=1e-12)

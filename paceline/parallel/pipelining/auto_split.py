@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import astuple
 
 from paceline.comm.group import Group
-from paceline.comm.schedule import LinkSpeed
 from paceline.errors import UsageError
 from paceline.parallel.pipelining.measuring import combine_costs
 from paceline.parallel.pipelining.schedule import PipelineSchedule
@@ -20,8 +19,6 @@ def agree_problem(
     own: Sequence[LayerCost],
     *,
     memory: float | None = None,
-    links: Sequence[LinkSpeed] | None = None,
-    remembered: float = 2.0,
 ) -> SplitProblem:
     """Make one problem of what all workers of a group have measured; equal on all, so that all find the same split. Collective.
 
@@ -40,4 +37,4 @@ def agree_problem(
         raise UsageError(f"no worker is at place {places.index([])} of the {schedule.ranks} along stage")
     given = [float("inf") if room is None else room for _, room, _ in told]
     rooms = None if min(given) == float("inf") else [min(given[rank] for rank in ranks) for ranks in places]
-    return SplitProblem(costs, schedule, [min(speeds[rank] for rank in ranks) for ranks in places], rooms, links, remembered)
+    return SplitProblem(costs, schedule, [min(speeds[rank] for rank in ranks) for ranks in places], rooms)

@@ -25,7 +25,11 @@ Weigh = Callable[[Any], float]
 
 @dataclass(frozen=True)
 class Share:
-    """What `run.step` was given. `reduction`: "mean" or "sum" over samples, or over what `weigh` counts; `scale`: that of a GradScaler."""
+    """What `run.step` was given. `reduction`: "mean" or "sum" over samples, or over what `weigh` counts; `scale`: that of a GradScaler.
+
+    `weight` is what all of the share weighs, where it is known: micro-batches have to add up to it. Tensors of the target that have other
+    than the inputs' rows, such as weights of classes, go to the loss of each micro-batch whole.
+    """
 
     inputs: tuple[Any, ...]
     options: Mapping[str, Any]
@@ -34,6 +38,7 @@ class Share:
     reduction: str = "mean"
     weigh: Weigh | None = None
     scale: float = 1.0
+    weight: float | None = None
 
     @property
     def rows(self) -> int:
@@ -47,8 +52,8 @@ class Share:
         return sizes.pop() if sizes else 1
 
     def worth(self, batch: MicroBatch) -> float:
-        """Return what the loss of a micro-batch counts in that of the share."""
-        return 1.0 if self.reduction == "sum" else batch.part
+        """Return what the loss of a micro-batch counts in that of the share; nothing, for one without rows of its own."""
+        return 0.0 if not batch.rows else 1.0 if self.reduction == "sum" else batch.part
 
     def criterion(self, output: Any, batch: MicroBatch) -> tuple[Tensor, float]:
         """Return what is gone back from, and the loss of a micro-batch as a number."""
@@ -83,7 +88,7 @@ def cut_batch(share: Share, count: int, bind: Callable[[tuple[Any, ...], Mapping
     """
     rows = share.rows
     ranges = pieces(rows, min(count, max(rows, 1)))
-    ranges += [(0, min(rows, 1))] * (count - len(ranges))  # that count nothing
+    ranges += [(0, min(rows, 1))] * (count - len(ranges))  # copies of the first row
     parts = [_slice((share.inputs, dict(share.options), share.target), rows, *ends) for ends in ranges]
     weights = [float(stop - start) if number < rows else 0.0 for number, (start, stop) in enumerate(ranges)]
     if share.weigh is not None:
@@ -91,10 +96,15 @@ def cut_batch(share: Share, count: int, bind: Callable[[tuple[Any, ...], Mapping
         weights = [weight if number < rows else 0.0 for number, weight in enumerate(found)]
         if any(not 0 <= weight < math.inf for weight in weights):
             raise UsageError(f"run.step: weigh gave {weights} for micro-batches; a weight is a number, zero or more")
+        if share.weight is not None and not math.isclose(math.fsum(weights), share.weight, rel_tol=1e-6):
+            raise UsageError(
+                f"run.step: the loader's weigh gives {share.weight:g} for the batch, and {math.fsum(weights):g} for its micro-batches, "
+                "which are tuples of all that run.step gets, the target last: say run.step(..., weigh=function of such a tuple)"
+            )
     whole = math.fsum(weights) or 1.0
     return [
-        MicroBatch({} if bind is None else bind(inputs, options), target, weight / whole, stop - start)
-        for (inputs, options, target), weight, (start, stop) in zip(parts, weights, ranges, strict=True)
+        MicroBatch({} if bind is None else bind(inputs, options), target, weight / whole, stop - start if number < rows else 0)
+        for number, ((inputs, options, target), weight, (start, stop)) in enumerate(zip(parts, weights, ranges, strict=True))
     ]
 
 

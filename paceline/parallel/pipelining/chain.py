@@ -10,6 +10,7 @@ is carried by all stages between.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from paceline.parallel.pipelining.flow import ValueFlow
 from paceline.parallel.pipelining.layer_names import LayerNames, find_layers
 from paceline.parallel.pipelining.operations import OUTPUT, Operation, Ref, find, foreign
 from paceline.parallel.pipelining.tracing import trace_operations
+from paceline.parallel.pipelining.values import PLAIN
 
 CHAINED = ("*args", "**keywords")  # the inputs where nothing is traced
 
@@ -101,18 +103,23 @@ class LayerGraph:
         """Give the arguments of a call of the model the names that the first part takes."""
         if self.inputs == CHAINED:
             return dict(zip(CHAINED, (tuple(args), dict(kwargs)), strict=True))
-        signature = inspect.signature(type(self.model).forward)
+        signature = self._signature
         try:
             given = dict(signature.bind(self.model, *args, **kwargs).arguments)
         except TypeError as error:
             raise UsageError(f"{type(self.model).__name__} was called with other arguments than its forward takes: {error}") from None
         del given[next(iter(given))]  # the model itself
         for name, value in given.items():
-            if name not in self.inputs and value is not signature.parameters[name].default:
+            default = signature.parameters[name].default
+            if name not in self.inputs and not (value is default or (isinstance(value, PLAIN) and value == default)):
                 raise UsageError(f"the layers were cut for a forward without {name!r}; say pipeline(..., inputs={[*self.inputs, name]!r})")
         if missing := [name for name in self.inputs if name not in given]:
             raise UsageError(f"the layers were cut for a forward with {missing[0]!r}, which this call of the model leaves out")
         return {name: given[name] for name in self.inputs}
+
+    @functools.cached_property
+    def _signature(self) -> inspect.Signature:
+        return inspect.signature(type(self.model).forward)
 
     def users(self, starts: Sequence[int]) -> dict[nn.Parameter, dict[int, str]]:
         """Return which stages use each parameter, and what they call it: one with several has to step by the sum of their gradients.
@@ -146,6 +153,11 @@ def part_parameters(model: nn.Module, part: StagePart) -> Iterator[tuple[str, nn
     for path in part.attributes:
         if isinstance(parameter := find(model, path), nn.Parameter):
             yield path, parameter
+
+
+def own_parameters(model: nn.Module, part: StagePart) -> list[nn.Parameter]:
+    """Return the parameters that a part uses, each once."""
+    return list({id(parameter): parameter for _, parameter in part_parameters(model, part)}.values())
 
 
 def trace_layers(model: nn.Module, names: str | Sequence[str], *, trace: bool = True, inputs: Sequence[str] | None = None) -> LayerGraph:
@@ -217,7 +229,7 @@ def _enter(x: Tensor) -> Tensor:
 class _Entered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
-        return x.data
+        return x.detach()  # shares the counter of versions: who changes it in place is found out, where it was kept for a backward
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ class MicroBatch:
     inputs: Values
     target: Any
     part: float
-    rows: int
+    rows: int  # none in a copy, which is there as others wait for this worker in each micro-batch
 
 
 @dataclass

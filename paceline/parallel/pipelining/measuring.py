@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.errors import UsageError
-from paceline.parallel.pipelining.chain import LayerGraph, StagePart, part_parameters
+from paceline.parallel.pipelining.chain import LayerGraph, StagePart, own_parameters
 from paceline.parallel.pipelining.operations import find
 from paceline.parallel.pipelining.split import LayerCost
 
@@ -121,7 +121,7 @@ class _MeasuredLayer:
 
     def __init__(self, graph: LayerGraph, at: int, loss: Criterion | None, clock: Clock) -> None:
         self._clock, self._part, self._loss = clock, graph.part(at, at + 1), loss
-        self._parameters = list({id(one): one for _, one in part_parameters(graph.model, self._part)}.values())
+        self._parameters = own_parameters(graph.model, self._part)
         self._trained = [one for one in self._parameters if one.requires_grad]
         self._state = {_storage(one) for one in (*self._parameters, *_buffers(graph.model, self._part))}
         self.cost = LayerCost(graph.layers[at], 0.0, 0.0, _nbytes(self._parameters), _nbytes(self._trained))
@@ -168,7 +168,7 @@ def _alone(x: Tensor) -> Tensor:
 
 def _copied(x: Tensor) -> Tensor:
     """Return a copy that begins a graph of its own: layers may change in place what they are given."""
-    return _alone(x.detach().clone(memory_format=torch.preserve_format)).requires_grad_(x.requires_grad)
+    return x.detach().clone(memory_format=torch.preserve_format).requires_grad_(x.requires_grad)
 
 
 def _storage(x: Tensor) -> int:

@@ -9,6 +9,7 @@ step    all say what they were given          rows, and what is wrong with it
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from paceline.comm.group import Group
 from paceline.comm.pairs import Pairs
 from paceline.errors import DataError, PacelineError, UsageError
 from paceline.parallel.pipelining.batches import Share, cut_batch
-from paceline.parallel.pipelining.chain import LayerGraph, StagePart, part_parameters
+from paceline.parallel.pipelining.chain import LayerGraph, StagePart, own_parameters
 from paceline.parallel.pipelining.executor import MicroBatch, Passes, PipelineExecutor, PipelinePass
 from paceline.parallel.pipelining.profiler import PipelineProfiler
 from paceline.parallel.pipelining.schedule import PipelineSchedule
@@ -143,10 +144,9 @@ class PipelinedModel:
         model.forward = _StageForward(self._inside)
         self._zone, self._drawn = RandomZone(group.rank) if _may_draw(model) else None, False
         self.steps = 0
-        self.last: PipelinePass | None = None
 
     def profile(self) -> dict[str, Any]:
-        """Return what was measured of this worker's stages, and what they are, as plain data: the fields of `WorkerProfile`."""
+        """Return what was measured of this worker's stages, and what they are, as plain data, for `session/record/pipeline_profile.py`."""
         profiler = self._profiler
         return {
             "schedule": self.terms.schedule,
@@ -173,8 +173,7 @@ class PipelinedModel:
                     "tie no weights over stages where you shard them, or leave out shard()"
                 )
         gathered = next((name for name, parameter in self._mine.items() if self._trained(parameter) is parameter and flat(parameter)), None)
-        rows = self.terms.of(self._group.size, self.terms.micro_batches).rows
-        if gathered is not None and any(action.kind == "weight" for row in rows for action in row):
+        if gathered is not None and self.terms.of(self._group.size, self.terms.micro_batches).split:
             raise UsageError(
                 f"schedule={self.terms.schedule!r} goes back twice, and {gathered} would have to be gathered for both: cut it by "
                 "shard(zero=2), or give pipeline() the schedule '1f1b' or 'interleaved'"
@@ -202,7 +201,6 @@ class PipelinedModel:
                 done = self._executor.run(schedule, batches, share.criterion, passes, where=where)
             if passes is not None and not passes.silent:
                 self._sum_ties(passes)
-        self.last = done
         return self._end(done, share, batches, train=train)
 
     def forward(self, share: Share, finish: Callable[[Any], Any] = lambda output: output) -> Any:
@@ -211,7 +209,8 @@ class PipelinedModel:
         schedule = make_schedule("gpipe", self._group.size, len(batches)) if len(set(self.split.placed)) == len(self.split.placed) else None
         with torch.no_grad(), self._alone(), self._profiler.step(len(batches), train=False):
             done = self._executor.run(schedule or self.terms.of(self._group.size, len(batches)), batches, None, None, where=where)
-            own = finish(share.whole([done.outputs[number] for number in sorted(done.outputs)])) if done.outputs else None
+            outputs = [output for number, output in sorted(done.outputs.items()) if batches[number].rows or not number]
+            own = finish(share.whole(outputs)) if outputs else None
         self._move_on(drawn=self._model.training)
         return self._tell(own, where)
 
@@ -260,16 +259,20 @@ class PipelinedModel:
         loss = None
         if done.losses:
             loss = math.fsum(value * share.worth(batches[number]) for number, value in done.losses.items())
-        names = [name for name, parameter in self._mine.items() if train and self._trained(parameter).grad is not None]
-        answers = [msgpack.unpackb(answer) for answer in self._group.agree(msgpack.packb([loss, names, self._drawn]))]
+        mine = bytes(there and here.grad is not None for there, here in self._stepped) if train else b""
+        answers = [msgpack.unpackb(answer) for answer in self._group.agree(msgpack.packb([loss, mine, self._drawn]))]
         self._move_on(drawn=any(drawn for _, _, drawn in answers))
         if train:
-            reached = {name for _, mine, _ in answers for name in mine}
-            for name, parameter in self._elsewhere.items():
-                empty = self._trained(parameter)
-                if name in reached and empty.grad is None:
-                    empty.grad = torch.zeros_like(empty)
+            for (there, here), reached in zip(self._stepped, zip(*(found for _, found, _ in answers), strict=True), strict=True):
+                if not there and any(reached) and here.grad is None:
+                    here.grad = torch.zeros_like(here)
         return next(float(value) for value, _, _ in answers if value is not None)
+
+    @functools.cached_property
+    def _stepped(self) -> list[tuple[bool, Parameter]]:
+        """Whether this worker has each parameter of the model, and what optimizers step of it here, in an order that all workers have."""
+        known = sorted({**self._mine, **self._elsewhere}.items())
+        return [(name in self._mine, self._trained(parameter)) for name, parameter in known]
 
     def _sum_ties(self, passes: JoinablePasses) -> None:
         """Sum the gradients of tied weights over the stages that have them."""
@@ -326,7 +329,7 @@ class _StageOfModel:
         owners = graph.owners(*layers)
         self._model = model
         self._forward = lambda values: profiler.forward(stage, part, owners, model, values)
-        self.parameters = list({id(p): p for _, p in part_parameters(model, part)}.values())  # scripts may freeze and unfreeze them
+        self.parameters = own_parameters(model, part)  # scripts may freeze and unfreeze them
 
     def run(self, values: Values) -> Values:
         found: Values = self._model(_StageCall(self._forward, values))

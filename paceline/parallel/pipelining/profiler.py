@@ -79,15 +79,15 @@ class PipelineProfiler:
             return part.run(values)
         found = dict[int, tuple[int, set[tuple[int, int]]]]()  # by storage: its bytes, and the places in it that are kept
 
-        def keep(x: Tensor) -> Tensor:
+        def keep(x: Tensor) -> tuple[Tensor, int]:
             if x.layout == torch.strided:
                 place = int(x.storage_offset()) * x.element_size(), x.numel() * x.element_size()
                 found.setdefault(_storage(x), (x.untyped_storage().nbytes(), set()))[1].add(place)
                 for _, parameter in part_parameters(model, part):  # where they lie now: shard() gathers them while they are used
                     found.pop(_storage(parameter), None)
-            return x
+            return x, x._version
 
-        with saved_tensors_hooks(keep, lambda x: x):
+        with saved_tensors_hooks(keep, _unchanged):
             gives = part.run(values)
         # a micro-batch may be rows of a batch in the memory of all of it
         self.kept[stage] = sum(min(whole, sum(nbytes for _, nbytes in places)) for whole, places in found.values())
@@ -111,6 +111,17 @@ class PipelineProfiler:
     def layer_seconds(self) -> dict[int, float]:
         """The seconds that the forward of each layer of this worker takes, by its number: medians over the micro-batches of one step."""
         return {layer: statistics.median(seconds) for layer, seconds in self._layer_seconds.items()}
+
+
+def _unchanged(kept: tuple[Tensor, int]) -> Tensor:
+    """Return a tensor that was kept for a backward; torch doesn't look at what hooks keep."""
+    x, version = kept
+    if x._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {list(x.shape)} that is needed for a gradient has been modified by an inplace operation: it is at version "
+            f"{x._version}, and was kept at {version}"
+        )
+    return x
 
 
 def _storage(x: Tensor) -> int:

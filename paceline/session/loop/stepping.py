@@ -39,10 +39,11 @@ class SteppedModels:
             return self._here(model, lambda: loss(model(*inputs, **options), target))
         loop = self._loop
         loop.forward(tuple(inputs), dict(options))
-        terms = None if (leader := loop.leader) is None else leader.loader.terms
+        terms, turn = loop.terms, loop.training if torch.is_grad_enabled() else loop.turn
         reduction, counted = ("mean", None) if terms is None else (terms.loss, terms.weigh)
+        weight = None if turn is None or turn.ghost or weigh is not None or counted is None else turn.weight
         scale = self._loss_scale(next(model.parameters()).device) if torch.is_grad_enabled() else 1.0
-        share = Share(tuple(inputs), options, target, loss, reduction, weigh or counted, scale)
+        share = Share(tuple(inputs), options, target, loss, reduction, weigh or counted, scale, weight)
         if torch.is_grad_enabled() and (loop.backward.replicas_diverge or loop.context.accounts):
             found.level_ties()
         return _stepped(torch.tensor(found.step(share, loop.backward.joined), dtype=torch.float64))

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from paceline.cluster.control.progress import Page
 from paceline.comm.group import Traffic
 from paceline.data.loader import ShareLoader, Turn
+from paceline.data.spec import LoaderSpec
 from paceline.errors import UsageError
 from paceline.session.loop.batch_use import BatchUse
 from paceline.session.loop.ghost import buffers, level, put_back
@@ -90,6 +91,12 @@ class TrainingLoop:
             return innermost(self._open)
         training = [progress for progress in self._open if progress.turn is not None and progress.turn.train]
         return innermost(training) or innermost(self._open)
+
+    @property
+    def terms(self) -> LoaderSpec | None:
+        """How the loader deals whose turn this is: the innermost training one where gradients are on, else the innermost."""
+        turn = self.training if torch.is_grad_enabled() else self.turn
+        return next((progress.loader.terms for progress in self._open if turn is not None and progress.turn is turn), None)
 
     @property
     def led(self) -> Turn | None:

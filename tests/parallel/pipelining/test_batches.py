@@ -28,11 +28,11 @@ def bind(args: tuple[Any, ...], options: Any) -> dict[str, Any]:
 def test_rows_are_cut_evenly_and_count_by_number(rows: int, count: int) -> None:
     whole = share(rows)
     found = cut_batch(whole, count, bind)
-    assert len(found) == count and sum(batch.rows for batch in found if batch.part) == rows
+    assert len(found) == count and sum(batch.rows for batch in found) == rows
     assert abs(sum(batch.part for batch in found) - 1) < 1e-12
     assert torch.equal(torch.cat([batch.inputs["x"] for batch in found if batch.part]), whole.inputs[0])
     assert all(batch.inputs["flag"] is True for batch in found)
-    assert all(batch.rows == 1 for batch in found if not batch.part)  # copies that count nothing
+    assert [batch.rows == 0 for batch in found] == [batch.part == 0 for batch in found]  # copies, which count nothing
 
 
 def test_means_over_tokens_add_up() -> None:
@@ -64,6 +64,23 @@ def test_a_sum_counts_each_part_whole() -> None:
     parts = [whole.criterion(batch.inputs["x"], batch) for batch in cut_batch(whole, 2, bind)]
     assert abs(sum(value for _, value in parts) - float(whole.loss(whole.inputs[0], whole.target).detach())) < 1e-12  # type: ignore[misc]
     assert all(abs(float(root.detach()) - 8 * value) < 1e-9 for root, value in parts)
+
+
+def test_a_sum_leaves_out_copies() -> None:
+    whole = share(3, reduction="sum")
+    found = cut_batch(whole, 5, bind)
+    for batch in found:
+        whole.criterion(batch.inputs["x"], batch)[0].backward()  # type: ignore[no-untyped-call]
+    given = whole.inputs[0].grad.clone()
+    wanted = torch.autograd.grad(whole.loss(whole.inputs[0], whole.target), whole.inputs[0])[0]  # type: ignore[misc]
+    assert torch.allclose(given, wanted, atol=1e-14, rtol=0)
+    assert [whole.worth(batch) for batch in found] == [1.0, 1.0, 1.0, 0.0, 0.0]
+
+
+def test_a_weigh_of_other_batches_is_refused() -> None:
+    whole = share(6, weigh=lambda batch: 2.0, weight=5.0)
+    with pytest.raises(UsageError, match=r"gives 5 for the batch, and 6 for its micro-batches"):
+        cut_batch(whole, 3, bind)
 
 
 def test_rows_that_differ_are_refused() -> None:

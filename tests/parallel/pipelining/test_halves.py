@@ -62,3 +62,15 @@ def test_what_goes_through_as_it_is_has_its_gradient() -> None:
     weight_half(later)
     assert found[0] is not None and found[0].tolist() == [7.0] * 3
     assert weight.grad is not None and weight.grad.tolist() == [5.0] * 3
+
+
+def test_hooks_of_a_parameter_are_called_once() -> None:
+    x, y = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    weight, apart = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    for parameter in (weight, apart):
+        parameter.register_hook(lambda grad: grad * 2)
+    _, later = input_half([x * weight, apart * 3, y * 1], [torch.ones(3)] * 3, [x, y], [weight, apart])
+    weight_half(later)
+    weight_half(input_half([x * weight], [torch.ones(3)], [x], [weight])[1])  # the hook is there as before
+    assert weight.grad is not None and weight.grad.tolist() == [4.0] * 3
+    assert apart.grad is not None and apart.grad.tolist() == [6.0] * 3
