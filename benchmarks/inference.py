@@ -103,7 +103,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     prompt = torch.randint(256, (options.prompt,), generator=torch.Generator().manual_seed(1)).tolist()
-    with tempfile.TemporaryDirectory() as folder, pl.start(mesh="tensor", folder=folder, trace="off") as run:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        pl.start(mesh="tensor", folder=folder, trace="off", deadline=120 + options.patience) as run,
+    ):
         whole, lone, rounds = made(options) if run.is_first else None, Alone(), list[Round]()
         cut = run.prepare(made(options), cut=cuts(["tensor"]))
         for _ in range(options.rounds + 1):  # the first isn't counted

@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--firsts", nargs="+", type=int, default=list(range(6, COUNT - 1)), help="layers of the first stage, tried by hand")
     options = parser.parse_args()
+    options.firsts = sorted({COUNT // 2, *options.firsts})  # the even split is always among them
     torch.set_num_threads(1)
     count = options.batch * (options.rounds + WARMUP)
     tokens = torch.randint(SHAPE.vocab, (count, SHAPE.context + 1), generator=torch.Generator().manual_seed(1))

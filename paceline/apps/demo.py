@@ -86,7 +86,7 @@ def demo(plan: DemoPlan, launch: Launch, console: Console, clocks: Callable[[], 
         if code != 0:
             return code
         outcomes.append(replace(collect(Path(plan.folder) / name, title), others=load.others(before, clocks())))
-    console.print(table(outcomes))
+    console.print(table(outcomes) if plan.text is None else table(outcomes, str(plan.text)))
     if disturbed(outcomes):
         console.print(busy(outcomes), style="bold", soft_wrap=True)
     elif plan.meshes:
@@ -127,10 +127,10 @@ def collect(folder: Path, title: str) -> DemoOutcome:
     return DemoOutcome(title, summary, losses, (said["validation"][0], said["validation"][1]), said["sample"])
 
 
-def table(outcomes: Sequence[DemoOutcome]) -> Table:
+def table(outcomes: Sequence[DemoOutcome], source: str = "the standard library's sources") -> Table:
     """Compare the outcomes side by side; speed-up and losses are relative to the first."""
     base, quiet = outcomes[0], not disturbed(outcomes)
-    whole = Table(title="\npaceline demo: a GPT of 0.9 M parameters on the standard library's sources", title_justify="left")
+    whole = Table(title=f"\npaceline demo: a GPT of 0.9 M parameters on {source}", title_justify="left")
     whole.add_column("", no_wrap=len(outcomes) <= 3)  # 80 letters have to do
     for outcome in outcomes:
         whole.add_column(outcome.title.replace(", ", "\n"), justify="right", no_wrap=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paceline as pl
@@ -183,17 +183,6 @@ class GPT(nn.Module):
         finally:
             for layer in layers:
                 layer.cache = None
-
-    @torch.no_grad()
-    def continued(self, x: Tensor, count: int, *, temperature: float = 0.8, generator: Generator | None = None) -> Tensor:
-        """Continue `x` (batch, tokens) with `count` more tokens, drawn one by one."""
-        training = self.training
-        self.eval()
-        for _ in range(count):
-            logits = self(x[:, -self.shape.context :])[:, -1] / temperature
-            x = torch.cat([x, torch.multinomial(logits.softmax(-1), 1, generator=generator)], dim=1)
-        self.train(training)
-        return x
 
 
 def maker(fields: Mapping[str, Any]) -> Callable[[], GPT]:

@@ -91,6 +91,7 @@ def main() -> None:
         loader = SolvedSamples(equation, run.seed, 0, options.steps * options.batch).loader(options.batch)
         held_out = SolvedSamples(equation, run.seed, HELD_OUT, options.held_out).loader(64)
         model, optimizer, schedule, loader, held_out = run.prepare(model, optimizer, schedule, loader, held_out)
+        model.eval()
         before = evaluate(run, held_out, {"error_before": model})
         train(run, model, optimizer, schedule, loader)
         model.eval()

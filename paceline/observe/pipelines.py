@@ -133,10 +133,9 @@ def _more(profile: PipelineProfile) -> Iterator[str]:
     found = profile.timeline
     if found.bubble < LARGE or 2 * count > MOST * len(profile.ranks):
         return
-    schedule = make_schedule(profile.schedule, len(profile.ranks), 2 * count, profile.chunks)
     halved = replace(profile, stages=tuple(_halved(stage) for stage in profile.stages), micro_batches=2 * count)
     then = replace(halved, sends=_half(profile.sends), returns=_half(profile.returns)).timeline
-    if schedule.ranks > 1 and _pays(found.makespan, then.makespan):
+    if _pays(found.makespan, then.makespan):
         yield (
             f"The bubble is {found.bubble:.0%} with {_micro_batches(count)}. micro_batches={2 * count} takes "
             f"{_less(found.makespan, then.makespan)}, if half a micro-batch takes half the time"

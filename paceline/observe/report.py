@@ -9,10 +9,9 @@ from paceline.observe import pipelines, serving
 from paceline.observe.advice import advise
 from paceline.observe.facts import RunFacts, read
 from paceline.observe.tables import aligned, seconds
-from paceline.session.record.folder import PARTS, RunFolder
+from paceline.session.record.folder import KINDS, PARTS, RunFolder
 from paceline.session.record.status_line import spoken
 
-HELD = ("parameters", "gradients", "optimizer")
 _MEANING = {
     "compute": "forward, backward and the optimizer",
     "exchange": "what could not be hidden behind compute",
@@ -89,7 +88,7 @@ def _memory(facts: RunFacts) -> str:
     """Write what workers held; those that held the same share a line."""
     alike: dict[tuple[str, ...], list[int]] = {}
     for rank, held in enumerate(facts.memory):
-        cells = tuple(_held(held.measured[kind], held.predicted[kind]) for kind in HELD)
+        cells = tuple(_held(held.measured[kind], held.predicted[kind]) for kind in KINDS)
         alike.setdefault(cells, []).append(rank)
     rows = [
         (facts.ranks(ranks), *cells, sized(max(facts.memory[rank].peak for rank in ranks)))  # the last cell
@@ -98,7 +97,7 @@ def _memory(facts: RunFacts) -> str:
     if not rows:
         return ""
     head = "Held by each worker from step to step (in brackets what was predicted, where that is something else):"
-    return "\n".join([head, *aligned([("", *HELD, "process at most"), *rows])])
+    return "\n".join([head, *aligned([("", *KINDS, "process at most"), *rows])])
 
 
 def _held(measured: int, predicted: int | None) -> str:

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from paceline.cluster.mesh import SAMPLED, Mesh
 from paceline.cluster.topology import Topology
 from paceline.comm.agreement import Agreement, SliceAgreement
-from paceline.comm.axes import AxisGroups
+from paceline.comm.axes import AxisGroups, Sender
 from paceline.comm.axis_meter import AxisMeter
 from paceline.comm.group import Group
 from paceline.errors import UsageError
-from paceline.sync.context import SideGroup, SyncContext
+from paceline.sync.context import SyncContext
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,6 @@ def _names(group: Group, cluster: Topology) -> tuple[str, ...]:
     return tuple(cluster.names()[rank] for rank in members(group))
 
 
-def _leave_out(groups: list[SideGroup], group: Group) -> None:
+def _leave_out(groups: list[Sender], group: Group) -> None:
     """Take a group out of a list by identity."""
     groups[:] = [other for other in groups if other is not group]

@@ -23,6 +23,8 @@ from typing import Any, Final, NamedTuple
 
 from torch import nn
 
+from paceline.cluster.discover import environment
+from paceline.cluster.launcher.janitor import folders_of_answers
 from paceline.errors import UsageError
 from paceline.parallel.cut import ModelCut
 from paceline.parallel.meta import meta
@@ -32,7 +34,6 @@ from paceline.session.run import Run
 from paceline.session.start import start
 
 DESCRIPTION: Final = "model.json"  # in a run's folder: the program that has trained its model, and what that makes one of
-TEMPORARY: Final = "paceline-load-"  # what the folders of such runs begin with, which go when they end
 PROGRAMS: Final = {"gpt": "paceline.apps.gpt"}  # each has `maker(fields)` and `cuts(axes)`; nothing else that a file names is imported
 
 
@@ -89,9 +90,10 @@ def load(
     make = model if program is None else program.make
     if make is None or not callable(make):
         raise UsageError(f"load got the model {model!r}; give an nn.Module, or a function that makes one")
-    temporary = Path(tempfile.gettempdir()) / f"{TEMPORARY}{secrets.token_hex(8)}"
+    kind = folders_of_answers(environment().get("PACELINE_JOB", ""))  # the launcher's janitor looks for these, too
+    temporary = Path(tempfile.gettempdir()) / f"{kind}{secrets.token_hex(8)}"
     run = start(mesh=mesh, folder=str(temporary), device=device, trace="off", compare=None)
-    if run.is_first and run.folder.path.parent.name.startswith(TEMPORARY):  # of this start, or of one before it of the same job
+    if run.is_first and run.folder.path.parent.name.startswith(kind):  # of this start, or of one before it of the same job
         run.on_close(lambda: shutil.rmtree(run.folder.path.parent, ignore_errors=True))
     try:
         cuts = program.cuts(run.mesh.cut) if cut is None and program is not None else cut

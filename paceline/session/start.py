@@ -22,6 +22,7 @@ from paceline.cluster.mesh import choose
 from paceline.cluster.store import connect, hosts
 from paceline.cluster.topology import HostRanks, Topology
 from paceline.comm.agreement import Agreement
+from paceline.comm.axes import Sender
 from paceline.comm.native.default_group import DefaultProcessGroup
 from paceline.errors import UsageError
 from paceline.fault.replicate import Replicate, check
@@ -43,7 +44,7 @@ from paceline.session.servers import ServerStarter
 from paceline.session.torch_backend import world
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
-from paceline.sync.context import SideGroup, StepState, SyncContext
+from paceline.sync.context import StepState, SyncContext
 from paceline.trace import Trace
 
 TRACES = {"last": 20_000, "all": None, "off": 0}
@@ -170,7 +171,7 @@ def _join(worker: WorkerContext, late_after: float | None, undo: ExitStack, aske
     return Joined(view, divided, watching, default)
 
 
-def _close(groups: Iterable[SideGroup]) -> None:
+def _close(groups: Iterable[Sender]) -> None:
     for group in [*groups]:
         group.abort()
         group.close()

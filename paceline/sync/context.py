@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from paceline.comm.agreement import Agreement
+from paceline.comm.axes import Sender
 from paceline.comm.axis_meter import AxisMeter
 from paceline.comm.cancellation import CancelScope
 from paceline.comm.group import Group, Traffic
@@ -71,20 +72,6 @@ class StepState:
         return scales.pop() if scales else 1.0
 
 
-class SideGroup(Protocol):
-    """An object that sends on behalf of a strategy."""
-
-    @property
-    def traffic(self) -> Traffic: ...
-
-    @property
-    def waited(self) -> float: ...
-
-    def close(self) -> None: ...
-
-    def abort(self) -> None: ...
-
-
 @dataclass
 class SyncContext:
     """Everything that a strategy works with: the group it exchanges in, the agreement of all workers, the step's state, and the trace."""
@@ -104,7 +91,7 @@ class SyncContext:
     timings: Timings = DEFAULTS
     survives: bool = False  # the run goes on when workers are lost
     cancel_scope: CancelScope | None = None  # trips when the workers become others
-    extra_groups: list[SideGroup] = field(default_factory=list)  # other groups of the same workers, whose traffic and waits count too
+    extra_groups: list[Sender] = field(default_factory=list)  # other groups of the same workers, whose traffic and waits count too
     accounts: list[CodecAccount] = field(default_factory=list)  # of the codecs in use, the same number on all workers
     probe_traffic: Traffic = field(default_factory=Traffic)  # what was sent to measure links: no part of a step
     closed_traffic: Traffic = field(default_factory=Traffic)  # what was sent in groups that have been left

@@ -35,6 +35,11 @@ def sockets(mark: str) -> str:
     return f"{_SERVERS}{mark[:12]}-"  # not longer: the path of a socket has 107 bytes
 
 
+def folders_of_answers(mark: str) -> str:
+    """Return the prefix of the folders that `pl.load` has its runs in, which go when these end."""
+    return f"paceline-load-{mark[:12]}-"
+
+
 def brand(mark: str) -> None:
     """Let semaphores that multiprocessing makes in this process, and in its children, have the job's mark in their names from now on.
 
@@ -173,7 +178,8 @@ def sweep(mark: str, groups: list[int], held: set[int], *, seconds: float) -> se
         _signal_each(left, signal.SIGKILL)
         clear(folders)
         time.sleep(0.002 * (attempt + 1))
-    clear([*Path(tempfile.gettempdir()).glob(sockets(mark) + "*")])
+    temporary = Path(tempfile.gettempdir())
+    clear([found for prefix in (sockets(mark), folders_of_answers(mark)) for found in temporary.glob(prefix + "*")])
     until = time.monotonic() + seconds
     while not all(map(_ended, ended)) and time.monotonic() < until:
         time.sleep(0.002)

@@ -57,8 +57,11 @@ class BlockPool:
             _copy(block.segment, block.offset + at, x.detach())
         segment = block.segment
         address = segment.address if block.number in self._unknown else ""
-        self._unknown.discard(block.number)
         return RingEntry(block.number, segment.nbytes, block.offset, block.uses, len(header), address)
+
+    def told(self, entry: RingEntry) -> None:
+        """Note that an entry is on its way, and with it the address of its segment."""
+        self._unknown.discard(entry.segment)
 
     def _take(self, nbytes: int) -> MessageBlock:
         wanted = capacity(nbytes)

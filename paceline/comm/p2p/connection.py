@@ -109,7 +109,8 @@ def read(connection: socket.socket, pool: MemoryPool) -> tuple[int, PairMessage]
     text = bytearray(nbytes)
     _whole(connection, memoryview(text))
     header = unpack(bytes(text))
-    tensors = [_tensor(connection, pool, nbytes, *form) for nbytes, form in zip(*reversed(header.layout), strict=True)]
+    layout = header.layout
+    tensors = [_tensor(connection, pool, size, *form) for size, form in zip(layout.lengths, layout.forms, strict=True)]
     return header.lane, PairMessage(header.head, tuple(tensors))
 
 

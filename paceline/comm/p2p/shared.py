@@ -107,7 +107,9 @@ class SharedWay:
         if state:
             return Finished(error=self._left(state, f": it does not take {what}"))
         with self._sending:
-            self._writer.post(self._pool.write(header, tensors))
+            entry = self._pool.write(header, tensors)
+            self._writer.post(entry)
+            self._pool.told(entry)
         return Finished()
 
     def look(self, *, last: bool = False) -> None:

@@ -47,8 +47,10 @@ def share_randomness(axes: RunAxes) -> None:
 def compared(move: Callable[[Any], Any] | None, axes: RunAxes) -> Callable[[Any], Any] | None:
     """Return what brings a batch to its device, after some of them have been compared along `stage` and `tensor`."""
     group = axes.groups.along("stage", "tensor")
+    if group.size == 1:
+        return move
     meter = axes.groups.meter("tensor" if axes.mesh.extent("tensor") > 1 else "stage")
-    return move if group.size == 1 else BatchComparer(group, meter, move, axes.slice.announce)
+    return BatchComparer(group, meter, move, axes.slice.announce)
 
 
 def tensors_of(batch: Any) -> Iterator[Tensor]:

@@ -31,7 +31,7 @@ PINGS = 8  # messages by which a server's clock is compared
 
 
 class ServerTraffic:
-    """Counts what is sent to servers from now on (a `SideGroup`). The connections outlive it."""
+    """Counts what is sent to servers from now on (a `Sender`). The connections outlive it."""
 
     def __init__(self, connections: ServerLinks) -> None:
         self._connections, self._sent, self._waited = connections, connections.traffic, connections.waited

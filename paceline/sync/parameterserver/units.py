@@ -115,7 +115,7 @@ class UnitLayout:
 
 
 class ServerLinks:
-    """Connections to servers, as a part of what the worker sends (a `SideGroup`)."""
+    """Connections to servers, as a part of what the worker sends (a `Sender`)."""
 
     def __init__(self, *, timings: ServerTimings = DEFAULTS.servers) -> None:
         self._timings = timings
