@@ -103,6 +103,7 @@ def run(job: LaunchRequest, environ: Mapping[str, str] | None = None) -> int:
     worker that failed first. To be called in the main thread: signals are handled here until it returns.
     """
     surroundings = environment() if environ is None else dict(environ)
+    surroundings["PACELINE_JOB"] = random.token_hex(16)  # the mark of all starts of the job: a later one clears up after those before
     try:
         check(job)
         machine.allow_descriptors(_DESCRIPTORS + 8 * job.workers + 4 * job.workers * job.hosts)
@@ -302,7 +303,6 @@ def _prepare(
     job: LaunchRequest, environ: dict[str, str], mine: _HostOffer, points: Sequence[Point], ranks: Sequence[int]
 ) -> _LauncherParts:
     """Meet the other hosts, agree on addresses and ports, and write down the command of each worker."""
-    environ["PACELINE_JOB"] = random.token_hex(16)
     if mine.agent is not None:
         environ["PACELINE_MIN_WORKERS"] = str(job.min_workers)
         environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or torch would tell at length of connections that end

@@ -24,7 +24,9 @@ class Counted:
 
 
 def sent(pool: BlockPool, reader: MessageReader, *tensors: Tensor) -> tuple[Tensor, ...]:
-    lane, message = reader.read(pool.write(pack(3, {"a": len(tensors)}, tensors), tensors))
+    entry = pool.write(pack(3, {"a": len(tensors)}, tensors), tensors)
+    pool.told(entry)
+    lane, message = reader.read(entry)
     assert lane == 3 and message.head == {"a": len(tensors)}
     return message.tensors
 
