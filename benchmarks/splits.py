@@ -54,7 +54,8 @@ def main() -> None:
         for name, split in splits.items():
             torch.manual_seed(0)
             model = GPT(SHAPE)
-            cut = pl.pipeline(LAYERS, micro_batches=options.micro_batches, split=split)
+            counted = {"loss": next_token_loss} if split == "auto" else {}
+            cut = pl.pipeline(LAYERS, micro_batches=options.micro_batches, split=split, **counted)
             model, optimizer, dealt = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), loader, cut=cut)
             models[name] = model, optimizer
         seconds: dict[str, list[float]] = {name: [] for name in models}

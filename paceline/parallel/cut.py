@@ -76,7 +76,7 @@ class CutContext:
     endings: list[Callable[[], None]] = field(default_factory=list)  # what is called when the run ends
     pipelines: list[tuple[nn.Module, PipelinedModel]] = field(default_factory=list)  # models whose layers are on several workers
     known: Callable[[Parameter], Parameter] = lambda parameter: parameter  # what is trained in the place of a parameter, after all cuts
-    sample: Callable[[int], tuple[Any, ...]] = lambda parts: ()  # the model's inputs, of one in so many parts of a global batch
+    sample: Callable[[int], tuple[Any, ...]] = lambda parts: ()  # inputs and target, of one in so many parts of a global batch
     announce: Callable[[str], None] = print  # on the first worker
     record: Callable[[str, int, int], None] = lambda what, began, ended: None  # of the trace: what was done from when to when (nanoseconds)
 

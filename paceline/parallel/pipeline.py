@@ -16,14 +16,16 @@ from itertools import accumulate
 from typing import ClassVar, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils._pytree import tree_map_only
 
 from paceline.comm.pairs import pairs
 from paceline.errors import UsageError
 from paceline.formatting import spell
 from paceline.parallel.cut import CutContext
 from paceline.parallel.pipelining.auto_split import agree_problem
+from paceline.parallel.pipelining.batches import Loss, one_number
 from paceline.parallel.pipelining.chain import LayerGraph, own_parameters, trace_layers
 from paceline.parallel.pipelining.measuring import count_layers, measure_layers
 from paceline.parallel.pipelining.model import PipelinedModel, PipelineTerms, SharedParameter, StageSplit
@@ -46,7 +48,8 @@ class pipeline:
     "auto": each worker measures all layers on samples of the loader that is prepared with the model, and the split is that by which the
     schedule takes least, on workers of any speed.
     `trace=False` calls the layers one after the other, and not as the model's forward does. `inputs`: those arguments of the forward that a
-    batch gives, where it isn't those without a default.
+    batch gives, where it isn't those without a default. `loss`: what run.step will be given, so that split="auto" measures it as well; it
+    counts where it takes long, as over a large vocabulary.
     """
 
     layers: str | Sequence[str] = "auto"
@@ -56,9 +59,13 @@ class pipeline:
     split: Sequence[int] | Literal["even", "auto"] = "even"
     trace: bool = True
     inputs: Sequence[str] | None = None
+    loss: Loss | None = None
     axis: ClassVar[str] = "stage"
 
     __repr__ = spell
+
+    def __post_init__(self) -> None:
+        check_loss("pipeline", self.loss, self.split)
 
     @property
     def travels(self) -> str:
@@ -71,7 +78,7 @@ class pipeline:
         schedule = make_schedule(self.schedule, group.size, count, self.chunks)
         placed = schedule.placed
         graph = trace_layers(model, self.layers, trace=self.trace, inputs=self.inputs)
-        asked = _measured(graph, schedule, context) if self.split == "auto" and len(graph.layers) >= len(placed) else self.split
+        asked = _measured(graph, schedule, context, self.loss) if self.split == "auto" and len(graph.layers) >= len(placed) else self.split
         split = StageSplit(_bounds(model, graph, asked, schedule, chunks), placed)
         users = graph.users(split.bounds[:-1])
         ties, mine, elsewhere = list[SharedParameter](), dict[str, Parameter](), dict[str, Parameter]()
@@ -109,18 +116,28 @@ class pipeline:
         context.endings.append(made.close)
 
 
-def _measured(graph: LayerGraph, schedule: PipelineSchedule, context: CutContext) -> list[int]:
+def check_loss(cut: str, loss: Loss | None, split: Sequence[int] | str) -> None:
+    """Raise `UsageError` for a loss that nothing would measure, or that is none."""
+    if loss is not None and (split != "auto" or not callable(loss)):
+        raise UsageError(
+            f"{cut}(loss=...) is a function of the output and the target, which split='auto' measures: say {cut}(split='auto', "
+            "loss=F.cross_entropy), or leave it out"
+        )
+
+
+def _measured(graph: LayerGraph, schedule: PipelineSchedule, context: CutContext, loss: Loss | None) -> list[int]:
     """Measure layers on this worker, and find the split that all workers agree on. Collective, for all workers."""
     groups = context.groups
     parts = groups.along("data", "shard").size * schedule.micro_batches
-    inputs = context.sample(parts)
-    unborn = any(parameter.is_meta for parameter in graph.model.parameters())
-    costs = count_layers(graph, inputs) if unborn else measure_layers(graph, inputs)
-    device = _device(graph.model)
+    unborn, device = any(parameter.is_meta for parameter in graph.model.parameters()), _device(graph.model)
+    *inputs, target = tree_map_only(Tensor, lambda x: x.to("meta" if unborn else device), context.sample(parts))
+    criterion = None if loss is None else lambda output: one_number(loss(output, target), "pipeline")
+    costs = (count_layers if unborn else measure_layers)(graph, inputs, loss=criterion)
     memory = float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None  # a host's is shared by its workers
     problem = agree_problem(groups.everyone, groups.along("stage").rank, schedule, costs, memory=memory)
     counts = best_split(problem)
-    context.announce(f"the split that was measured, {counts}:\n{describe_split(problem, counts)}")
+    without = "" if loss is not None else " (without the loss, which loss=... has it count)"
+    context.announce(f"the split that was measured, {counts}{without}:\n{describe_split(problem, counts)}")
     return counts
 
 

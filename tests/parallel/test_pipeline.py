@@ -262,6 +262,36 @@ def test_a_split_is_counted_for_a_model_without_memory() -> None:
     assert workers(2, held, mesh="stage=2") == [[0, 1, 8]] * 2
 
 
+def test_a_loss_that_takes_long_is_counted() -> None:
+    def over_many(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (out @ out.new_ones(out.shape[1], 3000) @ out.new_ones(3000, y.shape[1]) - y).square().mean()
+
+    def held(run: Run, loss: Any) -> list[int]:
+        with pl.meta():
+            model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(8)))
+        cut = pipeline("auto", split="auto", micro_batches=2, loss=loss)
+        run.prepare(model, DataLoader(Numbered(dtype=torch.float32), batch_size=8), cut=cut)
+        return list(run._prepared.cuts.pipelines[0][1].split.bounds)
+
+    assert workers(2, lambda run: held(run, over_many), mesh="stage=2") == [[0, 7, 8]] * 2
+    assert workers(2, lambda run: held(run, None), mesh="stage=2") == [[0, 5, 8]] * 2  # the first has no gradient of its input
+
+
+def test_a_loss_that_nothing_measures_is_refused() -> None:
+    for given in ({"split": "even"}, {"split": [3, 5]}):
+        with pytest.raises(UsageError, match=r"pipeline\(loss=...\) is .* which split='auto' measures"):
+            pipeline(LAYERS, loss=F.mse_loss, **given)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"layers\(loss=...\) is .* which split='auto' measures"):
+        pl.layers(LAYERS, loss=F.mse_loss)
+
+    def body(run: Run) -> None:
+        cut = pipeline("auto", split="auto", loss=lambda out, y: out)
+        run.prepare(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)).double(), DataLoader(Numbered(), batch_size=8), cut=cut)
+
+    with pytest.raises(UsageError, match=r"pipeline: the loss is a tensor of shape .* has to be one number"):
+        workers(2, body, mesh="stage=2")
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

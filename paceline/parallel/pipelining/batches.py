@@ -58,10 +58,7 @@ class Share:
     def criterion(self, output: Any, batch: MicroBatch) -> tuple[Tensor, float]:
         """Return what is gone back from, and the loss of a micro-batch as a number."""
         assert self.loss is not None
-        loss = self.loss(output, batch.target)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            kind = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__qualname__}"
-            raise UsageError(f"run.step: the loss is {kind}, and has to be one number: loss=F.cross_entropy, for example")
+        loss = one_number(self.loss(output, batch.target), "run.step")
         worth = self.worth(batch)
         if worth == 0:  # a mean over nothing is no number, and must not reach the gradients
             tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -79,6 +76,14 @@ class Share:
         return tree_unflatten(
             [torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0] for leaves in zip(*rows, strict=True)], spec
         )
+
+
+def one_number(loss: Any, where: str) -> Tensor:
+    """Return a loss as it is. Raises `UsageError` where it isn't one number."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        kind = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__qualname__}"
+        raise UsageError(f"{where}: the loss is {kind}, and has to be one number: loss=F.cross_entropy, for example")
+    return loss
 
 
 def cut_batch(share: Share, count: int, bind: Callable[[tuple[Any, ...], Mapping[str, Any]], Values] | None) -> list[MicroBatch]:

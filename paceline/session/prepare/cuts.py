@@ -21,7 +21,7 @@ from paceline.parallel.placement import Placements
 from paceline.parallel.repoint import refuse_memory, repoint
 from paceline.session.axes import RunAxes
 from paceline.session.prepare.initial import InitialValues
-from paceline.session.prepare.sample import sample_inputs
+from paceline.session.prepare.sample import sample_batch
 from paceline.sync.base import Slot
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class ModelCuts:
         self.sources: list[CutGradients] = []
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.pipelines: list[tuple[nn.Module, PipelinedModel]] = []
-        self.sample: Callable[[int], tuple[Any, ...]] = functools.partial(sample_inputs, ())  # of the loaders that are prepared
+        self.sample: Callable[[int], tuple[Any, ...]] = functools.partial(sample_batch, ())  # of the loaders that are prepared
         self._statistics: str | None = None
         self._used: set[str] = set()
         self._endings: list[Callable[[], None]] = []
@@ -65,7 +65,7 @@ class ModelCuts:
         """Take what layers are measured on from these loaders, and which statistics a script asks BatchNorm for."""
         self._statistics = statistics
         if loaders:
-            self.sample = functools.partial(sample_inputs, loaders)
+            self.sample = functools.partial(sample_batch, loaders)
 
     def apply(
         self,

@@ -13,8 +13,8 @@ from paceline.parallel.initialise import kept_randomness
 INSTEAD = "say split=[layers of each stage], or split='even'"
 
 
-def sample_inputs(loaders: Sequence[DataLoader[Any]], parts: int) -> tuple[Any, ...]:
-    """Return the model's inputs, of a fraction of a global batch of the first loader: one in `parts`, or a sample. Draws nothing.
+def sample_batch(loaders: Sequence[DataLoader[Any]], parts: int) -> tuple[Any, ...]:
+    """Return inputs and target of a fraction of a global batch of the first loader: one in `parts`, or a sample. Draws nothing.
 
     What a loader gives has to be a tuple or a list, whose last part is the target. Raises `UsageError` where that isn't so.
     """
@@ -30,4 +30,4 @@ def sample_inputs(loaders: Sequence[DataLoader[Any]], parts: int) -> tuple[Any, 
         raise UsageError(
             f"split='auto' needs a loader that gives (inputs, target), and this one gives a {type(batch).__qualname__}: {INSTEAD}"
         )
-    return tuple(batch[:-1])
+    return tuple(batch)
