@@ -30,7 +30,7 @@ LARGE_CLASSES: dict[str, str] = {  # class: why it may be large so far
     "TorchGroup": "implements every collective",
     "TrainingLoop": "follows loaders, backward passes and optimizers in one place",
 }
-THEIRS = {"grad", "weight", "state", "linger"}  # attributes of torch's, numpy's and zmq's objects that are there to be assigned
+THEIRS = {"grad", "data", "weight", "state", "linger"}  # attributes of torch's, numpy's and zmq's objects that are there to be assigned
 ASSIGNED: dict[str, int] = {  # module: assignments to attributes of objects that other modules define
     "paceline.cluster.hosts.elastic": 1,
     "paceline.cluster.launcher.replacement": 2,

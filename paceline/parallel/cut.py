@@ -75,6 +75,7 @@ class CutContext:
     sources: list[CutGradients] = field(default_factory=list)  # gradients that autograd doesn't add to the parameters that are stepped
     endings: list[Callable[[], None]] = field(default_factory=list)  # what is called when the run ends
     pipelines: list[tuple[nn.Module, PipelinedModel]] = field(default_factory=list)  # models whose layers are on several workers
+    valued: list[Callable[[], None]] = field(default_factory=list)  # what is called when the parts of all cuts have their values
     known: Callable[[Parameter], Parameter] = lambda parameter: parameter  # what is trained in the place of a parameter, after all cuts
     sample: Callable[[int], tuple[Any, ...]] = lambda parts: ()  # inputs and target, of one in so many parts of a global batch
     announce: Callable[[str], None] = print  # on the first worker
@@ -91,7 +92,7 @@ class ModelCut(Protocol):
 
     @property
     def axis(self) -> str:
-        """The axis along which workers hold different parts."""
+        """The axis along which workers hold different parts; none ("") where each has all of them."""
         ...
 
     @property

@@ -1,6 +1,7 @@
 """Layer-wise parallelism: consecutive layers of a model are on different workers, and each batch goes through them as one.
 
-    layers("auto")        is pipeline("auto", schedule="gpipe", micro_batches=1)
+    layers("auto")                                    is pipeline("auto", schedule="gpipe", micro_batches=1)
+    layers("auto", devices=["cuda:0", "cuda:1"])      over devices of one worker, in any training loop
 
 Workers wait while the batch is elsewhere: this is for models that are too large for one worker; `pipeline` is for speed, too.
 """
@@ -9,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
+import torch
 from torch import nn
 
+from paceline.errors import UsageError
 from paceline.formatting import spell
 from paceline.parallel.cut import CutContext
+from paceline.parallel.dealing.devices import DeviceLayers, spread
 from paceline.parallel.pipeline import check_loss, pipeline
 from paceline.parallel.pipelining.batches import Loss
 
@@ -23,6 +27,8 @@ from paceline.parallel.pipelining.batches import Loss
 class layers:
     """Cut a model between layers, along the axis `stage` of the mesh, without micro-batches.
 
+    `devices`: cut it over these devices of each worker instead. The mesh has no axis `stage` then, and a loop of `model(x)` and
+    `loss.backward()` stays what it is; outputs come back to the device of the inputs, and data parallel workers have their own devices.
     `names`, `split`, `trace`, `inputs` and `loss`: as the `layers`, `split`, `trace`, `inputs` and `loss` of `pipeline`.
     """
 
@@ -31,17 +37,28 @@ class layers:
     trace: bool = True
     inputs: Sequence[str] | None = None
     loss: Loss | None = None
-    axis: ClassVar[str] = "stage"
+    devices: Sequence[str | torch.device] | None = None
 
     __repr__ = spell
 
     def __post_init__(self) -> None:
         check_loss("layers", self.loss, self.split)
+        if self.devices is not None and (isinstance(self.devices, str | torch.device) or len(self.devices) < 2):
+            raise UsageError(f'layers(devices={self.devices!r}) has to name two devices at least: devices=["cuda:0", "cuda:1"]')
+
+    @property
+    def axis(self) -> str:
+        return "" if self.devices is not None else "stage"
 
     @property
     def travels(self) -> str:
+        if self.devices is not None:
+            return "activations go to the next device of the worker, and their gradients come back; nothing to other workers"
         return "activations go to the next stage, and their gradients come back, once a batch"
 
     def apply(self, model: nn.Module, context: CutContext) -> None:
+        if self.devices is not None:
+            spread(model, DeviceLayers(self.names, self.devices, self.split, self.trace, self.inputs, self.loss), context)
+            return
         cut = pipeline(self.names, "gpipe", micro_batches=1, split=self.split, trace=self.trace, inputs=self.inputs, loss=self.loss)
         cut.apply(model, context)

@@ -79,7 +79,7 @@ class pipeline:
         placed = schedule.placed
         graph = trace_layers(model, self.layers, trace=self.trace, inputs=self.inputs)
         asked = _measured(graph, schedule, context, self.loss) if self.split == "auto" and len(graph.layers) >= len(placed) else self.split
-        split = StageSplit(_bounds(model, graph, asked, schedule, chunks), placed)
+        split = StageSplit(stage_bounds(model, graph, asked, schedule, chunks), placed)
         users = graph.users(split.bounds[:-1])
         ties, mine, elsewhere = list[SharedParameter](), dict[str, Parameter](), dict[str, Parameter]()
         rank = context.groups.along(self.axis).rank
@@ -141,7 +141,9 @@ def _measured(graph: LayerGraph, schedule: PipelineSchedule, context: CutContext
     return counts
 
 
-def _bounds(model: nn.Module, graph: LayerGraph, asked: Sequence[int] | str, schedule: PipelineSchedule, chunks: int) -> tuple[int, ...]:
+def stage_bounds(
+    model: nn.Module, graph: LayerGraph, asked: Sequence[int] | str, schedule: PipelineSchedule, chunks: int
+) -> tuple[int, ...]:
     """Return the first layer of each stage, and the end."""
     layers, stages = len(graph.layers), schedule.stages
     if layers < stages:

@@ -253,12 +253,12 @@ def _mesh(place: Place, asked: str | None) -> str | None:
     """Return the mesh that was asked for, on the command line or by the script; without one that of the only axis of `--cut`."""
     if place.mesh is not None or asked is not None or place.cut is None:
         return asked if place.mesh is None else place.mesh
-    names = sorted({cut.axis for cut in cuts.read(place.cut)})
+    names = sorted({cut.axis for cut in cuts.read(place.cut) if cut.axis})
     if len(names) > 1:
         raise UsageError(
             f"--cut {place.cut!r} cuts along {' and '.join(names)}: say how many workers along which, --mesh '{names[0]}, {names[1]}=2'"
         )
-    return names[0]
+    return names[0] if names else None
 
 
 def _strategy(asked: Any) -> Strategy:

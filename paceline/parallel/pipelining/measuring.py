@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,22 +26,35 @@ from paceline.parallel.pipelining.split import LayerCost
 
 Criterion = Callable[[Any], Tensor]
 Clock = Callable[[], float]
+Around = Callable[[StagePart], AbstractContextManager[None]]
 OPERATIONS_A_SECOND, BYTES_A_SECOND = 1e11, 1e10  # of a worker that is only counted for: ratios of layers matter, not these
 
 
+def as_it_is(part: StagePart) -> AbstractContextManager[None]:
+    """Do nothing with a layer while it is measured."""
+    return nullcontext()
+
+
 def measure_layers(
-    graph: LayerGraph, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, loss: Criterion | None = None, repeats: int = 5
+    graph: LayerGraph,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss: Criterion | None = None,
+    repeats: int = 5,
+    around: Around = as_it_is,
 ) -> list[LayerCost]:
     """Measure what each layer takes for a call of the model with these arguments, which are one micro-batch.
 
     Layers compare as the medians of `repeats` do; all of them together take what they take in the mean: a worker that is stopped now and
     then, as by a quota, is that much slower.
     `loss` makes of the output what is gone back from, and counts as a part of the last layer. Parameters, gradients, buffers and the random
-    state of torch are left as they are. Hooks on modules are called.
+    state of torch are left as they are. Hooks on modules are called. `around`: what is done with each layer while it
+    is measured.
     """
     values = graph.bind(args, kwargs or {})
     with _untouched(graph.model):
-        found = list(_measure(graph, values, loss, repeats, time.perf_counter))
+        found = list(_measure(graph, values, loss, repeats, time.perf_counter, around=around))
     return [_scaled(cost, _slower(found)) for cost, _ in found]
 
 
@@ -75,12 +88,19 @@ def _scaled(cost: LayerCost, factor: float) -> LayerCost:
 
 
 def _measure(
-    graph: LayerGraph, values: Mapping[str, Any], loss: Criterion | None, repeats: int, clock: Clock
+    graph: LayerGraph,
+    values: Mapping[str, Any],
+    loss: Criterion | None,
+    repeats: int,
+    clock: Clock,
+    *,
+    around: Around = as_it_is,
 ) -> Iterator[tuple[LayerCost, float]]:
     """Yield what each layer takes, by medians, and the mean of the seconds of its forward and backward."""
     for at in range(len(graph.layers)):
-        layer = _MeasuredLayer(graph, at, loss if at == len(graph.layers) - 1 else None, clock)
-        runs = [layer.run(values) for _ in range(repeats + 1)]  # the first warms up
+        with around(graph.part(at, at + 1)):
+            layer = _MeasuredLayer(graph, at, loss if at == len(graph.layers) - 1 else None, clock)
+            runs = [layer.run(values) for _ in range(repeats + 1)]  # the first warms up
         values = runs[-1].gives
         tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
         timed = runs[1:] or runs
@@ -123,7 +143,7 @@ class _MeasuredLayer:
         self._clock, self._part, self._loss = clock, graph.part(at, at + 1), loss
         self._parameters = own_parameters(graph.model, self._part)
         self._trained = [one for one in self._parameters if one.requires_grad]
-        self._state = {_storage(one) for one in (*self._parameters, *_buffers(graph.model, self._part))}
+        self._state = {_storage(one) for one in (*self._parameters, *part_buffers(graph.model, self._part))}
         self.cost = LayerCost(graph.layers[at], 0.0, 0.0, _nbytes(self._parameters), _nbytes(self._trained))
 
     def _now(self, devices: Iterable[torch.device]) -> float:
@@ -180,7 +200,7 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
-def _buffers(model: nn.Module, part: StagePart) -> Iterator[Tensor]:
+def part_buffers(model: nn.Module, part: StagePart) -> Iterator[Tensor]:
     for path in part.modules:
         yield from find(model, path).buffers()
     yield from (found for path in part.attributes if isinstance(found := find(model, path), Tensor))

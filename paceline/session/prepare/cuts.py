@@ -45,6 +45,7 @@ class ModelCuts:
         self.pipelines: list[tuple[nn.Module, PipelinedModel]] = []
         self.sample: Callable[[int], tuple[Any, ...]] = functools.partial(sample_batch, ())  # of the loaders that are prepared
         self._statistics: str | None = None
+        self._spread: list[nn.Module] = []  # models that are on several devices of each worker
         self._used: set[str] = set()
         self._endings: list[Callable[[], None]] = []
         self._renewed: dict[int, tuple[weakref.ref[Parameter], Parameter]] = {}  # by the id of what was cut
@@ -54,12 +55,20 @@ class ModelCuts:
         cuts = self._override if self._override is not None else () if asked is None else read(asked)
         mesh = self._axes.mesh
         for cut in cuts:
-            if cut.axis not in mesh.names:
+            if not cut.axis and len(cuts) > 1:
+                raise UsageError(f"cut={spell(cut)} leaves each worker all of the model, and goes with no other cut: take one of them")
+            if cut.axis and cut.axis not in mesh.names:
                 raise UsageError(
                     f"cut={spell(cut)} is along `{cut.axis}`, and the mesh ({mesh}) doesn't have that: say pl.start(mesh={cut.axis!r}), or "
                     f"paceline run --mesh {cut.axis}, and all workers are along it (mesh='data, {cut.axis}=2': two of each replica)"
                 )
         return tuple(sorted(cuts, key=lambda cut: ORDER.index(cut.axis) if cut.axis in ORDER else len(ORDER)))
+
+    def on_one_device(self, models: Iterable[nn.Module], cuts: Sequence[ModelCut]) -> list[nn.Module]:
+        """Return the models that no cut puts on several devices of each worker: one before, or one of `cuts`, which are for new ones."""
+        several = any(not cut.axis for cut in cuts)
+        known = {id(model) for model in self._spread}
+        return [model for model in models if not (several or id(model) in known)]
 
     def hear(self, loaders: Sequence[DataLoader[Any]], statistics: str | None) -> None:
         """Take what layers are measured on from these loaders, and which statistics a script asks BatchNorm for."""
@@ -75,7 +84,7 @@ class ModelCuts:
         initial: InitialValues,
     ) -> list[CutGradients]:
         """Cut models, which have these prefixes in names, and give their parts values. Return where gradients come from. Collective."""
-        axes, sources = self._axes, list[CutGradients]()
+        axes, sources, valued = self._axes, list[CutGradients](), list[Callable[[], None]]()
         initial.check_device(cuts)
         self.refuse_late(optimizer for optimizer in optimizers if optimizer not in self._optimizers)
         self._optimizers.update(optimizers)
@@ -95,6 +104,8 @@ class ModelCuts:
                 sources += context.sources
                 self.applied += [] if cut in self.applied else [cut]
                 self._endings += context.endings
+                valued += context.valued
+                self._spread += [model] if not cut.axis else []
                 self.pipelines += context.pipelines
         if self._statistics == "sync" and self.pipelines:
             raise UsageError(
@@ -105,6 +116,8 @@ class ModelCuts:
             pipeline.check(lambda p: self.placements.of(self.trained(p)).is_flat)
         self.sources += sources
         initial.give(self.placements, axes.everyone, axes.slice.announce)
+        for act in valued:
+            act()
         return sources
 
     def _note(self, before: dict[str, Parameter], now: dict[str, Parameter], renewed: dict[Parameter, Parameter]) -> None:

@@ -106,8 +106,8 @@ class Prepared:
         return ready
 
     def _replicate(self, models: list[nn.Module], optimizers: list[Optimizer], options: dict[str, Any]) -> None:
-        fresh = self._fresh(models)
-        move(models, self._device)
+        fresh, cuts = self._fresh(models), self.cuts.choose(options["cut"])
+        move(self.cuts.on_one_device(models, cuts), self._device)
         for model in fresh:
             prefix = f"model{len(self.models)}." if self.models or len(models) > 1 else ""
             self.models.append((prefix, model))
@@ -117,8 +117,8 @@ class Prepared:
         new = [(prefix, model) for prefix, model in self.models if model in fresh]
         unknown = checks.unknown(self.cuts.slots(checks.slots(self.models, optimizers)), self.slots)
         checks.level(self.axes.everyone, list(unknown), new, optimizers, self.context.announce)
-        initial = InitialValues(new, options["init"], self.cuts.seed, self._device)
-        for source in self.cuts.apply(new, self.cuts.choose(options["cut"]), optimizers, initial):
+        home = self._device if all(cut.axis for cut in cuts) else torch.device("cpu")  # a cut of this worker's own moves its model
+        for source in self.cuts.apply(new, cuts, optimizers, InitialValues(new, options["init"], self.cuts.seed, home)):
             self._backward.follow(source)
         self.cuts.repoint(optimizers)
         slots = list(self.cuts.slots(checks.slots(self.models, optimizers)))

@@ -1,0 +1,1 @@
+"""Which layers of a model are where: on devices of one worker, or on workers while they train."""
