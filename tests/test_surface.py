@@ -65,7 +65,7 @@ NAMES = [
     "where",
 ]
 ARGUMENTS = "sync name folder seed device deadline late_after trace on_nan total_steps compare differing replicate mesh"  # of start
-PREPARING = "self objects loss weigh accumulate shares batchnorm train pad readers shard cut init"  # of Run.prepare
+PREPARING = "self objects loss weigh accumulate cost shares batchnorm train pad readers shard cut init"  # of Run.prepare
 COMMANDS = {
     "run": "script args --workers --hosts --join --host-rank --secret-file --threads --interface --sync --mesh --cut --name --placement"
     " --min-workers --restarts --patience --servers --backend",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import msgpack
@@ -15,7 +15,7 @@ from paceline.data.empty_batch import emptied
 from paceline.data.reader_failure import read
 from paceline.data.sampler import EpochIndices, is_list
 from paceline.data.shares import spans
-from paceline.data.spec import GlobalBatch, LoaderSpec, MicroBatchPart, Pipeline, whole_rows
+from paceline.data.spec import GlobalBatch, LoaderSpec, MicroBatchPart, Pipeline, source, whole_rows
 from paceline.errors import DataError
 
 READ_WHOLE = "each item of the data set is a whole batch here (batch_size=None): every worker reads it all and takes its rows along dim 0"
@@ -65,6 +65,9 @@ class IndexFeed:
         if terms.alone and terms.turns(count) == 1:
             yield batch, MicroBatchPart(count, count, None)
             return
+        if terms.by_cost:
+            yield from self._cut_by_cost(batch)
+            return
         for first, shares in terms.micros(count):
             start, stop = spans(shares)[terms.rank]
             mine = batch if stop - start == count else batch[first + start : first + stop] if stop > start else batch[:1]
@@ -72,6 +75,15 @@ class IndexFeed:
             yield mine, MicroBatchPart(sum(shares), stop - start, TWICE if twice else None)
             if twice:
                 yield [*mine, *mine], MicroBatchPart(sum(shares), 0, None)
+
+    def _cut_by_cost(self, batch: Any) -> Iterator[tuple[Any, MicroBatchPart]]:
+        rank = self.terms.rank
+        for micro in self.terms.deal(batch):
+            whole, share, mine = sum(micro.shares), len(micro.places[rank]), micro.of(batch, rank)
+            twice = not share and not self.ghosts
+            yield mine if share else batch[:1], MicroBatchPart(whole, share, TWICE if twice else None, micro.costs[rank])
+            if twice:
+                yield [*batch[:1], *batch[:1]], MicroBatchPart(whole, 0, None)
 
 
 class IndexedPipeline(Pipeline):
@@ -105,7 +117,10 @@ class IndexedPipeline(Pipeline):
         seeds = rng.twin(loader.generator)
         if seeded:
             rng.draw_seed(loader.generator)
-        indices = EpochIndices(loader, self.terms.agreement, ahead=self._depth(), origin=origin, start=start, at_once=self.at_once)
+        depth = self._depth()
+        indices = EpochIndices(
+            loader, self.terms.agreement, ahead=depth, origin=origin, start=start, at_once=self.at_once, learn=self._learn
+        )
         self._indices = indices
         indices.prime(check)
         if now is not None:
@@ -135,13 +150,21 @@ class IndexedPipeline(Pipeline):
             if not self.terms.alone:
                 self.terms.announce(READ_WHOLE)
             return whole_rows(self.terms, self._read()[1])
-        if self._feed.ghosts and not self.terms.ghosts and self._empty(len(batch)):
+        terms, count = self.terms, len(batch)
+        dealt = terms.deal(batch) if terms.by_cost else None
+        shares: list[Sequence[int]] = [each for _, each in terms.micros(count)] if dealt is None else [micro.shares for micro in dealt]
+        if self._feed.ghosts and not terms.ghosts and any(each[terms.rank] == 0 for each in shares):
             self.redeal(index)
-        turns = self._left = self.terms.turns(len(batch))
-        return GlobalBatch(len(batch), turns, self._parts(turns))
+        turns = self._left = terms.turns(count)
+        whole = GlobalBatch(count, turns, self._parts(turns))
+        if dealt is not None:
+            whole.sources, whole.rows = list(map(source, shares)), [micro.rows for micro in dealt]
+        return whole
 
-    def _empty(self, batch: int) -> bool:
-        return any(shares[self.terms.rank] == 0 for _, shares in self.terms.micros(batch))
+    def _learn(self, batches: list[Any]) -> None:
+        """Find out what these batches cost, on all workers."""
+        if self.terms.by_cost and self.terms.costs is not None:
+            self.terms.costs.learn(batches, self.terms.agreement)
 
     def peek(self) -> Any:
         whole = self.terms.loader.batch_sampler is None and self._left == 0  # perhaps items that are whole batches

@@ -15,6 +15,8 @@ from paceline.comm.agreement import Agreement
 from paceline.comm.group import Group
 from paceline.comm.sample_queue import SampleQueue
 from paceline.data.batch_lifetime import Lent, lent
+from paceline.data.checks import check_cost, check_loader
+from paceline.data.costs import Cost, SampleCosts
 from paceline.data.dynamic import DynamicPipeline, check_terms
 from paceline.data.indexed import IndexedPipeline
 from paceline.data.sampler import check_samplers
@@ -42,6 +44,8 @@ class Turn:
     train: bool
     scale: float  # the factor of this worker's gradients before they are summed over workers and micro-batches
     source: int | None = None  # where some worker has a ghost: the first one that has samples
+    units: float = 0.0  # of work in this worker's share: its samples, or what they cost
+    rows: Sequence[Sequence[int]] | None = None  # of each rank, in this (micro-)batch: where they don't lie in order of ranks
 
 
 class LoaderObserver(Protocol):
@@ -94,6 +98,7 @@ def deal(
     loss: Loss = "mean",
     weigh: Weigh | None = None,
     accumulate: int = 1,
+    cost: Cost | None = None,
     train: bool | None = None,
     pad: bool = False,
     readers: Readers = "worker",
@@ -108,7 +113,8 @@ def deal(
 
     `shares`: None (equal), one number per rank (ratios), or a policy: samples of a global batch -> shares. `weigh(batch)` is the
     weight of a batch where the loss is a mean over something else than samples. `accumulate` cuts each global batch, in training,
-    into that many turns. `train` None: what torch.is_grad_enabled() is at iter(). `pad`: an empty share is a ghost (the first sample
+    into that many turns. `cost(sample)`: samples are dealt so that sums of these are in proportion to shares.
+    `train` None: what torch.is_grad_enabled() is at iter(). `pad`: an empty share is a ghost (the first sample
     of the batch) in evaluation, too, and not a batch of no rows. For streams: `readers` "worker" (each worker
     reads everything) or "host" (the first of each host reads, `local` is the group of my host), or `shard="mine"` (the stream
     gives each rank its own samples). `say` is called, once each, with surprising costs. `move` brings each batch to a device.
@@ -116,10 +122,13 @@ def deal(
 
     Raises `DataError` for a loader that can't be dealt: a DistributedSampler, a stream that shards itself, no length, no batch.
     """
-    _check(loader, loss, weigh, accumulate, train)
+    check_loader(loader, loss, weigh, accumulate, train)
     dealt = policy(shares, agreement.group.size)
     options: dict[str, Any] = {"train": train, "pad": pad, "readers": readers, "shard": shard, "local": local, "say": say, "move": move}
     terms = LoaderSpec(loader, agreement, dealt, loss=loss, weigh=weigh, accumulate=accumulate, asked=shares, **options)
+    if cost is not None:
+        check_cost(loader, cost, lockstep=sample_queue is None or train is False)
+        terms.costs = SampleCosts(cost, loader.dataset)
     if sample_queue is not None and train is not False:
         check_terms(terms)
     if isinstance(loader.dataset, IterableDataset):
@@ -370,7 +379,8 @@ class ShareLoader:
         scale = 0.0 if ghost or not total else 1.0 if terms.loss == "sum" else weight / total
         source = terms.source(whole, micro) if step.sources is None else step.sources[micro]
         last = micro == step.micros - 1
-        turn = Turn(self._index, self.epoch, whole, share, weight, total, ghost, micro, last, terms.training, scale, source)
+        units, rows = float(share) if part.units is None else part.units, None if step.rows is None else step.rows[micro]
+        turn = Turn(self._index, self.epoch, whole, share, weight, total, ghost, micro, last, terms.training, scale, source, units, rows)
         return turn, [part.batch]
 
     def _compare(self, what: str, facts: list[Any]) -> None:
@@ -378,8 +388,8 @@ class ShareLoader:
         terms = self.terms
         if terms.alone:
             return
-        mine = [*facts, probe(terms.shares, terms.loader.batch_size), terms.loss, terms.readers, terms.shard]
-        names = [*("epoch", "step", "train", "accumulate")[: len(facts)], "shares", "loss", "readers", "shard"]
+        mine = [*facts, probe(terms.shares, terms.loader.batch_size), terms.loss, terms.readers, terms.shard, terms.costs is not None]
+        names = [*("epoch", "step", "train", "accumulate")[: len(facts)], "shares", "loss", "readers", "shard", "cost="]
         others = [msgpack.unpackb(body) for body in terms.agreement.meet(what, msgpack.packb(mine))]
         for rank, other in enumerate(others):
             for name, value, first in zip(names, other, others[0], strict=True):
@@ -394,24 +404,3 @@ def _weight(weigh: Weigh, part: MicroBatchPart) -> float:
     if not 0 <= weight < math.inf:
         raise DataError(f"weigh gave {weight} for a batch of {part.share} samples: a weight is a number, zero or more")
     return weight
-
-
-def _check(loader: DataLoader[Any], loss: str, weigh: Weigh | None, accumulate: int, train: bool | None) -> None:
-    kind = type(loader)
-    if not isinstance(loader, DataLoader) or kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator:
-        raise DataError(f"a {kind.__qualname__} can't be dealt, as it reads in its own way: give a plain torch.utils.data.DataLoader")
-    if not loader.in_order:
-        raise DataError("in_order=False can't be honoured: all workers need the same batches in the same order; leave it out")
-    check_options(loss, weigh, accumulate)
-    if train is False and accumulate != 1:
-        raise DataError(f"accumulate is {accumulate} for a loader that isn't trained on: leave it out")
-
-
-def check_options(loss: str, weigh: Weigh | None, accumulate: int) -> None:
-    """Raise `DataError` for options by which no loader can be dealt."""
-    if loss not in {"mean", "sum"}:
-        raise DataError(f"loss is {loss!r}: it must be 'mean' or 'sum', as the loss function's reduction is")
-    if loss == "sum" and weigh is not None:
-        raise DataError("weigh is for losses that are a mean, and loss is 'sum': leave one of them out")
-    if type(accumulate) is not int or accumulate < 1:
-        raise DataError(f"accumulate is {accumulate!r}: it must be an integer, 1 or more: the number of micro-batches of a global batch")

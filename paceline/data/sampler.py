@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any
 
@@ -34,7 +34,8 @@ class EpochIndices:
 
     Made on every worker with the same arguments. `ahead` is the deepest prefetch of any worker, in steps. `origin` is what the
     generators were when this epoch began, and whether a base seed was drawn then; `start` is the first step that is wanted: the
-    same order is drawn again and skipped up to there. `at_once`: so many indices, about, are drawn at a time.
+    same order is drawn again and skipped up to there. `at_once`: so many indices, about, are drawn at a time. `learn` is called on all
+    workers with batches that have come, at the turns at which they meet.
     """
 
     def __init__(
@@ -46,10 +47,12 @@ class EpochIndices:
         origin: rng.State,
         start: int = 0,
         at_once: int | None = None,
+        learn: Callable[[list[Any]], None] = lambda batches: None,
     ) -> None:
         self.agreement = agreement
         self.origin = origin
         self._loader = loader
+        self._learn = learn
         self._ahead = ahead
         size = loader.batch_size or 1_024
         self._chunk = max(1, ahead, min(CHUNK, CHUNK_INDICES // size) if at_once is None else at_once // 2 // size)
@@ -208,7 +211,9 @@ class EpochIndices:
             for name, (mark, after) in shared.items():
                 if mark == rng.mark(before[name]):
                     rng.put_shared({name: after})  # this generator was where the first worker's was: they move on together
-        self._keep([_unpacked(body) for body in packed], ended=ended)
+        batches = [_unpacked(body) for body in packed]
+        self._keep(batches, ended=ended)
+        self._learn(batches)
 
     def _keep(self, batches: list[Any], *, ended: bool | None = None) -> None:
         for batch in batches:

@@ -14,6 +14,7 @@ Shares = Callable[[int], tuple[int, ...]]
 """A policy: the number of samples in a global batch -> how many of them each rank takes. It depends on nothing else."""
 
 PROBES = (1, 2, 3, 7, 43, 64, 1000)
+FINE = 10_000  # samples of which shares are near enough to what a policy means
 
 
 def equal(batch: int, size: int) -> tuple[int, ...]:
@@ -52,6 +53,24 @@ def policy(shares: Shares | Sequence[float] | None, size: int) -> Shares:
         raise DataError(f"shares are {list(ratios)}, {len(ratios)} numbers for {size} workers: give one number per worker, in rank order")
     proportional(0, ratios)
     return lru_cache(maxsize=128)(partial(proportional, ratios=ratios))
+
+
+def parts(shares: Shares, total: float) -> tuple[float, ...]:
+    """Return the part of each rank in `total` units of work that come in small pieces: what a policy's own `parts` says, if it has that."""
+    own = getattr(shares, "parts", None)
+    if own is not None:
+        return tuple(own(total))
+    return tuple(share * total / FINE for share in shares(FINE))
+
+
+def fewest(batch: int, shares: Shares, most: Sequence[int]) -> int:
+    """Return how few micro-batches a global batch can be cut into so that no rank has more than its `most` samples of any of them."""
+
+    def fits(count: int) -> bool:
+        sizes = {stop - start for start, stop in pieces(batch, count)}
+        return all(share <= limit for size in sizes for share, limit in zip(shares(size), most, strict=True))
+
+    return next((count for count in range(1, batch) if fits(count)), max(1, batch))
 
 
 def spans(shares: Sequence[int]) -> list[tuple[int, int]]:

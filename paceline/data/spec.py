@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 from paceline.comm.agreement import Agreement
 from paceline.comm.group import Group, pieces
 from paceline.data.batches import cut, rows
-from paceline.data.shares import Shares, policy, spans
+from paceline.data.costs import MicroBatchDeal, SampleCosts, deal_micros
+from paceline.data.shares import Shares, parts, policy, spans
 
 Loss = Literal["mean", "sum"]
 Readers = Literal["worker", "host"]
@@ -41,6 +42,7 @@ class LoaderSpec:
     idled: bool = False  # nothing was trained in the epoch before
     pad: bool = False  # an empty share is a ghost in evaluation, too
     asked: Shares | Sequence[float] | None = None  # shares as the caller said, for the workers that there were
+    costs: SampleCosts | None = None  # where samples differ, and are dealt by what they cost
     _said: set[str] = field(default_factory=set)
 
     @property
@@ -86,6 +88,17 @@ class LoaderSpec:
         """Return how many micro-batches a global batch is cut into: none of them is empty."""
         return max(1, min(self.accumulate, batch)) if self.training else 1
 
+    @property
+    def by_cost(self) -> bool:
+        """Whether samples are dealt by what they cost."""
+        return self.costs is not None and not self.alone
+
+    def deal(self, batch: Any) -> list[MicroBatchDeal]:
+        """Deal each micro-batch of a global batch of indices by costs, which are known: the same samples for any number of workers."""
+        assert self.costs is not None
+        cuts = pieces(len(batch), self.turns(len(batch)))
+        return deal_micros(self.costs.of(batch), cuts, lambda total: parts(self.shares, total))
+
     def source(self, batch: int, micro: int) -> int | None:
         """Return the first worker that has samples of a micro-batch, where another has none; None where all have some."""
         return None if self.alone else source(self.micros(batch)[micro][1])
@@ -119,6 +132,7 @@ class MicroBatchPart(NamedTuple):
     whole: int
     share: int
     batch: Any
+    units: float | None = None  # of work, where samples differ: the costs of the share
 
 
 @dataclass(slots=True)
@@ -131,6 +145,9 @@ class GlobalBatch:
     weights: list[float] | None = None  # of this worker's parts, where they are not their samples
     total: float = 0.0  # of all workers
     sources: Sequence[int | None] | None = None  # of each micro-batch, as `LoaderSpec.source` says, where it would say something else
+    rows: Sequence[Sequence[Sequence[int]]] | None = (
+        None  # of each micro-batch, by rank: which rows are whose, where these don't lie in order
+    )
 
 
 def drained(parts: list[MicroBatchPart]) -> Iterator[MicroBatchPart]:

@@ -16,6 +16,7 @@ from paceline.cluster.control import events
 from paceline.cluster.mesh import Mesh
 from paceline.cluster.topology import Topology
 from paceline.comm.group import Group
+from paceline.data.costs import Cost
 from paceline.data.loader import Turn
 from paceline.data.shares import Shares
 from paceline.data.spec import Loss as Reduction
@@ -175,6 +176,7 @@ class Run:
         loss: Reduction | None = None,
         weigh: Weigh | None = None,
         accumulate: int | None = None,
+        cost: Cost | None = None,
         shares: Shares | Any = None,
         batchnorm: Literal["sync", "local"] | None = None,
         train: bool | None = None,
@@ -188,8 +190,9 @@ class Run:
 
         Models, optimizers, schedulers and scalers stay the objects they are; a DataLoader comes back as a loader of my shares. Its batch
         size is the global one. `loss`: whether the loss is a "mean" (default) over the batch or a "sum"; `weigh(batch)` is a batch's weight
-        where the mean is over something else than samples (tokens). `accumulate`: micro-batches of each global batch. `shares`: ratios,
-        one for each worker, or a function from the global batch size to samples for each worker. `batchnorm`: "sync" (default: statistics
+        where the mean is over something else than samples (tokens). `accumulate`: micro-batches of each global batch. `cost(sample)`: what
+        a sample takes, where samples differ (its length): batches are dealt by sums of costs, not by counts. `shares`: ratios, one for
+        each worker, or a function from the global batch size to samples for each worker. `batchnorm`: "sync" (default: statistics
         of the global batch) or "local". `train`: whether loaders are for training (default: what torch.is_grad_enabled() is when iterated).
         `pad`: in evaluation a worker without samples gets the batch's first (left out by `gather`, `mean` and `log`), and not 0 rows.
         `readers`, `shard`: see `paceline.data.loader.deal`. `cut`: a cut or several, by which workers along an axis of the mesh get their
@@ -199,8 +202,9 @@ class Run:
 
         Raises `UsageError` for what can't be prepared, on every worker if their models differ.
         """
-        options = {"loss": loss, "weigh": weigh, "accumulate": accumulate, "shares": shares, "readers": readers, "shard": shard}
-        ready = self._prepared.prepare(objects, {**options, "batchnorm": batchnorm, "cut": cut, "init": init, "train": train, "pad": pad})
+        options = {"loss": loss, "weigh": weigh, "accumulate": accumulate, "shares": shares, "readers": readers}
+        more = {"batchnorm": batchnorm, "cut": cut, "init": init, "cost": cost, "shard": shard}
+        ready = self._prepared.prepare(objects, {**options, **more, "train": train, "pad": pad})
         self._hints.introduce(self._axes, spell(self.strategy))
         return ready[0] if len(ready) == 1 else tuple(ready)
 
@@ -291,7 +295,8 @@ class Run:
         """Return the rows (dim 0) of all workers; inside a loop over a loader in data set order, ghosts left out. Collective."""
         ghost = self.turn is not None and self.turn.ghost
         nothing = (x.detach().reshape(1) if x.dim() == 0 else x.detach())[:0]
-        return self._loop.gather(lambda: collectives.gather(self._agreement, self._context.group, x, ghost=ghost), nothing)
+        order = None if self.turn is None else self.turn.rows
+        return self._loop.gather(lambda: collectives.gather(self._agreement, self._context.group, x, ghost=ghost, order=order), nothing)
 
     def barrier(self) -> None:
         """Wait until every worker has come here. Collective."""

@@ -142,6 +142,27 @@ def test_adam_in_float32_has_the_same_losses(size: int, shares: Any) -> None:
     assert found.losses == pytest.approx(wanted.losses, abs=1e-3)
 
 
+def uneven(sample: Any) -> float:
+    """A cost that differs by a factor of 16 between samples."""
+    return 32 + int(sample[0]) * 7919 % 480
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (3, {}),
+        (2, {"shares": [1, 7]}),
+        (4, {"shares": [0, 2, 1, 1], "accumulate": 3}),
+        (3, {"accumulate": 30, "weigh": lambda batch: float(len(batch[0]))}),
+    ],
+)
+def test_dealt_by_cost(size: int, options: dict[str, Any]) -> None:
+    wanted, micros = single(torch.float64, adam, 3), options.get("accumulate", 1)
+    found = curve(size, train(torch.float64, adam, batches=3 * micros, cost=uneven, **options))
+    assert found.steps == wanted.steps == 6 and found.ids == wanted.ids
+    assert distance(found.weights, wanted.weights) < 1e-9
+
+
 @pytest.mark.parametrize("via", sorted(SCHEDULES))
 @pytest.mark.parametrize(("size", "shares"), [(3, [3, 3, 2]), pytest.param(4, None, marks=pytest.mark.soak)])
 def test_every_schedule(via: str, size: int, shares: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import msgpack
@@ -45,11 +46,18 @@ def mean(agreement: Agreement, group: Group, x: Tensor | float, weight: float) -
     return result if isinstance(x, Tensor) else float(result)
 
 
-def gather(agreement: Agreement, group: Group, x: Tensor, *, ghost: bool) -> Tensor:
-    """Return the rows (dim 0) of all workers in rank order, without those of ghosts; a number is one row. Collective."""
+def gather(agreement: Agreement, group: Group, x: Tensor, *, ghost: bool, order: Sequence[Sequence[int]] | None = None) -> Tensor:
+    """Return the rows (dim 0) of all workers in rank order, without those of ghosts; a number is one row. Collective.
+
+    `order`: the places of the samples of each rank in the batch, by which rows are put in order where there is one for each sample.
+    """
     rows = x.detach().reshape(1) if x.dim() == 0 else x.detach()
     places = agreement.meet("run.gather", rows.device.type.encode())
     if len(set(places)) > 1:
-        found = ", ".join(f"{place.decode()} on rank {rank}" for rank, place in enumerate(places))
-        raise UsageError(f"run.gather got tensors in different places ({found}); bring them to run.device on every worker")
-    return torch.cat(group.all_gather((rows[:0] if ghost else rows).contiguous(), name="run.gather").wait())
+        sides = ", ".join(f"{place.decode()} on rank {rank}" for rank, place in enumerate(places))
+        raise UsageError(f"run.gather got tensors in different places ({sides}); bring them to run.device on every worker")
+    found = group.all_gather((rows[:0] if ghost else rows).contiguous(), name="run.gather").wait()
+    whole = torch.cat(found)
+    if order is None or [len(part) for part in found] != [len(mine) for mine in order]:
+        return whole
+    return torch.empty_like(whole).index_copy_(0, torch.tensor([at for mine in order for at in mine], device=whole.device), whole)

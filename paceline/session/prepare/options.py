@@ -7,12 +7,14 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from paceline.data.loader import check_options
+from paceline.data.checks import check_options
 from paceline.data.shares import policy
 from paceline.errors import UsageError
 
 DEFAULTS: Mapping[str, Any] = {
-    **{"loss": "mean", "weigh": None, "accumulate": 1, "shares": None, "readers": "worker", "shard": None, "train": None, "pad": False},
+    **{"loss": "mean", "weigh": None, "accumulate": 1, "shares": None, "readers": "worker", "shard": None, "train": None},
+    "pad": False,
+    "cost": None,
     "batchnorm": "sync",
     "cut": None,
     "init": None,

@@ -40,7 +40,7 @@ class StartupHints:
         if not self._introduced and loader is not None:
             self._introduced = True
             batch = loader.terms.loader.batch_size
-            shares = None if batch is None else loader.terms.shares(batch)
+            shares = None if batch is None else (batch,) if loader.terms.by_cost else loader.terms.shares(batch)
             hosts, workers = axes.cluster(), axes.everyone.group.size
             grid = describe(axes.mesh, hosts) if axes.cut else ""
             self._prepared.context.announce(introduction(workers, len(hosts.hosts), strategy, shares, grid))

@@ -54,6 +54,23 @@ def test_padded_shares_are_left_out_of_what_is_gathered_and_averaged():
         torch.testing.assert_close(losses, expected)
 
 
+@pytest.mark.parametrize("pad", [False, True])
+def test_rows_that_are_dealt_by_cost_are_gathered_in_order(pad):
+    """Costs are such that the last samples of a batch go to the first worker."""
+
+    def body(run):
+        loader = run.prepare(DataLoader(Numbered(11), 4), train=False, cost=lambda sample: float(-sample[1][0]) + 9, pad=pad)
+        rows, sizes = [], []
+        with torch.no_grad():
+            for _, y in loader:
+                rows.append(run.gather(y))
+                sizes.append(len(run.gather(y.sum().reshape(1))))
+        return torch.cat(rows), sizes
+
+    for rows, sizes in workers(3, body):
+        assert torch.equal(rows, Numbered(11).y) and sizes == [3, 3, 3]
+
+
 def averaged(prepares):
     """The statistics of an average of the model, taken over a prepared loader, and what it gives then."""
 

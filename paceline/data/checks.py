@@ -1,0 +1,53 @@
+"""Checks that a loader can be dealt, with the options that a script gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from paceline.data.spec import Weigh
+from paceline.errors import DataError
+
+
+def check_loader(loader: DataLoader[Any], loss: str, weigh: Weigh | None, accumulate: int, train: bool | None) -> None:
+    """Raise `DataError` for a loader that can't be dealt, or not with these options."""
+    kind = type(loader)
+    if not isinstance(loader, DataLoader) or kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator:
+        raise DataError(f"a {kind.__qualname__} can't be dealt, as it reads in its own way: give a plain torch.utils.data.DataLoader")
+    if not loader.in_order:
+        raise DataError("in_order=False can't be honoured: all workers need the same batches in the same order; leave it out")
+    check_options(loss, weigh, accumulate)
+    if train is False and accumulate != 1:
+        raise DataError(f"accumulate is {accumulate} for a loader that isn't trained on: leave it out")
+
+
+def check_cost(loader: DataLoader[Any], cost: Any, *, lockstep: bool) -> None:
+    """Raise `DataError` for a loader whose samples can't be dealt by cost."""
+    if not callable(cost):
+        raise DataError(f"cost is {cost!r}: it must be a function of a sample, such as cost=lambda sample: len(sample[0])")
+    if isinstance(loader.dataset, IterableDataset):
+        raise DataError(
+            "cost= looks at samples before they are dealt, and those of a stream are known once they are read: leave it out, let the "
+            "stream give samples that are alike, or use a data set with indices"
+        )
+    if loader.batch_sampler is None:
+        raise DataError(
+            "cost= deals the samples of a batch, and each item of this data set is a whole batch (batch_size=None): give the loader a "
+            "batch size, or leave cost= out"
+        )
+    if not lockstep:
+        raise DataError(
+            "cost= evens out what workers in lockstep wait for, and with staleness or backup_workers each takes samples when it is ready: "
+            "leave it out"
+        )
+
+
+def check_options(loss: str, weigh: Weigh | None, accumulate: int) -> None:
+    """Raise `DataError` for options by which no loader can be dealt."""
+    if loss not in {"mean", "sum"}:
+        raise DataError(f"loss is {loss!r}: it must be 'mean' or 'sum', as the loss function's reduction is")
+    if loss == "sum" and weigh is not None:
+        raise DataError("weigh is for losses that are a mean, and loss is 'sum': leave one of them out")
+    if type(accumulate) is not int or accumulate < 1:
+        raise DataError(f"accumulate is {accumulate!r}: it must be an integer, 1 or more: the number of micro-batches of a global batch")

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import pytest
+from torch.utils.data import DataLoader, IterableDataset
+
+from paceline.comm.agreement import Agreement
+from paceline.comm.threads import spawn
+from paceline.data.checks import check_cost, check_options
+from paceline.data.loader import deal
+from paceline.errors import DataError
+from tests.harness.loaders import Numbers
+
+
+class Counted(IterableDataset):
+    def __iter__(self):
+        return iter(range(4))
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "text"),
+    [
+        (lambda: DataLoader(Counted(), 2), {"cost": len}, "those of a stream are known once they are read"),
+        (lambda: DataLoader(Numbers(4), None), {"cost": len}, "each item of this data set is a whole batch"),
+        (lambda: DataLoader(Numbers(4), 2), {"cost": 3}, "cost is 3: it must be a function"),
+    ],
+)
+def test_what_is_not_dealt_by_cost_is_refused(make, options, text):
+    with pytest.raises(DataError, match=text):
+        spawn(1, lambda group: deal(make(), Agreement(group), **options))
+
+
+def test_workers_that_are_not_in_lockstep_are_not_dealt_by_cost():
+    check_cost(DataLoader(Numbers(4), 2), len, lockstep=True)
+    with pytest.raises(DataError, match="takes samples when it is ready"):
+        check_cost(DataLoader(Numbers(4), 2), len, lockstep=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [(("median", None, 1), "loss is 'median'"), (("sum", len, 1), "leave one of them out"), (("mean", None, 0), "accumulate is 0")],
+)
+def test_options_by_which_nothing_can_be_dealt_are_refused(options, text):
+    with pytest.raises(DataError, match=text):
+        check_options(*options)

@@ -1,0 +1,286 @@
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from paceline.comm.agreement import Agreement
+from paceline.comm.group import pieces
+from paceline.comm.threads import spawn
+from paceline.data.costs import ABOVE, SampleCosts, deal_by_cost, deal_micros
+from paceline.data.loader import deal
+from paceline.data.shares import parts, policy
+from paceline.errors import DataError
+from tests.harness.loaders import Numbers, plain, run, walk
+
+LENGTHS = [random.Random(11).randint(32, 512) for _ in range(203)]
+
+
+def slowest(costs, dealt, ratios):
+    """How many times its part the most loaded rank has."""
+    whole, total = sum(ratios), sum(costs)
+    return max(sum(costs[place] for place in mine) * whole / (total * ratio) for mine, ratio in zip(dealt, ratios, strict=True) if ratio)
+
+
+# ---- dealing, as plain data
+
+
+@pytest.mark.parametrize("ratios", [(1, 1), (1, 1, 1), (2, 1), (1, 0, 3), (1,) * 8])
+@pytest.mark.parametrize("count", [1, 3, 16, 64, 203])
+def test_each_place_is_dealt_once_and_none_to_a_part_of_zero(ratios, count):
+    dealt = deal_by_cost(LENGTHS[:count], ratios)
+    assert sorted(place for mine in dealt for place in mine) == list(range(count))
+    assert all(mine == [] for mine, ratio in zip(dealt, ratios, strict=True) if not ratio)
+
+
+@pytest.mark.parametrize(("ratios", "count", "most"), [((1, 1), 64, 1.02), ((1,) * 8, 64, 1.02), ((3, 1), 64, 1.02), ((1,) * 4, 16, 1.06)])
+def test_sums_of_costs_are_in_proportion_to_parts(ratios, count, most):
+    found = [slowest(chosen, deal_by_cost(chosen, ratios), ratios) for chosen in (LENGTHS[n : n + count] for n in range(0, 130, 13))]
+    assert sum(found) / len(found) <= most
+
+
+def test_what_is_alike_goes_together_where_that_is_even_enough():
+    costs = LENGTHS
+    dealt = deal_by_cost(costs, (1, 1, 1))
+    ends = [(min(costs[place] for place in mine), max(costs[place] for place in mine)) for mine in dealt]
+    assert slowest(costs, dealt, (1, 1, 1)) <= ABOVE
+    assert ends[0][1] <= ends[1][0] and ends[1][1] <= ends[2][0]
+
+
+def test_samples_of_equal_costs_stay_in_order():
+    assert deal_by_cost([1.0] * 8, (1, 1)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_larger_parts_get_larger_samples_so_that_counts_differ_less():
+    small, large = deal_by_cost(LENGTHS, (1, 3))
+    assert max(LENGTHS[place] for place in small) <= min(LENGTHS[place] for place in large)
+    assert len(large) / len(small) < 3 * 1.02
+
+
+def test_one_huge_sample_leaves_no_worker_without_any():
+    dealt = deal_by_cost([100, 1, 1, 1], (1, 1, 1, 1))
+    assert sorted(map(len, dealt)) == [1, 1, 1, 1]
+
+
+def test_samples_without_cost_are_dealt_too():
+    dealt = deal_by_cost([0, 5, 0, 5, 0], (1, 1))
+    assert sorted(place for mine in dealt for place in mine) == [0, 1, 2, 3, 4]
+    assert sorted(sum([0, 5, 0, 5, 0][place] for place in mine) for mine in dealt) == [5, 5]
+
+
+def test_a_micro_batch_without_any_cost_is_dealt_by_count():
+    micros = deal_micros([0, 0, 0, 0, 3, 3], [(0, 4), (4, 6)], lambda total: (total / 2, total / 2))
+    assert [micro.shares for micro in micros] == [[2, 2], [1, 1]] and micros[0].costs == [0, 0]
+    assert micros[1].places == [[4], [5]] and micros[1].rows == [[0], [1]]
+
+
+def test_parts_are_those_of_the_policy():
+    assert parts(policy([3, 1], 2), 8.0) == pytest.approx((6, 2))
+    assert parts(policy(None, 3), 9.0) == pytest.approx((3, 3, 3), rel=1e-3)
+
+    class Curved:
+        def __call__(self, batch):
+            return (batch, 0)
+
+        def parts(self, total):
+            return [total - 1, 1]
+
+    assert parts(Curved(), 5.0) == (4, 1)
+
+
+# ---- asking for costs
+
+
+class Recorded(Numbers):
+    """Samples that remember that they were asked for."""
+
+    def __init__(self, count, asked):
+        super().__init__(count)
+        self.asked = asked
+
+    def __getitem__(self, index):
+        self.asked.append(int(index))
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_each_cost_is_asked_for_once_by_one_worker_and_later_epochs_ask_nothing(size):
+    asked = [[] for _ in range(size)]
+
+    def body(group):
+        costs, agreement = SampleCosts(lambda sample: LENGTHS[int(sample)], Recorded(50, asked[group.rank])), Agreement(group)
+        costs.learn([[4, 2], [7]], agreement)
+        costs.learn([[7, 4, 9]], agreement)
+        costs.learn([list(range(50))], agreement)
+        costs.learn([list(range(50))], agreement)
+        return costs.of(np.array([2, 49]))
+
+    assert spawn(size, body) == [[LENGTHS[2], LENGTHS[49]]] * size
+    assert sorted(index for mine in asked for index in mine) == list(range(50))
+    assert max(map(len, asked)) - min(map(len, asked)) <= 4
+
+
+def test_a_worker_that_knows_nothing_is_told_what_others_know():
+    asked = [[] for _ in range(3)]
+
+    def body(group):
+        costs = SampleCosts(lambda sample: 1.5 * int(sample) + 1, Recorded(8, asked[group.rank]))
+        if group.rank != 1:
+            for key in range(6):
+                costs._known[key] = 1.5 * key + 1
+        costs.learn([list(range(8))], Agreement(group))
+        return costs.of(torch.arange(8))
+
+    assert spawn(3, body) == [[1.5 * key + 1 for key in range(8)]] * 3
+    assert sorted(index for mine in asked for index in mine) == [6, 7]
+
+
+@pytest.mark.parametrize(
+    ("cost", "text"),
+    [
+        (lambda sample: 1 / (3 - int(sample)), "cost= failed on sample 3: ZeroDivisionError"),
+        (lambda sample: 2 - int(sample), "cost= gives -1.0 for sample 3"),
+        (lambda sample: math.nan if int(sample) == 3 else 1, "cost= gives nan for sample 3"),
+        (lambda sample: 0 if int(sample) in (2, 3) else 1, "cost= gives 0 for all samples of a batch, as for sample 2"),
+    ],
+)
+def test_a_cost_that_is_none_is_refused_by_its_sample(cost, text):
+    def body(group):
+        with pytest.raises(DataError, match=text):
+            walk(deal(DataLoader(Numbers(4), 2), Agreement(group), cost=cost))
+
+    spawn(2, body)
+
+
+# ---- loaders
+
+
+def lengths(sample):
+    return LENGTHS[int(sample) % len(LENGTHS)]
+
+
+def shuffled(count=203, batch=32, **options):
+    return lambda: DataLoader(Numbers(count), batch, shuffle=True, generator=torch.Generator().manual_seed(7), **options)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize(
+    ("size", "options"), [(2, {}), (3, {"accumulate": 3}), (3, {"shares": [3, 2, 1]}), (2, {"shares": [0, 1]}), (5, {})]
+)
+@pytest.mark.parametrize("readers", [0, 2])
+def test_each_global_batch_and_micro_batch_has_the_samples_of_one_process(size, options, readers):
+    micros = options.get("accumulate", 1)
+    wanted = plain(shuffled()(), 2)
+    seen = run(size, shuffled(num_workers=readers), epochs=2, cost=lengths, **options)
+    for epoch in range(2):
+        for step, batch in enumerate(wanted[epoch]):
+            for micro, (start, stop) in enumerate(pieces(len(batch), micros)):
+                turns = [rank[epoch][step * micros + micro] for rank in seen]
+                rows = [turn.rows for turn, _ in turns]
+                assert all(each == rows[0] for each in rows)
+                mine = {
+                    place: one for at, (turn, ids) in enumerate(turns) if turn.share for place, one in zip(rows[0][at], ids, strict=True)
+                }
+                assert [mine[place] for place in range(stop - start)] == batch[start:stop]
+                assert all(turn.units == sum(map(lengths, ids)) for turn, ids in turns if turn.share)
+                assert sum(turn.share for turn, _ in turns) == stop - start
+            scales = [turn.scale for rank in seen for turn, _ in rank[epoch] if turn.index == step]
+            assert sum(scales) == pytest.approx(1)
+
+
+def test_units_are_in_proportion_to_shares():
+    for ratios in ([1, 1, 1], [1, 3, 2]):
+        seen = run(3, shuffled(), cost=lengths, shares=ratios)
+        for turns in zip(*(rank[0] for rank in seen), strict=True):
+            if turns[0][0].global_batch == 32:
+                whole = sum(turn.units for turn, _ in turns)
+                assert all(
+                    turn.units / whole == pytest.approx(ratio / sum(ratios), rel=0.1)
+                    for (turn, _), ratio in zip(turns, ratios, strict=True)
+                )
+
+
+def test_one_worker_gets_its_batches_as_they_are_and_no_cost_is_asked_for():
+    asked = []
+    assert [ids for _, ids in run(1, shuffled(), cost=lambda sample: asked.append(sample) or 1)[0][0]] == plain(shuffled()())[0]
+    assert not asked
+
+
+def test_a_worker_without_samples_gets_a_ghost_in_training_and_no_rows_in_evaluation():
+    seen = run(3, lambda: DataLoader(Numbers(2), 2), cost=lengths)
+    ghosts = [turn for rank in seen for turn, _ in rank[0] if turn.ghost]
+    assert len(ghosts) == 1 and ghosts[0].weight == 0 and ghosts[0].units == 0
+    assert {turn.source for rank in seen for turn, _ in rank[0]} == {next(at for at, rank in enumerate(seen) if rank[0][0][0].share)}
+    dark = run(3, lambda: DataLoader(Numbers(2), 2), cost=lengths, train=False)
+    assert sorted(ids for rank in dark for _, ids in rank[0]) == [[], [0], [1]]
+
+
+def test_a_batch_sampler_of_the_scripts_own_is_dealt_by_cost():
+    batches = [[3, 1, 4], [10, 5, 9, 2], [6]]
+    seen = run(2, lambda: DataLoader(Numbers(20), batch_sampler=batches), cost=lengths)
+    assert [sorted(one for rank in seen if rank[0][step][0].share for one in rank[0][step][1]) for step in range(3)] == [
+        sorted(batch) for batch in batches
+    ]
+
+
+def test_an_epoch_goes_on_from_a_saved_place_with_other_workers():
+    def first(group):
+        loader = deal(shuffled()(), Agreement(group), cost=lengths)
+        kept = []
+        for batch in loader:
+            kept.append(batch.tolist())
+            if len(kept) == 3:
+                return kept, loader.state_dict()
+        raise AssertionError
+
+    def second(state):
+        def body(group):
+            loader = deal(shuffled()(), Agreement(group), cost=lengths)
+            loader.load_state_dict(state)
+            return [batch.tolist() for batch in loader]
+
+        return body
+
+    begun = spawn(2, first)
+    after = spawn(3, second(begun[0][1]))
+    wanted = plain(shuffled()())[0]
+    assert [sorted(one for kept, _ in begun for one in kept[step]) for step in range(3)] == [sorted(batch) for batch in wanted[:3]]
+    assert [sorted(one for mine in after for one in mine[step]) for step in range(len(wanted) - 3)] == [
+        sorted(batch) for batch in wanted[3:]
+    ]
+
+
+def test_other_shares_hold_from_the_next_step_on():
+    def body(group):
+        loader = deal(shuffled()(), Agreement(group), cost=lengths)
+        seen = []
+        for batch in loader:
+            seen.append((batch.tolist(), loader.turn.units))
+            if len(seen) == 2:
+                loader.reshare([1, 4])
+        return seen
+
+    one, two = spawn(2, body)
+    wanted = plain(shuffled()())[0]
+    assert [sorted(a[0] + b[0]) for a, b in zip(one, two, strict=True)] == [sorted(batch) for batch in wanted]
+    assert two[1][1] / one[1][1] == pytest.approx(1, rel=0.1) and two[2][1] / one[2][1] == pytest.approx(4, rel=0.2)
+
+
+class Drawn(Numbers):
+    def __getitem__(self, index):
+        torch.rand(1)
+        return super().__getitem__(index)
+
+
+def test_asking_for_costs_draws_no_random_numbers():
+    def body(group):
+        loader = deal(DataLoader(Drawn(8), 4), Agreement(group), cost=lambda sample: 1)
+        before = torch.get_rng_state()
+        loader.terms.costs.learn([[0, 1, 2, 3]], loader.terms.agreement)
+        return torch.equal(before, torch.get_rng_state())
+
+    assert spawn(1, body) == [True]
