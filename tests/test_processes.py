@@ -105,11 +105,6 @@ class TestLaunchers:
         self.ends_well(job, [job.start([sys.executable, CURVES, ask(job, case=self.CASE)])], 1)
 
     @pytest.mark.slow
-    def test_torchrun(self, job):
-        command = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
-        self.ends_well(job, [job.start([sys.executable, "-m", *command, CURVES, ask(job, case=self.CASE)])], 2)
-
-    @pytest.mark.slow
     def test_open_mpi(self, job):
         mpirun = shutil.which("mpirun")
         if mpirun is None:
@@ -182,12 +177,15 @@ class TestTorchDistributed:
         assert sorted(ended.out.splitlines()) == ["[0] both 8 True", "[1] both 8 True"]
 
     @pytest.mark.slow
-    def test_both_under_torchrun(self, job):
-        script = job.write(BOTH)
-        command = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()), script, "paceline"]
+    def test_under_torchrun(self, job):
+        """The curve is the same as anywhere, and then the script uses torch.distributed too."""
+        script = job.write(f"from tests.harness import curves\ncurves.main()\nsys.argv[1] = 'paceline'\n{BOTH}")
+        case = TestLaunchers.CASE
+        command = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()), script, ask(job, case=case)]
         ended = job.start([sys.executable, "-m", *command]).end()
         assert ended.code == 0, ended.err
         assert ended.out.count("both 8 True") == 2
+        same(job, 2, case=case)
 
 
 LONG = """

@@ -34,9 +34,21 @@ gc.enable()
 NAME = "torch._dynamo"
 
 
+class _Utils:
+    """What DistributedDataParallel asks: how its buckets would be compiled."""
+
+    @staticmethod
+    def get_optimize_ddp_mode() -> str:
+        return "ddp_optimizer"  # the default
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(f"{NAME}.utils"), name)
+
+
 class _StandIn(ModuleType):
     """What torch asks of its compiler where nothing is compiled."""
 
+    utils = _Utils()
     trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)
 
     @staticmethod

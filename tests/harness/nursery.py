@@ -27,12 +27,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
+import typer
+
 from paceline.lab.enter import enter
 from tests.harness import preloaded
 
 ROOM = 1 << 16  # for the arguments, and the environment, of what is forked: bytes
 SECONDS = 60.0  # in which it has forked, if it had to begin first on a busy machine
 DESCRIPTORS = 16  # at most: input, output, errors, and namespaces
+USUAL = (  # what many jobs load as they go: here it is there for all
+    "encodings.idna",
+    "numpy.random",
+    "paceline.apps.gpt",
+    "paceline.observe.layout",
+    "paceline.parallel.pipeline",
+    "paceline.parallel.shard",
+    "paceline.parallel.tensor.cut",
+    "paceline.session.load",
+    "paceline.sync.localsgd.strategy",
+    "paceline.sync.parameterserver.strategy",
+    "torch.utils.serialization.config",
+)
 
 
 class Door(NamedTuple):
@@ -349,5 +364,7 @@ def _live(
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[2])
-    preloaded.load("paceline.server.main", "paceline.cli")
+    preloaded.load("paceline.server.main", "paceline.cli", *USUAL)
+    commands = typer.main.get_command(importlib.import_module("paceline.cli").app)
+    commands.commands["run"].make_context("run", ["script.py"])  # loads what words are read with
     serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -84,6 +85,8 @@ def abandon() -> NoReturn:
 def keep(three: Sequence[int], given: Sequence[int]) -> None:
     """These descriptors alone, the first three as input, output and errors."""
     gc.freeze()  # garbage of the process this was forked from is never looked for here: it would close descriptors that are others' by then
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # as for its temporary folders, which are there until it ends itself
     above = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 3) for descriptor in three]
     for place, descriptor in enumerate(above):
         os.dup2(descriptor, place)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch._meta_registrations  # which tests.harness.brisk leaves out, and what is traced and compiled asks for
 
 import paceline as pl
 from tests.loops import data, evaluating, further, gradients, models, optimizers, several
@@ -18,7 +19,7 @@ assert data and evaluating and further and gradients and models and optimizers a
 TENTHS = sorted(name for name, known in LOOPS.items() if not (known.threads or known.pending or known.refused))
 
 
-def main() -> None:  # without tests.harness.brisk, as some of them are compiled
+def main() -> None:
     folder, found, rank = Path(sys.argv[1]), {}, 0
     torch.set_num_threads(1)
     for name in sys.argv[2:]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections import defaultdict
 from math import prod
@@ -21,7 +20,7 @@ from paceline.parallel.tensor.styles import column, row
 from paceline.session.record.folder import LAYOUT
 from paceline.session.record.layout import ModelLayout
 from paceline.session.run import Run
-from tests.harness.jobs import PATIENCE
+from tests.harness.jobs import Ended, Jobs
 from tests.harness.runs import batches, workers
 
 LAYERS = tensor({"0": column(), "2": row()})
@@ -120,15 +119,16 @@ with pl.start(seed=1) as run:
 """
 
 
-@pytest.mark.jobs
-def test_the_command_shows_it_and_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    (tmp_path / "empty.py").write_text("")
-    command = [sys.executable, "-m", "paceline", "layout", "--workers", "2", "--cut", "shard(zero=3)"]
-    ended = subprocess.run([*command, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert ended.returncode == 0, ended
-    assert "2 workers, mesh shard=2" in ended.stdout and "321 of 512" in ended.stdout
-    assert "shard(): parameters are gathered before each forward" in ended.stdout
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.py", "train.py"]
-    ended = subprocess.run([*command, "empty.py"], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert ended.returncode == 2 and "empty.py ended before it trained" in ended.stderr, ended
+@pytest.mark.preloaded
+def test_the_command_shows_it_and_leaves_nothing(job: Jobs) -> None:
+    def layout(name: str, script: str) -> Ended:
+        (job.folder / name).write_text(script)
+        return job.start([sys.executable, *job.launcher, "layout", "--workers", "2", "--cut", "shard(zero=3)", name]).end()
+
+    ended = layout("train.py", SCRIPT)
+    assert ended.code == 0, ended
+    assert "2 workers, mesh shard=2" in ended.out and "321 of 512" in ended.out
+    assert "shard(): parameters are gathered before each forward" in ended.out
+    ended = layout("empty.py", "")
+    assert ended.code == 2 and "empty.py ended before it trained" in ended.err, ended
+    assert sorted(path.name for path in job.folder.iterdir()) == ["empty.py", "train.py"]
