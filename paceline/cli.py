@@ -16,6 +16,7 @@ from paceline import notation
 from paceline.cluster import mesh as shape
 from paceline.cluster.discover import environment
 from paceline.cluster.launcher import launch, output
+from paceline.cluster.launcher.request import LaunchRequest
 from paceline.errors import PacelineError, UsageError
 from paceline.formatting import sized
 from paceline.session.record import folder as folders
@@ -47,9 +48,11 @@ Mesh = Annotated[str | None, typer.Option(help="The workers as a grid, such as '
 Cut = Annotated[str | None, typer.Option(help="Cuts of the model as text, such as 'shard(\"blocks.*\")'; they replace the script's own.")]
 MinWorkers = Annotated[int | None, typer.Option(help="Go on when workers die, as long as there are so many in all.")]
 Restarts = Annotated[
-    int, typer.Option(help="How often all workers start again after a loss; with --min-workers: how many of each host do.")
+    int, typer.Option(help="How often workers of all hosts start again after a loss; with --min-workers: how many of each host.")
 ]
-Patience = Annotated[float, typer.Option(help="Seconds that fewer than --min-workers wait, or a host that was cut off looks for others.")]
+Patience = Annotated[
+    float, typer.Option(help="Seconds to wait for others: below --min-workers, after the loss of a host, or when cut off from the others.")
+]
 
 
 def _show_version(asked: bool) -> None:
@@ -90,7 +93,7 @@ def run(
     backend: Backend = None,
 ) -> None:
     """Start the workers of this host, and watch them to the end."""
-    job = launch.LaunchRequest(
+    job = LaunchRequest(
         script=str(script),
         args=tuple(args or ()),
         workers=workers,
@@ -113,7 +116,7 @@ def run(
     raise typer.Exit(_start(job, {} if interface is None else {"PACELINE_INTERFACE": interface}))
 
 
-def _start(job: launch.LaunchRequest, given: Mapping[str, str] | None = None) -> int:
+def _start(job: LaunchRequest, given: Mapping[str, str] | None = None) -> int:
     """Run a job, and give its exit code."""
     if job.sync is not None:
         notation.prove(job.sync)  # here, once, rather than by every worker
@@ -140,7 +143,7 @@ def layout(
     from paceline.observe import layout as table
 
     with tempfile.TemporaryDirectory(prefix="paceline-layout-") as folder:
-        job = launch.LaunchRequest(script=str(script), args=tuple(args or ()), workers=workers, sync=sync, mesh=mesh, cut=cut)
+        job = LaunchRequest(script=str(script), args=tuple(args or ()), workers=workers, sync=sync, mesh=mesh, cut=cut)
         code = _start(job, {"PACELINE_LAYOUT": folder})
         if code:
             raise typer.Exit(code)
@@ -165,7 +168,7 @@ def demo(
     from paceline.apps.demo import demo as play
 
     def start(script: Path, args: Sequence[str], workers: int, threads: int, mesh: str | None) -> int:
-        return _start(launch.LaunchRequest(str(script), tuple(args), workers, threads=threads, mesh=mesh))
+        return _start(LaunchRequest(str(script), tuple(args), workers, threads=threads, mesh=mesh))
 
     raise typer.Exit(play(DemoPlan(workers, steps, alone, folder, text, tuple(mesh or ())), start, Console()))
 
@@ -197,7 +200,7 @@ def generate(
     args = [f"--of={where}", f"--prompt={prompt}", f"--tokens={tokens}", f"--temperature={0.0 if greedy else temperature}"]
     args += [] if seed is None else [f"--seed={seed}"]
     script = str(APPS / "generation.py")
-    raise typer.Exit(_start(launch.LaunchRequest(script, tuple(args), count, threads=threads, mesh=mesh, bare=True)))
+    raise typer.Exit(_start(LaunchRequest(script, tuple(args), count, threads=threads, mesh=mesh, bare=True)))
 
 
 @bench.command()
@@ -262,7 +265,7 @@ def pipeline(
 def _measure(script: str, args: Sequence[str], workers: int, threads: int | None, sync: str | None = None) -> int:
     """Run a script of paceline/bench on the workers, with run folders that go when it ends."""
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        return _start(launch.LaunchRequest(str(BENCH / script), (*args, "--folder", folder), workers, threads=threads, sync=sync))
+        return _start(LaunchRequest(str(BENCH / script), (*args, "--folder", folder), workers, threads=threads, sync=sync))
 
 
 class ScriptLast(TyperCommand):

@@ -11,6 +11,7 @@ import pytest
 
 from paceline import cli
 from paceline.cluster.launcher import launch
+from paceline.cluster.launcher.request import LaunchRequest
 from paceline.errors import CheckpointError
 
 
@@ -19,10 +20,10 @@ class Launcher:
 
     def __init__(self, code: int = 0) -> None:
         self.code = code
-        self.jobs: list[launch.LaunchRequest] = []
+        self.jobs: list[LaunchRequest] = []
         self.environs: list[dict[str, str]] = []
 
-    def run(self, job: launch.LaunchRequest, environ: dict[str, str]) -> int:
+    def run(self, job: LaunchRequest, environ: dict[str, str]) -> int:
         self.jobs.append(job)
         self.environs.append(environ)
         return self.code
@@ -133,7 +134,7 @@ def test_what_typer_refuses_ends_with_2(monkeypatch: pytest.MonkeyPatch, launche
 
 
 def test_other_errors_of_ours_end_with_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def fails(job: launch.LaunchRequest, environ: dict[str, str]) -> int:
+    def fails(job: LaunchRequest, environ: dict[str, str]) -> int:
         raise CheckpointError("no checkpoint")
 
     monkeypatch.setattr(launch, "run", fails)

@@ -71,6 +71,7 @@ UNTESTED = {  # modules without a test file of their name so far: tests of their
     "sync/transaction",
 }
 OF_MORE = {  # test file without a module of its name: what it is about instead
+    "cluster/launcher/test_restarts_hosts": "jobs of several hosts that start again",
     "cluster/test_hush": "what torch says of strangers at its store",
     "fault/test_hostile": "checkpoints that somebody has made up",
     "session/loop/test_calls": "how many of our functions are called in a step",

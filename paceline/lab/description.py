@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, cast
 
-from paceline.cluster.launcher.launch import PLACEMENTS
+from paceline.cluster.launcher.request import PLACEMENTS
 from paceline.errors import UsageError
 from paceline.formatting import choices
 

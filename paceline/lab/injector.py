@@ -24,7 +24,7 @@ from typing import Any, Final, Protocol, TypeVar
 from paceline.cluster import machine
 from paceline.cluster.control import progress
 from paceline.cluster.control.progress import Page
-from paceline.cluster.launcher import launch
+from paceline.cluster.launcher import request
 from paceline.errors import PacelineError, ResourceError
 from paceline.lab.chaos import Crash, Cut, Fault, Join, Kill, Link, Slow, Stop, absent
 from paceline.lab.description import Description, Rate
@@ -94,7 +94,7 @@ class Chaos:
         self._cluster, self._folder, self._say = cluster, folder, say or _say
         late, hosts = absent(faults), cluster.description.hosts
         workers = [0 if index in late else host.workers for index, host in enumerate(hosts)]
-        self._seats = launch.deal(workers, cluster.description.placement)  # a host that joins later has no ranks yet
+        self._seats = request.deal(workers, cluster.description.placement)  # a host that joins later has no ranks yet
         self._pages = {rank: Page(progress.path(folder, rank)) for ranks in self._seats for rank in ranks}
         self._due: dict[int, list[Fault]] = {}  # by the rank that is held for them, the next one first
         self._lasting: list[_Lasting] = []

@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol
 from paceline.cluster import machine
 from paceline.cluster.control import progress
 from paceline.cluster.discover import environment
-from paceline.cluster.launcher import launch
+from paceline.cluster.launcher import request
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.lab import remains
 from paceline.lab.chaos import absent
@@ -42,7 +42,7 @@ _NOT_INHERITED: Final = ("PACELINE_INTERFACE", "PACELINE_NAME", "PACELINE_SECRET
 class LabRequest:
     """A request for a run. `folder` is where (None: here), `deadline` ends a longer run (seconds), `show` shows it on this screen.
 
-    `sync`, `mesh`, `cut`, `name`, `threads`, `min_workers`, `restarts` (of each host) and `patience` are those of `paceline run`.
+    `sync`, `mesh`, `cut`, `name`, `threads`, `min_workers`, `restarts` and `patience` are those of `paceline run`.
     `environ` holds variables that are added to those of this process.
     `faults` are objects, texts, or lists of both.
     """
@@ -155,13 +155,9 @@ def run(cluster: RunTarget, start: LabRequest, folder: Path) -> Outcome:
 
 def check(start: LabRequest) -> None:
     """Raise `UsageError` for a request that makes no sense, before anything is built."""
-    if start.restarts and start.min_workers is None:
-        raise UsageError(
-            f"--restarts {start.restarts} in a lab needs --min-workers N: a job of several hosts doesn't start again as a whole"
-        )
     script = start.script if start.folder is None else str(Path(start.folder) / start.script)
-    launch.check(
-        launch.LaunchRequest(
+    request.check(
+        request.LaunchRequest(
             script, start.args, start.min_workers or 1, threads=start.threads, min_workers=start.min_workers, restarts=start.restarts
         )
     )
@@ -186,7 +182,7 @@ class _Run:
         self._asked: int | None = None
         self._asked_at = 0.0
         self._joining = threading.Lock()  # faults come from another thread
-        dealt = launch.deal([cluster.hosts[host].workers for host in self._present], cluster.description.placement)
+        dealt = request.deal([cluster.hosts[host].workers for host in self._present], cluster.description.placement)
         places = {rank: host for host, ranks in zip(self._present, dealt, strict=True) for rank in ranks}
         self._desk = OutputSorter([seat.name for seat in cluster.hosts], places, show=start.show)
         self._remarks: deque[str] = deque()  # of the injector of faults, in another thread
@@ -241,7 +237,7 @@ class _Run:
             ]
             words += ["--host-rank", str(self._present.index(host))] if host in self._present and not self._again(host) else []
             words += ["--placement", cluster.description.placement]
-        for option in ("name", "threads", *(("min_workers", "restarts", "patience") if elastic else ())):
+        for option in ("name", "threads", *(("min_workers", "restarts", "patience") if elastic or start.restarts else ())):
             value = getattr(start, option)
             words += [] if value is None else [f"--{option.replace('_', '-')}", str(value)]
         process = cluster.spawn(

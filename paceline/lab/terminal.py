@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, cast
 
 from paceline.cluster.discover import environment
-from paceline.cluster.launcher.launch import PLACEMENTS
+from paceline.cluster.launcher.request import PLACEMENTS
 from paceline.errors import ResourceError, UsageError
 from paceline.formatting import choices
 from paceline.lab import chaos, cleaning, enter, kernel, remains, running

@@ -229,7 +229,8 @@ class Records:
         if place.run is not None:
             return RunFolder(Path(place.run[0]))
         if start is not None and start.folder is not None:
-            Path(start.folder).mkdir(parents=True, exist_ok=True)  # that of `pl.load` goes when a start fails
+            if place.rank == 0:  # other hosts need not have it
+                Path(start.folder).mkdir(parents=True, exist_ok=True)  # that of `pl.load` goes when a start fails
             return RunFolder.again(Path(start.folder), name)
         return RunFolder.agree(self._axes.everyone, self._root, name, say=self._worker.say)
 

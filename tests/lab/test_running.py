@@ -277,8 +277,22 @@ class TestRun:
             cluster.run(script, deadline=0)
         with pytest.raises(UsageError, match="--threads is 0"):
             cluster.run(script, threads=0)
-        with pytest.raises(UsageError, match="--restarts 2 in a lab needs --min-workers N"):
-            cluster.run(script, restarts=2)
+        with pytest.raises(UsageError, match="--restarts is -1"):
+            cluster.run(script, restarts=-1)
+
+    def test_a_job_that_starts_again(self, pair, tmp_path):
+        body = """
+            import json
+            starts = len(json.loads(os.environ["PACELINE_JOB_START"])["events"])
+            print("start", starts, flush=True)
+            if starts == 0 and rank == 1:
+                os.kill(os.getpid(), 9)
+            time.sleep(0.0 if starts else 600.0)
+        """
+        cluster = pair()
+        outcome = cluster.run(self.write(tmp_path, textwrap.dedent(body)), restarts=1)
+        assert outcome.code == 0 and outcome.output.count(" start 1\n") == len(cluster.hosts) == 2, outcome.output
+        assert outcome.output.count("was killed by SIGKILL (exit code 137); all start again (restart 1 of 1)") == 1, outcome.output
 
     @pytest.mark.slow
     def test_scripts_of_torch_distributed_alone(self, build, tmp_path):

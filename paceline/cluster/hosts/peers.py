@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
+
+from paceline.cluster.hosts.restart_messages import HostReport, Links, RestartState, Sequel
 
 _MOST_WORKERS = 1 << 16  # of one host
 
@@ -124,6 +127,25 @@ class Peers(Protocol):
     def close(self) -> None: ...
 
 
+class RestartPeers(Peers, Protocol):
+    """The launchers of the other hosts, where all may start again together after a failure.
+
+    `state` is how far restarts have come, as the latest of those who met knows; `sequel` what follows on the failure, once that is decided.
+    """
+
+    state: RestartState | None
+    sequel: Sequel | None
+
+    @property
+    def ended(self) -> Mapping[int, HostReport] | None:
+        """The reports of all hosts that are still there, by number, if this one is to decide and all have come; else None."""
+
+    def tell_ended(self, report: HostReport) -> None: ...
+    def tell_sequel(self, sequel: Sequel) -> None: ...
+    def links(self) -> Links | None:
+        """Hand over the connections, which `close` keeps where the job starts again; None where there are none."""
+
+
 class NoPeers:
     """The peers of a job of one host."""
 
@@ -132,6 +154,9 @@ class NoPeers:
         self.stopped: tuple[int, str] | None = None
         self.all_finished = False
         self.late: dict[int, LateCall] = {}
+        self.state: RestartState | None = None
+        self.sequel: Sequel | None = None
+        self.ended: Mapping[int, HostReport] | None = None
 
     def descriptors(self) -> list[int]:
         return []
@@ -156,3 +181,12 @@ class NoPeers:
 
     def close(self) -> None:
         return
+
+    def tell_ended(self, report: HostReport) -> None:
+        self.ended = {0: report}
+
+    def tell_sequel(self, sequel: Sequel) -> None:
+        self.sequel = sequel
+
+    def links(self) -> None:
+        return None

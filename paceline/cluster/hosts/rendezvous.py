@@ -11,21 +11,21 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.cluster import network
-from paceline.cluster.hosts.channel import SENSELESS, Channel, ChannelBroken, call, hang_up, hear_from, ready
+from paceline.cluster.hosts.channel import SENSELESS, Channel, ChannelBroken, call, ready
+from paceline.cluster.hosts.fixed import FixedPeers
 from paceline.cluster.hosts.handshake import Handshakes
 from paceline.cluster.hosts.membership import View
-from paceline.cluster.hosts.peers import Failure, LateCall, Offer, note, said_late, said_stopped
+from paceline.cluster.hosts.peers import Offer, said_stopped
+from paceline.cluster.hosts.restart_messages import JobStopped, Links, RestartState
 from paceline.cluster.launcher.hints import WaitReminder
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, PlaceError, SecretError
 from paceline.formatting import counted
 from paceline.timings import DEFAULTS, Timings
-
-_LONGEST_TAIL = 8_000  # characters
 
 
 def _tell(text: str) -> None:
@@ -34,7 +34,11 @@ def _tell(text: str) -> None:
 
 @dataclass(frozen=True)
 class Meeting:
-    """The terms of a rendezvous: what this host brings, and for how many it waits."""
+    """The terms of a rendezvous: what this host brings, and for how many it waits.
+
+    `restarts` is how far the restarts of the job have come, as this host knows, if it may start again. `links` are the connections that are
+    left of the start before: those at their other ends need not call, and the signal that ends a launcher meanwhile ends all.
+    """
 
     point: tuple[str, int]
     secret: bytes
@@ -45,6 +49,8 @@ class Meeting:
     command: str = "the same command"  # that starts it on another host
     say: Callable[[str], None] = _tell  # called with news that ends nothing and that a user should know
     timings: Timings = DEFAULTS
+    restarts: RestartState | None = None
+    links: Links | None = None
 
     @property
     def where(self) -> str:
@@ -64,126 +70,6 @@ class Admission:
     run: str
 
 
-class FixedPeers:
-    """The launchers of a job of fixed size while it runs. The one that listened decides which failure was first; the others ask it."""
-
-    def __init__(
-        self, table: tuple[Offer, ...], host_rank: int, channels: dict[int, Channel], *, server: int, timings: Timings = DEFAULTS
-    ) -> None:
-        self.table, self.host_rank = table, host_rank
-        self.verdict: Failure | None = None
-        self.stopped: tuple[int, str] | None = None
-        self.all_finished = False
-        self.late: dict[int, LateCall] = {}
-        self._channels = channels  # by host rank
-        self._timings, self._linger = timings.rendezvous, timings.channel.linger
-        self._server = server
-        self._finished: set[int] = set()
-        self._reports: list[tuple[float, Failure]] = []  # when it happened, on this clock
-        self._reported_at = 0.0
-        self._beat_at = 0.0
-
-    def descriptors(self) -> list[int]:
-        return [channel.fileno() for channel in self._channels.values()]
-
-    def hear(self, descriptor: int) -> None:
-        """Read the messages of one of the others."""
-        if (gone := hear_from(self._channels, descriptor, self._take)) is not None:
-            self._lose(gone[0], f"is gone: {gone[1]}")
-
-    def tick(self) -> None:
-        """Send heartbeats, notice silent hosts, and decide when it is time."""
-        now = time.monotonic()
-        beat = now - self._beat_at > self._timings.beat
-        if beat:
-            self._beat_at = now
-        for host, channel in list(self._channels.items()):
-            if beat:
-                channel.send({"kind": "beat"})
-            channel.flush()
-            if now - channel.heard > self._timings.silence:
-                self._lose(host, f"is gone: nothing was heard of its launcher for {self._timings.silence:g} s")
-        if self._serves and self._reports and self.verdict is None:
-            _, first = min(self._reports, key=lambda report: (report[1].is_echo, report[0]))
-            if now - self._reported_at > (self._timings.echo if first.is_echo else self._timings.culprit):
-                self.verdict = first
-                self._tell_all({"kind": "end", "failure": asdict(first)})
-
-    def tell_failed(self, failure: Failure) -> None:
-        failure = replace(failure, tail=failure.tail[-_LONGEST_TAIL:])
-        if self._serves:
-            self._report(failure)
-        else:
-            self._tell_all({"kind": "failed", "failure": asdict(failure)})
-
-    def tell_stopped(self, number: int) -> None:
-        self._tell_all({"kind": "stopped", "number": number, "host": self.table[self.host_rank].name})
-
-    def tell_finished(self) -> None:
-        if self.host_rank in self._finished:
-            return
-        self._finished.add(self.host_rank)
-        if self._serves:
-            self._finish()
-        else:
-            self._tell_all({"kind": "finished"})
-
-    def tell_late(self, late: LateCall) -> None:
-        note(self.late, late)
-        self._tell_all({"kind": "late", "late": late})
-
-    def close(self) -> None:
-        hang_up(self._channels.values(), self._linger)
-        self._channels.clear()
-
-    @property
-    def _serves(self) -> bool:
-        return self._server == self.host_rank
-
-    def _take(self, host: int, message: dict[str, Any]) -> None:
-        kind = message.get("kind")
-        if kind == "failed" and self._serves:
-            self._report(Failure.load(message["failure"]))
-        elif kind == "finished" and self._serves:
-            self._finished.add(host)
-            self._finish()
-        elif kind == "end" and not self._serves:
-            self.verdict = Failure.load(message["failure"])
-        elif kind == "over" and not self._serves:
-            self.all_finished = True
-        elif kind in ("late", "stopped"):
-            if kind == "late":
-                note(self.late, said_late(message["late"]))
-            else:
-                self.stopped = self.stopped or said_stopped(message)
-            if self._serves:  # the others are connected with this one alone
-                self._tell_all(message)
-
-    def _tell_all(self, message: dict[str, Any]) -> None:
-        for channel in self._channels.values():
-            channel.send(message)
-
-    def _report(self, failure: Failure) -> None:
-        now = time.monotonic()
-        self._reported_at = self._reported_at if self._reports else now
-        self._reports.append((now - failure.age, failure))
-
-    def _finish(self) -> None:
-        if len(self._finished) == len(self.table):
-            self.all_finished = True
-            self._tell_all({"kind": "over"})
-
-    def _lose(self, host: int, words: str) -> None:
-        self._channels.pop(host).close()
-        if self.all_finished or self.verdict is not None or self.stopped is not None:
-            return
-        lost = Failure(None, self.table[host].name, 1, words)
-        if self._serves:
-            self._report(lost)
-        else:
-            self.verdict = lost
-
-
 def assemble(meeting: Meeting) -> FixedPeers | Admission:
     """Meet the other hosts; return the table of all, this host's number in it, and the connections to the others.
 
@@ -193,6 +79,8 @@ def assemble(meeting: Meeting) -> FixedPeers | Admission:
     """
     end = time.monotonic() + meeting.deadline
     own = _own(meeting)
+    if (again := _attend_again(meeting, end)) is not None:
+        return again
     nap, reminder = meeting.timings.rendezvous.shortest_retry, meeting.reminder()
     while True:
         listening = None if own is None else _listen(own, meeting)
@@ -200,6 +88,8 @@ def assemble(meeting: Meeting) -> FixedPeers | Admission:
             with listening:
                 outcome = _Listener(meeting, listening, end).gather()
                 return outcome if isinstance(outcome, FixedPeers) else seek(outcome, meeting)
+        if meeting.links is not None:
+            meeting.links.close()  # another launcher of this machine listens: all meet there
         called = _call((own or network.resolve(meeting.point[0])[0], meeting.point[1]), meeting, end)
         if isinstance(called, Channel):
             return _attend(meeting, called, end)
@@ -212,6 +102,20 @@ def assemble(meeting: Meeting) -> FixedPeers | Admission:
         reminder.turn(partial(_unanswered, meeting, called))
         time.sleep(nap)
         nap = min(2 * nap, meeting.timings.rendezvous.longest_retry)
+
+
+def _attend_again(meeting: Meeting, end: float) -> FixedPeers | Admission | None:
+    """Take part through the connection that is left of the start before; None where there is none, or the other launcher is gone."""
+    links = meeting.links
+    channel = None if links is None or links.host == links.server else links.channels.pop(links.server, None)
+    if channel is None:
+        return None
+    try:
+        return _attend(meeting, channel, end)
+    except DeadlineExceeded as error:
+        if isinstance(error.__cause__, ChannelBroken) and time.monotonic() < end:
+            return None  # it didn't give up itself
+        raise
 
 
 def _unanswered(meeting: Meeting, error: OSError) -> str:
@@ -273,10 +177,17 @@ def _call(point: tuple[str, int], meeting: Meeting, end: float) -> Channel | OSE
 def _attend(meeting: Meeting, channel: Channel, end: float) -> FixedPeers | Admission:
     """Take part as a host that called: offer, wait for the table, or for a place in a job that runs already."""
     reminder, late = meeting.reminder(), end + meeting.timings.rendezvous.verdict
-    channel.send({"kind": "offer", "offer": asdict(meeting.offer), "hosts": meeting.hosts, "host_rank": meeting.host_rank})
+    restarts = None if meeting.restarts is None else meeting.restarts.dump()
+    terms = {"offer": asdict(meeting.offer), "hosts": meeting.hosts, "host_rank": meeting.host_rank, "restarts": restarts}
     try:
+        channel.send({"kind": "offer", **terms})
         # The one that listens gives up first, and says why.
         answer = channel.wait(late, lambda: reminder.turn(lambda: f"has come to {meeting.where}, and waits there for the other hosts"))
+    except JobStopped as stop:
+        channel.send(stop.dump())
+        channel.flush(meeting.timings.channel.flush)
+        channel.close()
+        raise
     except ChannelBroken as error:
         channel.close()
         raise DeadlineExceeded(f"the launcher at {meeting.where} left before all {meeting.hosts} hosts had come ({error})") from error
@@ -296,11 +207,14 @@ def _placed(meeting: Meeting, channel: Channel, answer: dict[str, Any]) -> Fixed
     """Interpret the answer to an offer; if it makes no sense, raise one of `channel.SENSELESS`."""
     if answer.get("kind") == "refused":
         raise _KINDS.get(str(answer.get("error")), PlaceError)(str(answer.get("why")))
+    if answer.get("kind") == "stopped":
+        raise JobStopped(*said_stopped(answer))
     if answer.get("kind") == "begin":
         table, mine, server = tuple(Offer.load(offer) for offer in answer["table"]), answer["host_rank"], answer["server"]
         if {mine, server} - {*range(len(table))} or table[mine] != meeting.offer:
             raise ValueError("this host is not in the table")
-        return FixedPeers(table, mine, {server: channel}, server=server, timings=meeting.timings)
+        state = None if answer.get("restarts") is None else RestartState.load(answer["restarts"])
+        return FixedPeers(table, mine, {server: channel}, server=server, state=state, timings=meeting.timings)
     channel.close()
     if answer.get("kind") == "invitation":
         return seek(_points(answer), meeting)
@@ -314,6 +228,15 @@ def _points(message: dict[str, Any]) -> list[tuple[str, int]]:
 _KINDS: dict[str, type[PacelineError]] = {kind.__name__: kind for kind in (PlaceError, SecretError, Mismatch, DeadlineExceeded)}
 
 
+class _Newcomer(NamedTuple):
+    """A host that has come: its connection, what it brings, the number that it wishes for, and what it knows of restarts."""
+
+    channel: Channel
+    offer: Offer
+    wish: int | None
+    restarts: RestartState | None
+
+
 class _Listener:
     """The host that listens, until all have come."""
 
@@ -321,7 +244,8 @@ class _Listener:
         self._meeting, self._listening, self._end = meeting, listening, end
         self._timings = meeting.timings
         self._handshakes, self._reminder = Handshakes(meeting.secret, meeting.say, timings=self._timings.channel), meeting.reminder()
-        self._newcomers: list[tuple[Channel, Offer, int | None]] = []
+        self._newcomers: list[_Newcomer] = []
+        self._known: list[Channel] = [] if meeting.links is None else [*meeting.links.channels.values()]  # that have not come yet
         self._invited: list[tuple[str, int]] = []  # to a job that runs already
         elastic = meeting.hosts == 1 and bool(meeting.offer.numbers)
         # A job that doesn't wait for others begins then.
@@ -338,46 +262,63 @@ class _Listener:
                 self._turn()
             if not self._invited:
                 return self._assign_numbers()
-            for channel, *_ in self._newcomers:
-                channel.send({"kind": "invitation", "points": self._invited})
-                channel.flush(self._timings.channel.flush)
-                channel.close()
+            self._dismiss([newcomer.channel for newcomer in self._newcomers], {"kind": "invitation", "points": self._invited})
             return self._invited
-        except PacelineError as error:
-            for channel in (*(newcomer[0] for newcomer in self._newcomers), *self._handshakes.trusted()):
-                channel.send({"kind": "refused", "error": type(error).__name__, "why": str(error)})
-                channel.flush(self._timings.channel.flush)
-                channel.close()
+        except (PacelineError, JobStopped) as error:
+            refusal = {"kind": "refused", "error": type(error).__name__, "why": str(error)}
+            came = [newcomer.channel for newcomer in self._newcomers]
+            self._dismiss([*came, *self._known, *self._handshakes.trusted()], error.dump() if isinstance(error, JobStopped) else refusal)
             raise
         finally:
             self._handshakes.close()
+
+    def _dismiss(self, channels: Sequence[Channel], message: dict[str, Any]) -> None:
+        for channel in channels:
+            channel.send(message)
+            channel.flush(self._timings.channel.flush)
+            channel.close()
 
     def _turn(self) -> None:
         now = time.monotonic()
         if now > self._end:
             raise self._incomplete()
-        newcomers = [newcomer[0].fileno() for newcomer in self._newcomers]
+        newcomers = [*(newcomer.channel.fileno() for newcomer in self._newcomers), *(channel.fileno() for channel in self._known)]
         descriptors = ready(
             [self._listening.fileno(), *self._handshakes.descriptors(), *newcomers], min(self._timings.channel.look, self._end - now)
         )
         for descriptor in descriptors & {*self._handshakes.descriptors()}:
             if (came := self._handshakes.hear(descriptor)) is not None:
                 self._receive(*came)
-        for newcomer in [newcomer for newcomer in self._newcomers if newcomer[0].fileno() in descriptors]:
-            try:
-                newcomer[0].hear()
-            except ChannelBroken:  # it gave up, and may come back
-                newcomer[0].close()
+        for newcomer in [newcomer for newcomer in self._newcomers if newcomer.channel.fileno() in descriptors]:
+            if (messages := _heard(newcomer.channel)) is None:  # it gave up, and may come back
+                newcomer.channel.close()
                 self._newcomers.remove(newcomer)
+            for message in messages or ():
+                _stop_with(message)
+        for channel in [channel for channel in self._known if channel.fileno() in descriptors]:
+            self._hear_known(channel)
         if self._listening.fileno() in descriptors:
             self._handshakes.let_in(self._listening)
         self._handshakes.tick(now)
         if self._meeting.hosts > 1:
             self._reminder.turn(self._awaited)
 
+    def _hear_known(self, channel: Channel) -> None:
+        """Hear a launcher that is connected since the start before, and has not come to this one yet."""
+        messages = _heard(channel)
+        if messages is None:  # it is gone: another one may come in its place
+            self._known.remove(channel)
+            channel.close()
+        for message in messages or ():
+            if message.get("kind") == "offer" and channel in self._known:
+                self._known.remove(channel)
+                self._receive(channel, message)
+            else:
+                _stop_with(message)
+
     def _awaited(self) -> str:
         """Return the missing hosts, in words."""
-        here = ", ".join([self._meeting.offer.name, *(offer.name for _, offer, _ in self._newcomers)])
+        here = ", ".join([self._meeting.offer.name, *(newcomer.offer.name for newcomer in self._newcomers)])
         left = counted(self._meeting.hosts - 1 - len(self._newcomers), "host")
         return (
             f"waits at {self._meeting.where} for {left} more, {self._end - time.monotonic():.0f} s at most (here: {here}); "
@@ -388,7 +329,8 @@ class _Listener:
         """Handle a message of a launcher that has the secret; hang up if it makes no sense."""
         try:
             if message.get("kind") == "offer":
-                self._take(channel, Offer.load(message["offer"]), message["hosts"], message["host_rank"])
+                restarts = None if message.get("restarts") is None else RestartState.load(message["restarts"])
+                self._take(_Newcomer(channel, Offer.load(message["offer"]), message["host_rank"], restarts), message["hosts"])
                 return
             if message.get("kind") == "invitation" and self._meeting.offer.numbers:
                 self._invited = _points(message)
@@ -396,11 +338,12 @@ class _Listener:
             pass
         channel.close()
 
-    def _take(self, channel: Channel, offer: Offer, hosts: Any, wish: Any) -> None:
+    def _take(self, newcomer: _Newcomer, hosts: Any) -> None:
         """Let a host take part. Raises `Mismatch` if it was started otherwise."""
+        offer, wish, meeting = newcomer.offer, newcomer.wish, self._meeting
         if type(hosts) is not int or type(wish) not in (int, type(None)):
             raise TypeError("numbers of hosts are whole")
-        self._newcomers.append((channel, offer, wish))
+        self._newcomers.append(newcomer)
         if hosts != self._meeting.hosts:
             raise Mismatch(
                 f"{offer.name} was started with --hosts {hosts}, and {self._meeting.offer.name} with "
@@ -414,10 +357,16 @@ class _Listener:
                 f"{offer.name} was started with --placement {theirs}, and {self._meeting.offer.name} with "
                 f"--placement {ours}: use the same command on all hosts"
             )
+        restarts, wanted = (0 if state is None else state.allowed for state in (newcomer.restarts, meeting.restarts))
+        if restarts != wanted:
+            raise Mismatch(
+                f"{offer.name} was started with --restarts {restarts}, and {meeting.offer.name} with --restarts {wanted}: without "
+                "--min-workers they are those of the whole job, so use the same command on all hosts"
+            )
 
     def _assign_numbers(self) -> FixedPeers:
         """Assign the wished numbers as wished; the others in the order of coming, this host first."""
-        everyone = [(None, self._meeting.offer, self._meeting.host_rank), *self._newcomers]
+        everyone = [(None, self._meeting.offer, self._meeting.host_rank), *(newcomer[:3] for newcomer in self._newcomers)]
         wishes = [wish for _, _, wish in everyone if wish is not None]
         if len(set(wishes)) < len(wishes):
             double = next(wish for wish in wishes if wishes.count(wish) > 1)
@@ -432,13 +381,18 @@ class _Listener:
             if lost:
                 raise PlaceError(f"{lost[0]} comes from a loopback address, which other hosts can't reach: {network.advice()}")
         channels = {host_rank: channel for host_rank, (channel, _, _) in seats if channel is not None}
+        known = [state for state in (self._meeting.restarts, *(newcomer.restarts for newcomer in self._newcomers)) if state is not None]
+        latest = max(known, key=lambda state: state.progress, default=None)
+        begin = {"kind": "begin", "table": [asdict(offer) for offer in table], "server": places[0]}
         for host_rank, channel in channels.items():
-            channel.send({"kind": "begin", "table": [asdict(offer) for offer in table], "host_rank": host_rank, "server": places[0]})
-        return FixedPeers(table, places[0], channels, server=places[0], timings=self._meeting.timings)
+            channel.send({**begin, "host_rank": host_rank, "restarts": None if latest is None else latest.dump()})
+        for channel in self._known:
+            channel.close()  # others have come in the place of these
+        return FixedPeers(table, places[0], channels, server=places[0], state=latest, timings=self._meeting.timings)
 
     def _incomplete(self) -> DeadlineExceeded:
         meeting = self._meeting
-        came = ", ".join([meeting.offer.name, *(offer.name for _, offer, _ in self._newcomers)])
+        came = ", ".join([meeting.offer.name, *(newcomer.offer.name for newcomer in self._newcomers)])
         hint = f". {self._handshakes.wrong}" if self._handshakes.wrong else ""
         if network.literal(meeting.point[0]):
             hint += f". {meeting.point[0]} is loopback, which no other machine reaches: give --join an address of this one"
@@ -446,3 +400,24 @@ class _Listener:
             f"{1 + len(self._newcomers)} of {meeting.hosts} hosts came to {meeting.where} within {meeting.deadline:g} s ({came}): "
             f"start the same command on the others, or look at their output{hint}"
         )
+
+
+def _heard(channel: Channel) -> list[dict[str, Any]] | None:
+    """Return the messages of a launcher that have come; None if it is gone and has said nothing before."""
+    messages: list[dict[str, Any]] = []
+    try:
+        while (message := channel.hear()) is not None:
+            messages.append(message)
+    except ChannelBroken:
+        return messages or None  # it is heard of again
+    return messages
+
+
+def _stop_with(message: dict[str, Any]) -> None:
+    """Raise `JobStopped` if this says that a launcher was asked to end the job."""
+    if message.get("kind") == "stopped":
+        try:
+            stop = JobStopped(*said_stopped(message))
+        except SENSELESS:
+            return
+        raise stop

@@ -8,33 +8,33 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from paceline.cluster import machine, mesh, network, secret
+from paceline.cluster import machine, network, secret
 from paceline.cluster.control import commands, progress
 from paceline.cluster.control.progress import Page
 from paceline.cluster.discover import environment, job_start, seconds, timings
 from paceline.cluster.hosts.admission import MeetingPoint, Point
 from paceline.cluster.hosts.channel import Channel
 from paceline.cluster.hosts.elastic import ElasticPeers, connect_all, enter
+from paceline.cluster.hosts.fixed import FixedPeers
 from paceline.cluster.hosts.membership import HostSeat, View
 from paceline.cluster.hosts.peers import NoPeers, Offer, Peers
 from paceline.cluster.hosts.rendezvous import Admission, Meeting, assemble, seek
+from paceline.cluster.hosts.restart_messages import JobStopped, Links
 from paceline.cluster.launcher import hints
 from paceline.cluster.launcher.output import screens
 from paceline.cluster.launcher.replacement import Replacement
+from paceline.cluster.launcher.request import PLACEMENTS, LaunchRequest, check, deal, meeting_point
 from paceline.cluster.launcher.restarts import JobRestarts
 from paceline.cluster.launcher.supervisor import Supervisor
 from paceline.cluster.launcher.worker import WorkerCommand
-from paceline.cluster.topology import HostRanks, Topology
-from paceline.errors import PacelineError, UsageError
-from paceline.formatting import choices
+from paceline.errors import PacelineError
 from paceline.timings import Timings
 
-PLACEMENTS = ("block", "round-robin")
 _LATER = 1000  # a host that comes later calls its workers by its number times this, until they have ranks
 # what is the same on all hosts
 _ALIKE = ("hosts", "join", "secret_file", "workers", "sync", "mesh", "cut", "placement", "min_workers", "servers", "backend")
@@ -55,47 +55,6 @@ _NOT_INHERITED = (
 )
 
 
-@dataclass(frozen=True)
-class LaunchRequest:
-    """The request of one `paceline run`. `workers` are those of this host; `deadline` is how long hosts wait for each other (seconds).
-
-    `join` is HOST:PORT, the same on all hosts; `threads` is the number of threads of each worker (None: cores / workers, or
-    OMP_NUM_THREADS where it is set); `sync`, `mesh`, `cut`, `name` and `servers` reach `start()` as PACELINE_SYNC and so on.
-    `placement` says how ranks are dealt to hosts (see `deal`). With `min_workers` the job goes on when workers die, as long as there are
-    so many; up to `restarts` of them are started again on this host. With fewer it saves, and waits so many seconds (`patience`) for
-    others to come. Without `min_workers` the whole job starts again, up to `restarts` times. `backend`: what scripts that
-    use torch.distributed by themselves get in the place of Gloo ("paceline"; None: Gloo). `bare`: what workers write is shown at once and
-    as it is, without the ranks that wrote it, for commands of which one worker alone speaks.
-    """
-
-    script: str
-    args: tuple[str, ...] = ()
-    workers: int = 1
-    hosts: int = 1
-    join: str | None = None
-    host_rank: int | None = None
-    secret_file: str | Path | None = None
-    threads: int | None = None
-    deadline: float | None = None
-    sync: str | None = None
-    name: str | None = None
-    placement: str = "block"
-    min_workers: int | None = None
-    restarts: int = 0
-    patience: float = 600.0
-    servers: int | None = None
-    backend: str | None = None
-    mesh: str | None = None
-    cut: str | None = None
-    bare: bool = False
-
-    @property
-    def command(self) -> list[str]:
-        """The command of a worker."""
-        before = [] if self.backend is None else ["-m", "paceline.backend"]
-        return [sys.executable, *before, self.script, *self.args]
-
-
 def run(job: LaunchRequest, environ: Mapping[str, str] | None = None) -> int:
     """Start the workers of this host, watch them until all are gone, and give the exit code of the job.
 
@@ -109,14 +68,13 @@ def run(job: LaunchRequest, environ: Mapping[str, str] | None = None) -> int:
         machine.allow_descriptors(_DESCRIPTORS + 8 * job.workers + 4 * job.workers * job.hosts)
         if job.workers == job.hosts == 1:
             _say(hints.misplaced(job.script, job.args))
-        restarts = JobRestarts(job.restarts) if job.restarts and job.min_workers is None else None
-        code, points, ranks = _work(job, surroundings, restarts)
-        while restarts is not None and restarts.take():
-            code, points, ranks = _work(job, surroundings, restarts)
+        if job.restarts and job.min_workers is None:
+            return _work_again(job, surroundings, JobRestarts(job.restarts, patience=job.patience if job.hosts > 1 else 0.0))
+        code, points, ranks = _work(job, surroundings)
         while points:  # this host was cut off from those that go on
             _say(f"looks for the other hosts for {job.patience:g} s, to take part again")
             try:
-                code, points, ranks = _work(job, surroundings, None, points, ranks)
+                code, points, ranks = _work(job, surroundings, points, ranks)
             except PacelineError as error:
                 _say(str(error))
                 return code
@@ -124,6 +82,10 @@ def run(job: LaunchRequest, environ: Mapping[str, str] | None = None) -> int:
     except PacelineError as error:
         _say(str(error))
         return USAGE
+    except JobStopped as stop:
+        if not stop.here:
+            _say(str(stop))
+        return 128 + stop.number
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
@@ -133,18 +95,69 @@ def _say(text: str | None) -> None:
         print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
+def _work_again(job: LaunchRequest, surroundings: dict[str, str], restarts: JobRestarts) -> int:
+    """Take part in a job that starts again as a whole, until its last end; the exit code."""
+    code, links = 0, None
+    with _stoppable() if job.hosts > 1 else nullcontext():
+        while True:
+            try:
+                code, links = _start(job, surroundings, restarts, links)
+            except PacelineError as error:
+                if not restarts.start.events:
+                    raise
+                _say(str(error))
+                return code
+            except JobStopped as stop:
+                if links is not None:
+                    links.stop(stop, timings(surroundings).channel.flush)
+                raise
+            if not restarts.take():
+                return code
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """Have signals that ask for the end of the job raise `JobStopped` where no supervisor handles them: the other hosts are told."""
+
+    def stop(signum: int, frame: object) -> None:
+        raise JobStopped(signum, socket.gethostname(), here=True)
+
+    before = {signum: signal.signal(signum, stop) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _start(job: LaunchRequest, surroundings: dict[str, str], restarts: JobRestarts, links: Links | None) -> tuple[int, Links | None]:
+    """Take part in one start of a job: the exit code, and the connections to the other launchers if it starts again.
+
+    `links` are those of the start before.
+    """
+    with ExitStack() as held, ExitStack() as inherited:
+        mine = _bring(job, surroundings, held, inherited)
+        peers = _meet_again(job, surroundings, mine, restarts, links)
+        restarts.begin(peers)
+        surroundings["PACELINE_JOB_START"] = restarts.start.dump()
+        tasks = _first_parts(job, surroundings, mine, peers).tasks
+        mark, shown = surroundings["PACELINE_JOB"], screens(bare=job.bare)
+        supervisor = Supervisor(mine.offer.name, mark, peers, shown=shown, restarts=restarts, timings=mine.timings)
+        code = supervisor.run(tasks, started=inherited.close)
+        left = peers.links()
+        if left is not None and left.channels and not restarts.due:  # asked to end when the workers had ended
+            left.stop(JobStopped(code - 128, mine.offer.name), mine.timings.channel.linger)
+        return code, left
+
+
 def _work(
-    job: LaunchRequest,
-    surroundings: dict[str, str],
-    restarts: JobRestarts | None,
-    points: Sequence[Point] = (),
-    ranks: Sequence[int] = (),
+    job: LaunchRequest, surroundings: dict[str, str], points: Sequence[Point] = (), ranks: Sequence[int] = ()
 ) -> tuple[int, Sequence[Point], Sequence[int]]:
     """Take part until the job is over here: the exit code, where the others are called if this host was cut off from them, and its ranks.
 
     With `points`, the job runs there already; its workers are called by these `ranks` again.
     """
-    surroundings["PACELINE_JOB_START"] = "" if restarts is None else restarts.start.dump()
+    surroundings["PACELINE_JOB_START"] = ""
     with ExitStack() as held, ExitStack() as inherited:
         mine = _bring(job, surroundings, held, inherited)
         ready = _prepare(job, surroundings, mine, points, ranks)
@@ -152,7 +165,7 @@ def _work(
         mending = None if assembly is None else partial(_mending, job, assembly, ready.again, mine.timings)
         shown = screens(bare=job.bare)
         mark = surroundings["PACELINE_JOB"]
-        supervisor = Supervisor(ready.host, mark, ready.peers, mending, shown=shown, restarts=restarts, timings=mine.timings)
+        supervisor = Supervisor(ready.host, mark, ready.peers, mending, shown=shown, timings=mine.timings)
         code = supervisor.run(ready.tasks, started=inherited.close)  # what workers inherit is theirs alone from then on
         back = assembly is not None and assembly.cut_off and not supervisor.asked and job.patience > 0
         return code, assembly.points if back and assembly is not None else [], [task.rank for task in ready.tasks]
@@ -166,77 +179,6 @@ def _mending(job: LaunchRequest, assembly: ElasticPeers, again: Again, timings: 
 
     assert job.min_workers is not None
     return Replacement(assembly, job.min_workers, job.restarts, job.patience, begin, supervisor.say, timings=timings.replacement)
-
-
-def check(job: LaunchRequest) -> None:
-    """Raise `UsageError` for a request that makes no sense, before anything is started."""
-    _check_script(job)
-    for option, value in (("--workers", job.workers), ("--hosts", job.hosts), ("--threads", job.threads), ("--servers", job.servers)):
-        if value is not None and value < 1:
-            raise UsageError(f"{option} is {value}, and has to be at least 1")
-    if job.placement not in PLACEMENTS:
-        raise UsageError(f"--placement is {job.placement}; {choices(job.placement, PLACEMENTS)}")
-    if job.host_rank is not None and not 0 <= job.host_rank < job.hosts:
-        raise UsageError(f"--host-rank is {job.host_rank}, and has to be 0 to {job.hosts - 1} (--hosts {job.hosts})")
-    if job.hosts > 1 and job.join is None:
-        raise UsageError(f"--hosts {job.hosts} needs --join HOST:PORT: an address of one of them that all reach, and a free port there")
-    if job.min_workers is not None and not 1 <= job.min_workers <= job.workers * job.hosts:
-        raise UsageError(f"--min-workers is {job.min_workers}, and has to be 1 to {job.workers * job.hosts}")
-    if job.mesh is not None and job.hosts == 1:
-        everyone = Topology((HostRanks("here", tuple(range(job.workers)), "127.0.0.1"),))
-        mesh.choose(job.mesh, everyone, survives=job.min_workers is not None)
-    if not job.patience >= 0:
-        raise UsageError(f"--patience is {job.patience:g}: give seconds, 0 or more")
-    if job.backend is not None and job.backend != "paceline":
-        raise UsageError(f"--backend {job.backend} is unknown; possible is paceline, which scripts get that ask torch.distributed for Gloo")
-    if job.backend is not None and job.min_workers is not None:
-        raise UsageError("--backend is for scripts that use torch.distributed, which survives no losses: leave out --min-workers")
-    _check_restarts(job)
-    if job.hosts == 1 and job.join is not None and job.min_workers is None:
-        raise UsageError(f"--join {job.join} needs --hosts N: how many hosts are to meet there (with --min-workers 1 will do)")
-
-
-def _check_script(job: LaunchRequest) -> None:
-    script = Path(job.script)
-    if not script.exists():
-        raise UsageError(f"the script {job.script} doesn't exist (looked in {Path.cwd()}){hints.leftover(job.script, job.args)}")
-    if script.is_dir() and not (script / "__main__.py").exists():
-        raise UsageError(f"the script {job.script} is a folder without a __main__.py")
-    if not os.access(script, os.R_OK):
-        raise UsageError(f"the script {job.script} can't be read: check its mode")
-
-
-def _check_restarts(job: LaunchRequest) -> None:
-    if job.restarts < 0:
-        raise UsageError(f"--restarts is {job.restarts}, and has to be 0 or more")
-    if job.restarts and job.hosts > 1 and job.min_workers is None:
-        raise UsageError(
-            f"--restarts {job.restarts} starts a whole job again on one host alone; with --hosts {job.hosts} give --min-workers N, too: "
-            "then workers that die start again and the others go on, where no model is cut"
-        )
-
-
-def deal(workers: Sequence[int], placement: str) -> list[list[int]]:
-    """Deal ranks to hosts, given the number of workers of each: in blocks, or one to each host in turn while it has workers left.
-
-    Example: 2 and 1 workers are [[0, 1], [2]] in blocks, [[0, 2], [1]] round-robin.
-    """
-    seats = [(host, local) for host, count in enumerate(workers) for local in range(count)]
-    if placement == "round-robin":
-        seats.sort(key=lambda seat: (seat[1], seat[0]))
-    dealt: list[list[int]] = [[] for _ in workers]
-    for rank, (host, _) in enumerate(seats):
-        dealt[host].append(rank)
-    return dealt
-
-
-def meeting_point(join: str) -> tuple[str, int]:
-    """Parse HOST and PORT of `--join`; an IPv6 address is in brackets."""
-    host, colon, port = join.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise UsageError(f"--join {join} isn't HOST:PORT, such as 10.0.0.1:29400")
-    return host, int(port)
 
 
 def shared_secret(job: LaunchRequest, environ: Mapping[str, str]) -> bytes:
@@ -306,10 +248,8 @@ def _prepare(
     if mine.agent is not None:
         environ["PACELINE_MIN_WORKERS"] = str(job.min_workers)
         environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or torch would tell at length of connections that end
-    peers: Peers = NoPeers()
-    table: tuple[Offer, ...] = (mine.offer,)
-    rank = 0
-    given = job.deadline or (seconds(environ["PACELINE_DEADLINE"], "PACELINE_DEADLINE") if "PACELINE_DEADLINE" in environ else 30.0)
+    peers: NoPeers | FixedPeers = NoPeers()
+    given = _deadline(job, environ)
     join = None if job.join is None else meeting_point(job.join)
     if join is not None:
         deadline = job.patience if points else given
@@ -318,11 +258,55 @@ def _prepare(
         if isinstance(joined, Admission):
             return _enter(job, environ, joined, mine, ranks)
         mine.held.callback(joined.close)
-        peers, table, rank = joined, joined.table, joined.host_rank
-    if mine.agent is not None:
-        channels = connect_all(table, rank, mine.agent, mine.key, given, timings=mine.timings.channel)
-        peers.close()
-        peers = _elastic(mine, rank, _first_view(table), channels, join)
+        peers = joined
+    parts = _first_parts(job, environ, mine, peers)
+    if mine.agent is None:
+        return parts
+    table, rank = _seats(mine, peers)
+    channels = connect_all(table, rank, mine.agent, mine.key, given, timings=mine.timings.channel)
+    peers.close()
+    return replace(parts, peers=_elastic(mine, rank, _first_view(table), channels, join))
+
+
+def _meet_again(
+    job: LaunchRequest, environ: Mapping[str, str], mine: _HostOffer, restarts: JobRestarts, links: Links | None
+) -> NoPeers | FixedPeers:
+    """Meet the other hosts of a job that may start again as a whole.
+
+    A host keeps its number. The first time hosts wait for each other as always, later for another one in the place of one that is gone.
+    """
+    if job.join is None:
+        return NoPeers()
+    deadline, wish = _deadline(job, environ), job.host_rank
+    if links is not None:
+        deadline = job.patience if links.lost else max(job.patience, deadline)
+        wish = links.host if wish is None else wish
+    terms = meeting_point(job.join), mine.key, mine.offer, job.hosts, wish, deadline, _line(job)
+    joined = assemble(Meeting(*terms, timings=mine.timings, restarts=restarts.state, links=links))
+    assert isinstance(joined, FixedPeers), "a job that survives losses takes in no host of one that doesn't"
+
+    def tell(kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, JobStopped):
+            joined.tell_stopped(error.number)
+
+    mine.held.callback(joined.close)
+    mine.held.push(tell)
+    return joined
+
+
+def _deadline(job: LaunchRequest, environ: Mapping[str, str]) -> float:
+    """Return the seconds for which hosts wait for each other."""
+    return job.deadline or (seconds(environ["PACELINE_DEADLINE"], "PACELINE_DEADLINE") if "PACELINE_DEADLINE" in environ else 30.0)
+
+
+def _seats(mine: _HostOffer, peers: NoPeers | FixedPeers) -> tuple[tuple[Offer, ...], int]:
+    """Return the offers of all hosts, and the number of this one among them."""
+    return (peers.table, peers.host_rank) if isinstance(peers, FixedPeers) else ((mine.offer,), 0)
+
+
+def _first_parts(job: LaunchRequest, environ: dict[str, str], mine: _HostOffer, peers: NoPeers | FixedPeers) -> _LauncherParts:
+    """Write down the commands of the workers of this host at the start of a job."""
+    table, rank = _seats(mine, peers)
     shared = _shared_variables(job, environ, table, rank)
     ranks = deal([other.workers for other in table], job.placement)[rank]
     return _LauncherParts(_first_tasks(job, shared, mine, ranks), peers, mine.offer.name, partial(_another, job, shared, mine))
@@ -331,7 +315,9 @@ def _prepare(
 def _line(job: LaunchRequest) -> str:
     """Write the command that starts this job on another host. Options that may differ there aren't shown, but the number of workers."""
     given = {name: getattr(job, name) for name in _ALIKE}
-    return hints.line(job.script, job.args, given | {"placement": None if job.placement == PLACEMENTS[0] else job.placement})
+    given["placement"] = None if job.placement == PLACEMENTS[0] else job.placement
+    given["restarts"] = job.restarts if job.restarts and job.min_workers is None else None  # else each host has its own
+    return hints.line(job.script, job.args, given)
 
 
 def _first_tasks(job: LaunchRequest, shared: dict[str, str], mine: _HostOffer, ranks: Sequence[int]) -> list[WorkerCommand]:

@@ -108,11 +108,19 @@ class Supervisor:
             return False
         if self._mending is not None and self._mending.waiting and self._asked is None and self._verdict() is None:
             return False
-        if self._asked is not None or self._peers.all_finished or self._peers.verdict is not None:
+        if self._asked is not None or self._peers.all_finished:
             return True
+        if self._peers.verdict is not None:
+            return self._settled()
         if self._leaving:
             return self._mending is not None and self._mending.parted()
-        return self._failure is not None and time.monotonic() - self._told_at > self._timings.verdict
+        # Where the job may start again no host goes by itself: one that says nothing is lost, and that is a verdict.
+        return self._restarts is None and self._failure is not None and time.monotonic() - self._told_at > self._timings.verdict
+
+    def _settled(self) -> bool:
+        """Whether it is known what follows on the end of all workers."""
+        verdict = self._final()
+        return self._restarts is None or verdict is None or self._restarts.settle(verdict, self._workers)
 
     def _turn(self, wake: int) -> None:
         """Wait for something to happen, and handle it."""
@@ -227,7 +235,7 @@ class Supervisor:
                 self._err.say(f"paceline: what rank {verdict.rank} said last:")
                 for line in verdict.tail.splitlines():
                     self._err.put(-1 if verdict.rank is None else verdict.rank, line.encode(errors="replace") + b"\n")
-            sequel = "" if self._restarts is None else self._restarts.judge(verdict, self._workers)
+            sequel = "" if self._restarts is None else self._restarts.words
             self._err.say("; ".join(filter(None, [verdict.line(), "its last words are above" if verdict.tail else "", sequel])))
         self._flush(wake)
 

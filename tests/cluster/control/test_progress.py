@@ -14,7 +14,8 @@ import pytest
 
 from paceline.cluster.control import progress
 from paceline.cluster.control.progress import Page
-from paceline.cluster.launcher.launch import LaunchRequest, run
+from paceline.cluster.launcher.launch import run
+from paceline.cluster.launcher.request import LaunchRequest
 from paceline.errors import DeadlineExceeded, ResourceError
 from tests.harness.jobs import jobs, wait_for
 from tests.harness.runs import batches, workers

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,61 +17,14 @@ import pytest
 
 from paceline.cluster import network
 from paceline.cluster.hosts.channel import Channel, ChannelBroken, Introduction, call
-from paceline.cluster.hosts.peers import Failure, LateCall
-from paceline.cluster.hosts.rendezvous import FixedPeers, Meeting, Offer, assemble
+from paceline.cluster.hosts.rendezvous import Offer, assemble
 from paceline.errors import DeadlineExceeded, Mismatch, PlaceError, SecretError
-from paceline.timings import ChannelTimings, RendezvousTimings, Timings
+from paceline.timings import ChannelTimings, Timings
 from tests.harness.jobs import listening, wait_for
 from tests.harness.launchers import JOINED, Launched
+from tests.harness.meetings import SECRET, free_port, gather, invitation
 
-SECRET = b"0123456789abcdef"
 ENVIRON = {"PACELINE_SECRET": SECRET.decode()}
-
-
-def free_port() -> int:
-    with network.listen("127.0.0.1") as probe:
-        return int(probe.getsockname()[1])
-
-
-def invitation(name: str, port: int, **changes: Any) -> Meeting:
-    offer = Offer(name, 2, "127.0.0.1", "machine", 1000, 2000)
-    return replace(Meeting(("127.0.0.1", port), SECRET, offer, 2, None, 5.0), **changes)
-
-
-def gather(*meetings: Meeting, pause: float = 0.0) -> list[Future[FixedPeers]]:
-    with ThreadPoolExecutor(len(meetings)) as pool:
-        futures = []
-        for meeting in meetings:
-            futures.append(pool.submit(assemble, meeting))
-            time.sleep(pause)
-    return futures
-
-
-@pytest.fixture
-def councils() -> Iterator[Callable[..., list[FixedPeers]]]:
-    """Councils of as many hosts as names are given; the first one listens."""
-    made: list[FixedPeers] = []
-
-    def make(*names: str, **changes: Any) -> list[FixedPeers]:
-        port = free_port()
-        meetings = [invitation(name, port, hosts=len(names), **changes) for name in names]
-        made.extend(future.result() for future in gather(*meetings, pause=0.05))
-        return made
-
-    yield make
-    for council in made:
-        council.close()
-
-
-def turn(*members: FixedPeers, until: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not until():
-        assert time.monotonic() < end, "it never came to that"
-        for council in members:
-            for descriptor in council.descriptors():
-                council.hear(descriptor)
-            council.tick()
-        time.sleep(0.005)
 
 
 class TestAssemble:
@@ -248,70 +200,6 @@ class TestChannel:
                 wait_for(lambda: caller.step() is not None)
             caller.channel.close()
             assert isinstance(sending.exception(), OSError)
-
-
-class TestCouncil:
-    def test_the_end_is_told_to_all(self, councils):
-        members = councils("a", "b", "c")
-        members[2].tell_failed(Failure(5, "c", 3, "failed with exit code 3", tail="x" * 100_000))
-        turn(*members, until=lambda: all(council.verdict for council in members))
-        assert {council.verdict.rank for council in members} == {5}
-        assert len(members[0].verdict.tail) <= 8000
-
-    def test_the_earliest_cause_wins(self, councils):
-        members = councils("a", "b", "c")
-        members[1].tell_failed(Failure(1, "b", 1, "lost a worker", is_echo=True, age=9.0))
-        members[0].tell_failed(Failure(0, "a", 1, "late", age=0.0))
-        members[2].tell_failed(Failure(2, "c", 1, "early", age=1.0))
-        turn(*members, until=lambda: all(council.verdict for council in members))
-        assert {council.verdict.words for council in members} == {"early"}
-
-    def test_all_wait_for_the_last(self, councils):
-        members = councils("a", "b")
-        members[1].tell_finished()
-        turn(*members, until=lambda: members[0]._finished == {1})
-        assert not any(council.all_finished for council in members)
-        members[0].tell_finished()
-        turn(*members, until=lambda: all(council.all_finished for council in members))
-        members[0].close()
-        turn(members[1], until=lambda: not members[1].descriptors())
-        assert members[1].verdict is None
-
-    @pytest.mark.parametrize("gone", [0, 1])
-    def test_a_launcher_that_is_gone_is_named(self, councils, gone):
-        members = councils("a", "b", "c")
-        for descriptor in members[gone].descriptors():
-            os.close(os.dup(descriptor))
-        members[gone].close()
-        others = [council for council in members if council is not members[gone]]
-        turn(*others, until=lambda: all(council.verdict for council in others))
-        assert {council.verdict.line().split(" is gone")[0] for council in others} == {f"paceline: host {'ab'[gone]}"}
-
-    def test_a_silent_launcher_is_named(self, councils):
-        members = councils("a", "b", timings=Timings(rendezvous=RendezvousTimings(silence=0.3)))
-        turn(members[0], until=lambda: members[0].verdict is not None)
-        assert members[0].verdict.host == "b" and "nothing was heard" in members[0].verdict.words
-
-    def test_heartbeats_keep_it_alive(self, councils):
-        members = councils("a", "b", timings=Timings(rendezvous=RendezvousTimings(beat=0.05, silence=2.0)))
-        end = time.monotonic() + 2.5
-        turn(*members, until=lambda: time.monotonic() > end)
-        assert not any(council.verdict for council in members)
-
-    @pytest.mark.parametrize("asked", [0, 1])
-    def test_a_stop_reaches_all(self, councils, asked):
-        members = councils("a", "b", "c")
-        members[asked].tell_stopped(signal.SIGTERM)
-        others = [council for council in members if council is not members[asked]]
-        turn(*members, until=lambda: all(council.stopped for council in others))
-        assert {council.stopped for council in others} == {(signal.SIGTERM, "ab"[asked])}
-
-    @pytest.mark.parametrize("teller", [0, 1])
-    def test_a_call_in_which_workers_wait_reaches_all(self, councils, teller):
-        members = councils("a", "b", "c")
-        late = LateCall(40, "backward of step 20", False)
-        members[teller].tell_late(late)
-        turn(*members, until=lambda: all(council.late == {40: late} for council in members))
 
 
 class TestLaunchers:

@@ -15,7 +15,8 @@ from paceline.cluster import network
 from paceline.cluster.hosts.rendezvous import Meeting, Offer, assemble
 from paceline.cluster.launcher import hints
 from paceline.cluster.launcher.hints import SEVERAL, WaitReminder, crowded, leftover, misplaced
-from paceline.cluster.launcher.launch import LaunchRequest, _line, check
+from paceline.cluster.launcher.launch import _line
+from paceline.cluster.launcher.request import LaunchRequest, check
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.timings import RendezvousTimings, Timings
 
@@ -188,3 +189,8 @@ def test_the_line_for_another_host_starts_the_same_job(monkeypatch):
         cli.main()
     assert asked[0] == LaunchRequest(**{**vars(given), "host_rank": None, "secret_file": asked[0].secret_file})
     assert str(asked[0].secret_file) == "s.secret"
+
+
+def test_the_line_for_another_host_says_how_often_a_whole_job_starts_again():
+    whole, single = (LaunchRequest("x.py", hosts=2, join="a:1", restarts=3, min_workers=minimum) for minimum in (None, 1))
+    assert "--restarts 3" in _line(whole) and "--restarts" not in _line(single)

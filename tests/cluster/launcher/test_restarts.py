@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from paceline.cluster.discover import JobStart
-from paceline.cluster.hosts.peers import Failure
+from paceline.cluster.hosts.peers import Failure, NoPeers
+from paceline.cluster.hosts.restart_messages import HostReport
 from paceline.cluster.launcher.restarts import JobRestarts, newest
 from tests.harness.jobs import ROOT, Job, Jobs, wait_for
 from tests.harness.survivors import Outcome, apart, outcome, script
@@ -43,53 +44,111 @@ def saved(folder: Path, name: str, at: int) -> None:
     os.utime(manifest, (at, at))
 
 
+class Reported(NoPeers):
+    """Launchers of several hosts, which have reported already."""
+
+    def tell_ended(self, report: HostReport) -> None:
+        assert self.ended is not None
+
+
+def judged(restarts: JobRestarts, failure: Failure, *hosts: list[Any]) -> str:
+    """What follows, in words, on a failure that these hosts report, each with its workers."""
+    peers = Reported()
+    restarts.begin(peers)
+    peers.ended = {number: restarts.report(failure, workers) for number, workers in enumerate(hosts)}
+    assert restarts.settle(failure, hosts[0])
+    return restarts.words
+
+
 class TestJudge:
     def test_a_killed_worker_as_often_as_is_allowed(self, tmp_path):
         restarts = JobRestarts(2)
         assert not restarts.take()
-        assert restarts.judge(KILLED, [worker(0)]) == "all start again (restart 1 of 2)"
+        assert judged(restarts, KILLED, [worker(0)]) == "all start again (restart 1 of 2)"
         assert restarts.take() and not restarts.take()
         assert restarts.start.folder is None
         saved(tmp_path, "step-00000005", 1)
-        assert restarts.judge(KILLED, [worker(0, opened(tmp_path)), worker(1)]) == "all start again from step-00000005 (restart 2 of 2)"
+        job = [worker(0, opened(tmp_path)), worker(1)]
+        assert judged(restarts, KILLED, job) == "all start again from step-00000005 (restart 2 of 2)"
         assert restarts.take()
         assert (restarts.start.folder, restarts.start.seed, restarts.start.began) == (str(tmp_path), 7, 3.0)
         assert [what for _, what in restarts.start.events] == [
             "rank 1 on box was killed by SIGKILL (exit code 137); all start again (restart 1 of 2)",
             "rank 1 on box was killed by SIGKILL (exit code 137); all start again from step-00000005 (restart 2 of 2)",
         ]
-        assert restarts.judge(KILLED, [worker(0, opened(tmp_path))]) == "" and not restarts.take()
+        assert judged(restarts, KILLED, [worker(0, opened(tmp_path))]) == "" and not restarts.take()
 
     def test_nothing_saved(self, tmp_path):
-        words = JobRestarts(1).judge(KILLED, [worker(0, opened(tmp_path))])
+        words = judged(JobRestarts(1), KILLED, [worker(0, opened(tmp_path))])
         assert words == "all start again from where the run began, as it has saved nothing (restart 1 of 1)"
 
     def test_an_error_comes_once_from_each_checkpoint(self, tmp_path):
         restarts, job = JobRestarts(9), [worker(0, opened(tmp_path)), worker(1, opened(tmp_path), error())]
-        assert "restart 1 of 9" in restarts.judge(FAILED, job) and restarts.take()
+        assert "restart 1 of 9" in judged(restarts, FAILED, job) and restarts.take()
         saved(tmp_path, "step-00000010", 10)
-        assert "restart 2 of 9" in restarts.judge(FAILED, job) and restarts.take()
-        assert restarts.judge(FAILED, job) == "it isn't started again: the same error has come before, from the same place on"
+        assert "restart 2 of 9" in judged(restarts, FAILED, job) and restarts.take()
+        assert judged(restarts, FAILED, job) == "it isn't started again: the same error has come before, from the same place on"
         assert not restarts.take()
         other = [worker(0, opened(tmp_path)), worker(1, opened(tmp_path), error(message="another"))]
-        assert "restart 3 of 9" in restarts.judge(FAILED, other)
+        assert "restart 3 of 9" in judged(restarts, FAILED, other)
 
     def test_exit_codes_are_told_apart_by_last_words(self):
-        restarts = JobRestarts(9)
+        restarts, job = JobRestarts(9), [worker(0), worker(1)]
         first, second = (Failure(0, "box", 1, "failed with exit code 1", tail=f"Traceback\nValueError: {text}") for text in "ab")
-        assert "restart 1" in restarts.judge(first, [worker(0)]) and "restart 2" in restarts.judge(second, [worker(0)])
-        assert restarts.judge(first, [worker(0)]).startswith("it isn't started again")
+        assert "restart 1" in judged(restarts, first, job) and "restart 2" in judged(restarts, second, job)
+        assert judged(restarts, first, job).startswith("it isn't started again")
 
     def test_what_every_start_would_come_to(self):
         restarts = JobRestarts(9)
-        words = restarts.judge(FAILED, [worker(0), worker(1, error("DataError", is_final=True))])
+        words = judged(restarts, FAILED, [worker(0), worker(1, error("DataError", is_final=True))])
         assert words == "it isn't started again: every start would end in this DataError" and not restarts.take()
         assert restarts.start == JobStart()
 
     def test_a_job_of_several_runs(self):
         restarts = JobRestarts(9)
-        words = restarts.judge(KILLED, [worker(0, opened("a"), opened("b")), worker(1, opened("a"))])
+        words = judged(restarts, KILLED, [worker(0, opened("a"), opened("b")), worker(1, opened("a"))])
         assert "has opened 2 runs" in words and not restarts.take()
+
+    def test_the_error_of_a_worker_of_another_host(self, tmp_path):
+        hosts = [worker(0, opened(tmp_path))], [worker(1, opened(tmp_path), error())]
+        restarts = JobRestarts(9)
+        assert "from where the run began" in judged(restarts, FAILED, *hosts) and restarts.take()
+        assert judged(restarts, FAILED, *hosts).startswith("it isn't started again: the same error")
+        final = [worker(1, error("UsageError", is_final=True))]
+        assert judged(JobRestarts(9), FAILED, [worker(0)], final) == "it isn't started again: every start would end in this UsageError"
+
+    def test_a_host_that_is_gone(self, tmp_path):
+        gone, job = Failure(None, "far", 1, "is gone: it hung up"), [worker(0, opened(tmp_path))]
+        saved(tmp_path, "step-00000005", 1)
+        waits = "once another host has come in its place, for which they wait 60 s"
+        restarts = JobRestarts(2, patience=60.0)
+        for number in (1, 2):
+            assert judged(restarts, gone, job) == f"all start again from step-00000005 {waits} (restart {number} of 2)"
+        assert restarts.take() and restarts.start.events[1][1].startswith("host far is gone: it hung up; all start again")
+        assert judged(restarts, gone, job) == ""
+        assert judged(JobRestarts(2), gone, job) == "it isn't started again: --patience 0 waits for no other host in its place"
+
+    def test_what_a_lost_first_host_has_saved_is_not_known(self, tmp_path):
+        restarts, peers, gone = JobRestarts(1, patience=5.0), Reported(), Failure(None, "first", 1, "is gone")
+        restarts.begin(peers)
+        peers.ended = {1: restarts.report(gone, [worker(2, opened(tmp_path))])}
+        assert restarts.settle(gone, [])
+        assert restarts.words == "all start again once another host has come in its place, for which they wait 5 s (restart 1 of 1)"
+
+
+def test_hosts_may_have_the_folder_of_a_run_in_different_places(tmp_path):
+    """Each tells its own workers of its own; one that has seen none gets that of the others. The latest state counts."""
+    peers, first, second, third = NoPeers(), JobRestarts(3), JobRestarts(3), JobRestarts(3)
+    hosts = {0: (first, tmp_path / "a"), 1: (second, tmp_path / "b")}
+    reports = {number: each.report(KILLED, [worker(number, opened(folder))]) for number, (each, folder) in hosts.items()}
+    peers.sequel = first.judge(KILLED, reports)
+    for each in (first, second):
+        each.begin(peers)
+        assert each.settle(KILLED, []) and each.take()
+    peers.state = peers.sequel.state
+    third.begin(peers)
+    assert [each.start.folder for each in (first, second, third)] == [str(tmp_path / name) for name in "aba"]
+    assert {each.start.seed for each in (first, second, third)} == {7} and len(third.start.events) == 1
 
 
 def test_the_newest_checkpoint_is_the_one_written_last(tmp_path):
@@ -269,10 +328,10 @@ import os, signal
 from paceline.cluster.launcher import launch, restarts
 
 class Interrupted(restarts.JobRestarts):
-    def judge(self, failure, workers):
-        words = super().judge(failure, workers)
+    def settle(self, failure, workers):
+        settled = super().settle(failure, workers)
         os.kill(os.getpid(), signal.SIGINT)
-        return words
+        return settled
 
 launch.JobRestarts = Interrupted
 raise SystemExit(launch.run(launch.LaunchRequest({!r}, workers=2, restarts=3)))

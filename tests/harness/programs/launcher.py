@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 
-from paceline.cluster.launcher.launch import LaunchRequest, run
+from paceline.cluster.launcher.launch import run
+from paceline.cluster.launcher.request import LaunchRequest
 
 if __name__ == "__main__":
     asked = json.loads(sys.argv[1])

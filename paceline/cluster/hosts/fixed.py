@@ -1,0 +1,176 @@
+"""The launchers of a job of fixed size while it runs: each knows when another fails, ends or is gone, and all end together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from paceline.cluster.hosts.channel import Channel, hang_up, hear_from
+from paceline.cluster.hosts.peers import Failure, LateCall, Offer, note, said_late, said_stopped
+from paceline.cluster.hosts.restart_messages import HostReport, Links, RestartState, Sequel
+from paceline.timings import DEFAULTS, Timings
+
+_LONGEST_TAIL = 8_000  # characters
+
+
+class FixedPeers:
+    """The launchers of a job of fixed size while it runs. The one that listened decides which failure was first; the others ask it.
+
+    It also decides, once all have ended their workers, whether the job starts again; if it is gone, each decides for itself.
+    """
+
+    def __init__(
+        self,
+        table: tuple[Offer, ...],
+        host_rank: int,
+        channels: dict[int, Channel],
+        *,
+        server: int,
+        state: RestartState | None = None,
+        timings: Timings = DEFAULTS,
+    ) -> None:
+        self.table, self.host_rank = table, host_rank
+        self.verdict: Failure | None = None
+        self.stopped: tuple[int, str] | None = None
+        self.all_finished = False
+        self.late: dict[int, LateCall] = {}
+        self.state = state
+        self.sequel: Sequel | None = None
+        self._channels = channels  # by host rank
+        self._timings, self._linger = timings.rendezvous, timings.channel.linger
+        self._server = server
+        self._finished: set[int] = set()
+        self._ended: dict[int, HostReport] = {}
+        self._stops = False
+        self._reports: list[tuple[float, Failure]] = []  # when it happened, on this clock
+        self._reported_at = 0.0
+        self._beat_at = 0.0
+
+    def descriptors(self) -> list[int]:
+        return [channel.fileno() for channel in self._channels.values()]
+
+    def hear(self, descriptor: int) -> None:
+        """Read the messages of one of the others."""
+        if (gone := hear_from(self._channels, descriptor, self._take)) is not None:
+            self._lose(gone[0], f"is gone: {gone[1]}")
+
+    def tick(self) -> None:
+        """Send heartbeats, notice silent hosts, and decide when it is time."""
+        now = time.monotonic()
+        beat = now - self._beat_at > self._timings.beat
+        if beat:
+            self._beat_at = now
+        for host, channel in list(self._channels.items()):
+            if beat:
+                channel.send({"kind": "beat"})
+            channel.flush()
+            if now - channel.heard > self._timings.silence:
+                self._lose(host, f"is gone: nothing was heard of its launcher for {self._timings.silence:g} s")
+        if self._serves and self._reports and self.verdict is None:
+            _, first = min(self._reports, key=lambda report: (report[1].is_echo, report[0]))
+            if now - self._reported_at > (self._timings.echo if first.is_echo else self._timings.culprit):
+                self.verdict = first
+                self._tell_all({"kind": "end", "failure": asdict(first)})
+
+    def tell_failed(self, failure: Failure) -> None:
+        failure = replace(failure, tail=failure.tail[-_LONGEST_TAIL:])
+        if self._serves:
+            self._report(failure)
+        else:
+            self._tell_all({"kind": "failed", "failure": asdict(failure)})
+
+    def tell_stopped(self, number: int) -> None:
+        self._stops = True
+        self._tell_all({"kind": "stopped", "number": number, "host": self.table[self.host_rank].name})
+
+    def tell_finished(self) -> None:
+        if self.host_rank in self._finished:
+            return
+        self._finished.add(self.host_rank)
+        if self._serves:
+            self._finish()
+        else:
+            self._tell_all({"kind": "finished"})
+
+    def tell_late(self, late: LateCall) -> None:
+        note(self.late, late)
+        self._tell_all({"kind": "late", "late": late})
+
+    @property
+    def ended(self) -> Mapping[int, HostReport] | None:
+        awaited = self._channels.keys() if self._serves else self._channels.keys() & {self._server}
+        whole = self._ended.keys() >= {self.host_rank, *awaited}
+        return self._ended if whole and self.sequel is None else None
+
+    def tell_ended(self, report: HostReport) -> None:
+        self._ended[self.host_rank] = report
+        if not self._serves:
+            self._tell_all({"kind": "ended", "report": report.dump()})
+
+    def tell_sequel(self, sequel: Sequel) -> None:
+        self.sequel = sequel
+        if self._serves:
+            self._tell_all({"kind": "sequel", "sequel": sequel.dump()})
+
+    def links(self) -> Links | None:
+        channels, self._channels = self._channels, {}
+        return Links(self.host_rank, self._server, len(self.table), channels)
+
+    def close(self) -> None:
+        if self.sequel is not None and self.sequel.state is not None and not self._stops:
+            return  # they are needed for the next start
+        hang_up(self._channels.values(), self._linger)
+        self._channels.clear()
+
+    @property
+    def _serves(self) -> bool:
+        return self._server == self.host_rank
+
+    def _take(self, host: int, message: dict[str, Any]) -> None:
+        kind = message.get("kind")
+        if kind == "failed" and self._serves:
+            self._report(Failure.load(message["failure"]))
+        elif kind == "finished" and self._serves:
+            self._finished.add(host)
+            self._finish()
+        elif kind == "end" and not self._serves:
+            self.verdict = Failure.load(message["failure"])
+        elif kind == "over" and not self._serves:
+            self.all_finished = True
+        elif kind == "ended" and self._serves:
+            self._ended[host] = HostReport.load(message["report"])
+        elif kind == "sequel" and not self._serves:
+            self.sequel = Sequel.load(message["sequel"])
+        elif kind in ("late", "stopped"):
+            if kind == "late":
+                note(self.late, said_late(message["late"]))
+            else:
+                self.stopped = self.stopped or said_stopped(message)
+            if self._serves:  # the others are connected with this one alone
+                self._tell_all(message)
+
+    def _tell_all(self, message: dict[str, Any]) -> None:
+        for channel in self._channels.values():
+            channel.send(message)
+
+    def _report(self, failure: Failure) -> None:
+        now = time.monotonic()
+        self._reported_at = self._reported_at if self._reports else now
+        self._reports.append((now - failure.age, failure))
+
+    def _finish(self) -> None:
+        if len(self._finished) == len(self.table):
+            self.all_finished = True
+            self._tell_all({"kind": "over"})
+
+    def _lose(self, host: int, words: str) -> None:
+        self._channels.pop(host).close()
+        if self.all_finished or self.verdict is not None or self.stopped is not None:
+            return
+        lost = Failure(None, self.table[host].name, 1, words)
+        if self._serves:
+            self._report(lost)
+        else:
+            self.verdict = lost
