@@ -13,6 +13,8 @@ from paceline.formatting import counted
 from paceline.observe import pipelines, serving
 from paceline.observe.facts import FEWEST, RunFacts, SteadyTimes
 from paceline.observe.tables import seconds
+from paceline.session.record.causes import REMEDIES, WORDS
+from paceline.session.record.lateness import main_cause
 from paceline.session.record.stragglers import remedy, work_by_share
 
 LEAST = 1e-3  # seconds of a step that are worth a change of the training
@@ -78,10 +80,11 @@ def slow(facts: RunFacts, steady: SteadyTimes) -> Iterator[str]:
     busy = [work.seconds for work in facts.work]
     slowest = max(range(len(busy)), key=busy.__getitem__, default=0)
     head = f"Waiting for slower workers takes {facts.share('wait'):.0%} of a step"
+    cause = main_cause(facts.late[slowest]) if slowest < len(facts.late) else "compute"
     if busy and min(busy) > 0 and busy[slowest] > 1.15 * min(busy) and facts.work[slowest].late >= 0.8:
         yield (
             f"{head}. The slowest is {facts.rank(slowest)}, with {seconds(busy[slowest])} of own work in a step where the median is "
-            f"{seconds(statistics.median(busy))}. {_evened(facts, busy)}"
+            f"{seconds(statistics.median(busy))}, for {WORDS[cause]}. {REMEDIES.get(cause) or _evened(facts, busy)}"
         )
     elif not busy:
         yield f"{head}. Once the run has ended, this report says whether it is always the same one that is late"

@@ -82,6 +82,8 @@ class RunFacts:
     hosts: int = 1
     steady: SteadyTimes | None = None  # None where the steps are too few to tell
     work: tuple[OwnWork, ...] = ()  # of each rank
+    late: tuple[dict[str, float], ...] = ()  # of each rank: seconds of a mean step by which it was late, by cause
+    untold: tuple[str, ...] = ()  # causes that could not be told on some worker
     dealing: DealingFacts | None = None  # None where it isn't known
     bytes_sent: dict[str, float] | None = None
     mesh: Mesh | None = None  # if a model was cut
@@ -167,6 +169,8 @@ def _from_summary(folder: RunFolder) -> RunFacts:
             workers=int(fields["workers"]),
             hosts=int(fields["hosts"]),
             work=tuple(OwnWork(float(rank["seconds"]), float(rank["late"])) for rank in fields.get("rank_work", [])),
+            late=tuple({str(cause): float(value) for cause, value in rank.items()} for rank in fields.get("rank_late", [])),
+            untold=tuple(map(str, fields.get("untold", []))),
             dealing=DealingFacts(int(dealt["num_workers"]), tuple(map(int, dealt["shares"]))) if dealt else None,
             bytes_sent={where: float(fields["bytes_sent"][where]) for where in ("within", "between")},
             mesh=_mesh(fields),

@@ -6,12 +6,14 @@ from pathlib import Path
 
 from paceline.formatting import counted, sized
 from paceline.observe import pipelines, serving
-from paceline.observe.advice import advise
+from paceline.observe.advice import LEAST, advise
 from paceline.observe.facts import RunFacts, read
 from paceline.observe.tables import aligned, seconds
+from paceline.session.record.causes import CAUSES, WORDS
 from paceline.session.record.folder import KINDS, PARTS, RunFolder
 from paceline.session.record.status_line import spoken
 
+TOLD = 5e-5  # seconds of a step that show in a table
 _MEANING = {
     "compute": "forward, backward and the optimizer",
     "exchange": "what could not be hidden behind compute",
@@ -29,7 +31,7 @@ def report(folder: Path) -> str:
     if facts.steps == 0:
         return f"{_title(facts)}\n\nNo step was finished, so there is nothing to tell about time."
     served = serving.tell(facts.servers, facts.seconds or 0.0, facts.samples)
-    exchanged = (_traffic(facts), _axes(facts), pipelines.tell(facts), *facts.codecs, served, _memory(facts))
+    exchanged = (_late(facts), _traffic(facts), _axes(facts), pipelines.tell(facts), *facts.codecs, served, _memory(facts))
     blocks = [_title(facts), _times(facts), *exchanged, _checkpoints(facts), advise(facts), _events(facts)]
     return "\n\n".join(block for block in blocks if block)
 
@@ -59,6 +61,22 @@ def _times(facts: RunFacts) -> str:
                 f"Outside of steps: {spoken(outside)}, {outside / facts.seconds:.0%} of the run (evaluation, checkpoints, the start)."
             )
     return "\n".join(lines)
+
+
+def _late(facts: RunFacts) -> str:
+    """Write how late each worker was and why, if that took a twentieth of a step; causes that took nothing are left out."""
+    worst = max((sum(late.values()) for late in facts.late), default=0.0)
+    if worst < max(LEAST, 0.05 * facts.step):
+        return ""
+    causes = [cause for cause in CAUSES if any(late.get(cause, 0.0) >= TOLD for late in facts.late)]
+    rows = [
+        (facts.rank(rank), *(seconds(value) for value in (sum(late.values()), *(late.get(cause, 0.0) for cause in causes))))
+        for rank, late in enumerate(facts.late)
+    ]
+    head = "How much later than usual each worker was in a mean step, and why:"
+    table = aligned([("", "late", *(WORDS[cause] for cause in causes)), *rows])
+    untold = [f"Not told apart on this machine: {' and '.join(WORDS[cause] for cause in facts.untold)}."] if facts.untold else []
+    return "\n".join([head, *table, *untold])
 
 
 def _traffic(facts: RunFacts) -> str:

@@ -56,6 +56,7 @@ class RunConclusion:
             self.loop.sent,
             self.loop.axes,
             self.memory.facts(),
+            self.loop.untold,
             history.note,
             history.events,
             self.saving.tally(),

@@ -27,9 +27,9 @@ def finished(tmp_path: Path, parts: dict[str, float] | None = None, steps: list[
         "events": [],
         "checkpoints": {"count": 0, "stall_seconds": 0.0, "write_seconds": 0.0, "nbytes": 0},
     }
-    work = changes.pop("work", [])
+    work, late = changes.pop("work", []), changes.pop("late", [])
     rate, loss = 64 * count / whole, changes.pop("loss", 1.2345)
-    totals = RunTotals(count, 64 * count, changes.pop("seconds", whole * 1.01), rate, loss, parts, [parts, parts], work)
+    totals = RunTotals(count, 64 * count, changes.pop("seconds", whole * 1.01), rate, loss, parts, [parts, parts], work, late)
     RunSummary(totals=totals, parameters_sha256="00", **(fields | changes)).write(folder)
     lines = ({"step": index, "time": 0.1 * index, "samples": 64, "seconds": step} for index, step in enumerate(steps, 1))
     folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -153,6 +153,33 @@ def test_a_slow_worker_of_a_mesh_has_its_place_and_shares_go_by_samples(tmp_path
     assert "The slowest is rank 1 (data 1, tensor 0), with" in text and "prepare(..., shares=[1, 0.6])" in text
 
 
+LATE = [
+    {"compute": 0.001, "reading": 0.0, "collection": 0.0, "stolen": 0.0, "paging": 0.0},
+    {"compute": 0.002, "reading": 0.04, "collection": 0.00001, "stolen": 0.008, "paging": 0.0},
+]
+
+
+def test_who_was_late_and_why(tmp_path: Path) -> None:
+    work = works(0.05, 0.1, late=(0.0, 1.0))
+    text = report(finished(tmp_path, split(wait=0.03), work=work, late=LATE))
+    assert (
+        "How much later than usual each worker was in a mean step, and why:\n"
+        "             late  compute  data loading  stolen processor\n"
+        "  rank 0   1.0 ms   1.0 ms        0.0 ms            0.0 ms\n"
+        "  rank 1  50.0 ms   2.0 ms       40.0 ms            8.0 ms\n\n"
+    ) in text
+    assert "where the median is 75.0 ms, for data loading. Let other processes prepare its batches" in text and "shares=[" not in text
+
+
+def test_what_could_not_be_told_apart_is_said(tmp_path: Path) -> None:
+    text = report(finished(tmp_path, split(wait=0.03), late=LATE, untold=["stolen"]))
+    assert "Not told apart on this machine: stolen processor." in text
+
+
+def test_those_who_were_hardly_late_have_no_table(tmp_path: Path) -> None:
+    assert "later than usual" not in report(finished(tmp_path, late=[LATE[0], LATE[0]]))
+
+
 def test_shares_that_are_unequal_already_are_gone_on_from(tmp_path: Path) -> None:
     work, loader = works(0.05, 0.1, late=(0.0, 1.0)), {"num_workers": 0, "shares": [48, 16]}
     text = report(finished(tmp_path, split(wait=0.03), work=work, loader=loader))

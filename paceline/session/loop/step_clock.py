@@ -10,6 +10,8 @@ from collections import defaultdict
 from typing import Any, NamedTuple
 
 from paceline.comm.group import Traffic
+from paceline.session.loop.interruptions import InterruptionMeter, Interruptions
+from paceline.session.record.causes import MEASURED
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.context import SyncContext
 
@@ -35,7 +37,10 @@ class StepClock:
         self._context, self._backward = context, backward
         self._within = self._between = 0  # bytes sent
         self._data = self._wait = self._exchange = self._compute = 0.0
-        self.asked = self._began = time.perf_counter()  # when the next batch was asked for, and when the turn began
+        self._asked = self._began = time.perf_counter()  # when the next batch was asked for, and when the turn began
+        self.interruptions = InterruptionMeter(context.trace)
+        self._reading = 0.0  # seconds for data in which nothing interrupted
+        self._interrupted = Interruptions()
         self._exposed = self._waited = 0.0
         self._sent = (0, 0)
         self._axes: defaultdict[str, AxisTotals] = defaultdict(AxisTotals)  # in all steps
@@ -51,12 +56,21 @@ class StepClock:
         """What all steps have taken for exchanges by axis of the mesh; empty where no model is cut."""
         return dict(self._axes)
 
+    def ask(self) -> None:
+        """Begin to wait for the next batch."""
+        self.interruptions.take(0.0)
+        self._asked = time.perf_counter()
+
     def begin(self, now: float) -> None:
         """Begin a turn with the batch that was asked for."""
         context, backward = self._context, self._backward
-        self._data += now - self.asked
+        data = now - self._asked
+        interrupted = self.interruptions.take(data)
+        self._data += data
+        self._reading += data - interrupted.seconds
+        self._interrupted += interrupted
         began = int(now * 1e9)
-        context.trace.record("data", "data", int(self.asked * 1e9), began)
+        context.trace.record("data", "data", int(self._asked * 1e9), began)
         self._began, backward.since = now, began
         self._sent, self._waited = context.sent_and_waited()
         self._exposed = backward.seconds + context.pulling
@@ -80,7 +94,9 @@ class StepClock:
         exchange = min(max(exposed - self._exposed - passed, 0.0), whole - passed)
         self._wait += passed
         self._exchange += exchange
-        self._compute += whole - passed - exchange
+        compute = whole - passed - exchange
+        self._compute += compute
+        self._interrupted += self.interruptions.take(compute)
         ended = int(now * 1e9)
         if backward.since:
             backward.computed(ended)
@@ -89,7 +105,10 @@ class StepClock:
             self._add_axes()
 
     def settle(self, began: float) -> dict[str, float]:
-        """Count what was done since `began`, between two turns, as part of the step. Returns the seconds of the step by part."""
+        """Count what was done since `began`, between two turns, as part of the step.
+
+        Returns the seconds of the step by part, and by MEASURED, what this worker may be late for.
+        """
         sent, waited = self._context.sent_and_waited()
         passed = waited - self._waited
         self._within, self._between = self._within + sent[0] - self._sent[0], self._between + sent[1] - self._sent[1]
@@ -97,7 +116,9 @@ class StepClock:
         spent = time.perf_counter() - began
         exchange = self._exchange + max(spent - passed, 0.0)
         seconds = {"data": self._data, "wait": self._wait + passed, "exchange": exchange, "compute": self._compute}
-        self._data = self._wait = self._exchange = self._compute = 0.0
+        seconds |= zip(MEASURED, (self._reading, *self._interrupted), strict=True)
+        self._data = self._wait = self._exchange = self._compute = self._reading = 0.0
+        self._interrupted = Interruptions()
         if self._context.meters:
             self._add_axes(spent)
         return seconds

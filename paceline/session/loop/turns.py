@@ -57,7 +57,7 @@ class TrainingLoop:
         self.scalers = context.step_state.scalers
         self.frozen: list[Slot] = []
         self._clock = StepClock(context, backward)
-        self.bound: list[Callable[[], None]] = []  # undo what was set on a user's objects
+        self.bound: list[Callable[[], None]] = [self._clock.interruptions.close]  # undo what was set on a user's objects
         self._loaders: dict[int, LoaderProgress] = {}  # by id of the loader
         self._open: list[LoaderProgress] = []  # those with a turn, in the order in which the turns began
         self.leader: LoaderProgress | None = None  # whose turns are the steps
@@ -142,6 +142,10 @@ class TrainingLoop:
         """What all steps have taken for exchanges by axis of the mesh; empty where no model is cut."""
         return self._clock.axes
 
+    @property
+    def untold(self) -> tuple[str, ...]:
+        return self._clock.interruptions.untold
+
     # ---- the loader's calls
 
     def epoch_asked(self, loader: ShareLoader) -> None:
@@ -171,7 +175,7 @@ class TrainingLoop:
                 loader.finish()
             for observer in self.observers.epoch_began:
                 observer()
-        self._clock.asked = time.perf_counter()
+        self._clock.ask()
 
     def turn_begins(self, loader: ShareLoader, turn: Turn) -> None:
         now = time.perf_counter()
@@ -270,7 +274,7 @@ class TrainingLoop:
             if turn.source is not None:
                 for observer in observers.ghost_ended:
                     observer()
-        clock.asked = time.perf_counter()
+        clock.ask()
 
     def epoch_ends(self, loader: ShareLoader) -> None:
         progress = self._loaders[id(loader)]

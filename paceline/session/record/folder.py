@@ -151,6 +151,7 @@ class RunTotals:
     step_seconds: dict[str, float]
     rank_seconds: list[dict[str, float]]  # step_seconds of each rank
     rank_work: list[dict[str, float]] = field(default_factory=list)  # of each rank, see `paceline.session.record.stragglers.unequal`
+    rank_late: list[dict[str, float]] = field(default_factory=list)  # of each rank: seconds of a mean step by which it was late, by cause
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,7 @@ class RunSummary:
     places: list[dict[str, int]] = field(default_factory=list)  # where each rank was on the axes
     axes: dict[str, dict[str, float]] = field(default_factory=dict)  # a step's exchange by axis: "seconds", a mean, and all bytes sent
     memory: list[dict[str, Any]] = field(default_factory=list)  # what each rank held (`paceline.session.record.memory`)
+    untold: list[str] = field(default_factory=list)  # causes of lateness that could not be told on some worker
     pipelines: list[dict[str, Any]] = field(default_factory=list)  # of each (`paceline.session.record.pipeline_profile`)
     results: dict[str, Any] = field(default_factory=dict)  # what the script has put into `Run.results`
 

@@ -4,7 +4,8 @@
                   drain -> bytes          what was finished since the last drain; travels with a meeting that takes place anyway
     all workers   absorb(all bytes)       the first merges them by step and writes the means; all learn of a loss that is no number
 
-Records are msgpack: [upto, bad, [[number, step, time, samples, [seconds of PARTS] or None, {name: [weighted sum, weight]}], ...]].
+Records are msgpack: [upto, bad, [record, ...]], a record being
+[number, step, time, samples, [seconds of PARTS] or None, {name: [weighted sum, weight]}, [microseconds of MEASURED] or None].
 Every record up to the number `upto` has been handed over, so a step is complete once the smallest `upto` of all workers reaches it.
 """
 
@@ -27,7 +28,9 @@ from torch import Tensor
 from paceline.cluster.mesh import Mesh
 from paceline.comm.agreement import Agreement
 from paceline.errors import PacelineError, UsageError
+from paceline.session.record.causes import MEASURED
 from paceline.session.record.folder import PARTS, RunTotals
+from paceline.session.record.lateness import LatenessTotals
 from paceline.session.record.status_line import StatusLine
 from paceline.session.record.stragglers import StragglerSensor
 from paceline.session.record.writer import MetricsWriter
@@ -57,6 +60,7 @@ class _LogEntry:
     time: float
     samples: int = 0
     seconds: list[float] | None = None
+    causes: list[int] | None = None  # microseconds of MEASURED
     sums: dict[str, _Sums] = field(default_factory=dict)
     copies: list[_DeviceCopy] = field(default_factory=list)
 
@@ -94,6 +98,7 @@ class MetricsLog:
         self._bad: tuple[int, int, str, str] | None = None  # my first loss that is no number: number, step, name, nan or inf
         self._reason: str | None = None  # the first of all workers, in words
         self._slowness = StragglerSensor(mesh)
+        self.lateness = LatenessTotals(0) if book is None else book.lateness  # of all workers, where it is written
         self.total_steps: int | None = None
 
     def expect(self, steps: int | None) -> None:
@@ -121,7 +126,10 @@ class MetricsLog:
                 sums.device = tensor * weight if sums.device is None else sums.device + tensor.to(sums.device.device) * weight
 
     def step(self, step: int, samples: int, seconds: Mapping[str, float]) -> None:
-        """End step number `step`: it had `samples` over all workers (or only here: `adds`), and took `seconds` of each part here."""
+        """End step number `step`: it had `samples` over all workers (or only here: `adds`), and took `seconds` of each part here.
+
+        `seconds` has those of MEASURED, too: what was measured of causes for which workers are late.
+        """
         for account in self._accounts:
             self.log(step, account.take())
         self._number += 1
@@ -129,7 +137,8 @@ class MetricsLog:
         for late in sorted(number for number in self._open if number != step):
             self._enqueue(_LogEntry(self._number, late, now, sums=self._open.pop(late)))
         split = [seconds.get(part, 0.0) for part in PARTS]
-        self._enqueue(_LogEntry(self._number, step, now, samples, split, self._open.pop(step, {})))
+        causes = [round(1e6 * seconds.get(cause, 0.0)) for cause in MEASURED]
+        self._enqueue(_LogEntry(self._number, step, now, samples, split, causes, self._open.pop(step, {})))
 
     def fold(self, step: int) -> None:
         """Count what was logged of later steps, none of which is over, to `step`."""
@@ -230,7 +239,7 @@ class MetricsLog:
             if self._bad is None and "loss" in name and not math.isfinite(sums.total):
                 self._bad = (entry.number, entry.step, name, repr(sums.total))
         means = {name: [sums.total, sums.weight] for name, sums in entry.sums.items()}
-        return [entry.number, entry.step, entry.time, entry.samples, entry.seconds, means]
+        return [entry.number, entry.step, entry.time, entry.samples, entry.seconds, means, entry.causes]
 
     def absorb(self, bodies: Sequence[bytes], names: Sequence[int] | None = None, hosts: Sequence[str] = ()) -> str | None:
         """Take in what every rank has drained, in rank order. Returns the reason to stop, if there is one: the same on all workers.
@@ -240,9 +249,10 @@ class MetricsLog:
         parts = [msgpack.unpackb(body) for body in bodies]
         self._judge([(upto, bad) for upto, bad, _ in parts])
         if self._book is not None:
-            self._book.enter([(upto, records) for upto, _, records in parts], self.total_steps, names)
-            seconds = [[record[4] for record in records if record[4] is not None] for _, _, records in parts]
-            slow = self._slowness.take(names or range(len(parts)), seconds, hosts) if hosts else None
+            self._book.enter([(upto, records) for upto, _, records in parts], self.total_steps, names, hosts)
+            steps = [[record for record in records if record[4] is not None] for _, _, records in parts]
+            seconds, causes = ([[record[at] for record in mine] for mine in steps] for at in (4, 6))
+            slow = self._slowness.take(names or range(len(parts)), seconds, hosts, causes) if hosts else None
             if slow is not None:
                 self._note(slow)
         return self._reason if self._on_nan == "stop" else None

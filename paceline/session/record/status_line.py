@@ -9,12 +9,14 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from paceline.session.record.folder import PARTS
+from paceline.session.record.lateness import RankLateness
 
 if TYPE_CHECKING:
     from rich.live import Live
 
 EVERY = 1.0  # seconds between two lines
 _VALUES = 4  # logged values that are shown, the loss among them
+LATE, LEAST = 0.2, 1e-3  # of a step, and seconds of it, from which on it is shown that a worker is late
 _WINDOW = 30  # lines over which the time left is estimated
 
 
@@ -40,6 +42,7 @@ class StatusLine:
         self._next = -float("inf")
         self._seconds = dict.fromkeys(PARTS, 0.0)  # since the last line
         self._samples = 0
+        self._remark = ""  # who is late
         self._marks: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
 
     def step(self, beat: FinishedStep, total: int | None) -> None:
@@ -53,6 +56,12 @@ class StatusLine:
             self._next = now + EVERY
             self._show(total)
 
+    def late(self, latest: RankLateness, host: str, step: float) -> None:
+        """Show from the next line on who is latest, on which host, where it matters in a step of so many seconds."""
+        seconds = latest.seconds
+        matters = seconds >= LEAST and seconds >= LATE * step
+        self._remark = f"rank {latest.rank} on {host} late {seconds / step:.0%}: {latest.cause}" if matters else ""
+
     def close(self, total: int | None) -> None:
         """Show the last step if it hasn't been, and release the terminal. Calling it twice is harmless."""
         if self._unshown:
@@ -64,7 +73,7 @@ class StatusLine:
     def _show(self, total: int | None) -> None:
         assert self._last is not None
         self._marks.append((self._last.step, self._last.time))
-        text = describe(self._last, self._samples, self._seconds, total=total, left=self._left(total))
+        text = describe(self._last, self._samples, self._seconds, total=total, left=self._left(total), remark=self._remark)
         self._samples, self._seconds, self._unshown = 0, dict.fromkeys(PARTS, 0.0), False
         if not self._stream.isatty():
             print(text, file=self._stream, flush=True)
@@ -86,8 +95,13 @@ class StatusLine:
         return max(total - last, 0) * (now - began) / (last - first)
 
 
-def describe(beat: FinishedStep, samples: int, seconds: Mapping[str, float], *, total: int | None, left: float | None) -> str:
-    """Format the line. `samples` and `seconds` are those of the steps since the last line, `left` is the time left in seconds."""
+def describe(
+    beat: FinishedStep, samples: int, seconds: Mapping[str, float], *, total: int | None, left: float | None, remark: str = ""
+) -> str:
+    """Format the line. `samples` and `seconds` are those of the steps since the last line, `left` is the time left in seconds.
+
+    `remark`: who is late, if anybody is.
+    """
     parts = [f"step {beat.step}" if total is None else f"step {beat.step}/{total}"]
     names = sorted(beat.values, key=lambda name: (name != "loss", name))[:_VALUES]
     parts += [f"{name} {beat.values[name]:.4g}" for name in names]
@@ -97,6 +111,8 @@ def describe(beat: FinishedStep, samples: int, seconds: Mapping[str, float], *, 
         parts.append(" ".join(f"{part} {seconds.get(part, 0.0) / whole:.0%}" for part in PARTS))
     if left is not None and (total is None or beat.step < total):
         parts.append(f"{spoken(left)} left")
+    if remark:
+        parts.append(remark)
     return "  ".join(parts)
 
 

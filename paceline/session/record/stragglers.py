@@ -15,8 +15,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from paceline.cluster.mesh import SAMPLED, Mesh
+from paceline.session.record.causes import CAUSES, MEASURED, REMEDIES, WORDS
 from paceline.session.record.folder import PARTS
+from paceline.session.record.lateness import lateness, main_cause
 
 LATE, STILL_LATE = 0.2, 0.1  # parts of a step: to be named, and to stay named
 LEAST = 1e-3  # seconds: less is not worth a line
@@ -31,6 +35,7 @@ class _FlushMeans(NamedTuple):
     steps: int
     seconds: float  # of all these steps, on the worker whose steps are the longest
     work: tuple[float, ...]  # seconds in a step, of each rank
+    late: tuple[tuple[float, ...], ...]  # seconds in a step by which each rank was late because of each of CAUSES
 
     @property
     def lateness(self) -> tuple[float, ...]:
@@ -53,10 +58,17 @@ class StragglerSensor:
         self._said = -PAUSE
         self._named: frozenset[int] = frozenset()
 
-    def take(self, names: Sequence[int], steps: Sequence[list[list[float]]], hosts: Sequence[str]) -> str | None:
+    def take(
+        self,
+        names: Sequence[int],
+        steps: Sequence[list[list[float]]],
+        hosts: Sequence[str],
+        causes: Sequence[list[list[float]]] | None = None,
+    ) -> str | None:
         """Take in the seconds of PARTS of each step since the last flush, by rank. Returns a line to be said, or None.
 
-        All begins anew when `names`, the numbers of the workers, change. `hosts`: of each rank.
+        All begins anew when `names`, the numbers of the workers, change. `hosts`: of each rank; `causes`: microseconds of MEASURED of the
+        same steps (None: nothing but the loading of data was measured).
         """
         if tuple(names) != self._names:
             self._names, self._named = tuple(names), frozenset()
@@ -65,7 +77,7 @@ class StragglerSensor:
             return None
         length = max(sum(map(sum, mine)) / len(mine) for mine in steps)
         work = tuple(sum(second[part] for second in mine for part in WORK) / len(mine) for mine in steps)
-        self._flushes.append(_FlushMeans(len(steps[0]), length * len(steps[0]), work))
+        self._flushes.append(_FlushMeans(len(steps[0]), length * len(steps[0]), work, _late(work, steps, causes)))
         self._clock += self._flushes[-1].seconds
         if not _enough([*self._flushes]):
             return None
@@ -85,8 +97,22 @@ class StragglerSensor:
         elif since >= PAUSE and (late != self._named or since >= AGAIN):
             self._named, self._said = late, self._clock
             work = [statistics.median(column) for column in zip(*(flush.work for flush in self._flushes), strict=True)]
-            return describe(work, late, step, hosts, self._mesh)
+            seconds = [sum(sum(flush.late[rank][at] for rank in late) for flush in self._flushes) for at in range(len(CAUSES))]
+            cause = main_cause(dict(zip(CAUSES, seconds, strict=True)))
+            return describe(work, late, step, hosts, self._mesh, cause=cause)
         return None
+
+
+def _late(
+    work: Sequence[float], steps: Sequence[list[list[float]]], causes: Sequence[list[list[float]]] | None
+) -> tuple[tuple[float, ...], ...]:
+    """Return the seconds in a mean step by which each rank was late because of each of CAUSES."""
+    data = PARTS.index("data")
+    if causes is None:
+        causes = [[[1e6 * second[data], *[0.0] * (len(MEASURED) - 1)] for second in mine] for mine in steps]
+    measured = [[1e-6 * sum(column) / len(mine) for column in zip(*mine, strict=True)] for mine in causes]
+    rows = [[max(own - sum(each), 0.0), *each] for own, each in zip(work, measured, strict=True)]
+    return tuple(map(tuple, lateness(np.array([rows]))[0].tolist()))
 
 
 def _enough(flushes: Sequence[_FlushMeans]) -> bool:
@@ -94,21 +120,25 @@ def _enough(flushes: Sequence[_FlushMeans]) -> bool:
     return len(flushes) >= FLUSHES and steps >= STEPS and seconds >= SECONDS
 
 
-def describe(work: Sequence[float], late: frozenset[int], step: float, hosts: Sequence[str], mesh: Mesh | None = None) -> str:
-    """Say which workers make the others wait, for how long, and what to do.
+def describe(
+    work: Sequence[float], late: frozenset[int], step: float, hosts: Sequence[str], mesh: Mesh | None = None, *, cause: str = "compute"
+) -> str:
+    """Say which workers make the others wait, for how long, why, and what to do.
 
-    `work` has the seconds that each rank computes in a step, `late` the slow ranks; a step takes `step` seconds.
+    `work` has the seconds of own work of each rank in a step, `late` the slow ranks, `cause` (of CAUSES) what they are late for; a step
+    takes `step` seconds.
     """
     others = [mine for rank, mine in enumerate(work) if rank not in late]
-    lateness = statistics.median(work[rank] for rank in late) - statistics.median(others)
+    more = statistics.median(work[rank] for rank in late) - statistics.median(others)
     where = dict.fromkeys(hosts[rank] for rank in sorted(late))
     named = [str(rank) if mesh is None else f"{rank} ({mesh.place(rank)})" for rank in sorted(late)]
     who = f"rank{'s' * (len(late) > 1)} {', '.join(named)} on {', '.join(where)}"
     if len(late) > 1 and {rank for rank, host in enumerate(hosts) if host in where} == late:
         who = f"the workers of {', '.join(where)} (ranks {', '.join(named)})"
     make = "makes" if len(late) == 1 else "make"
-    what_helps = remedy(work_by_share(work, mesh), staged=mesh is not None and mesh.extent("stage") > 1)
-    return f"{who} {make} the others wait: {lateness * 1e3:.1f} ms in each step, {lateness / step:.0%} of it. {what_helps}"
+    what_helps = REMEDIES.get(cause) or remedy(work_by_share(work, mesh), staged=mesh is not None and mesh.extent("stage") > 1)
+    took = f"{more * 1e3:.1f} ms in each step, {more / step:.0%} of it, for {WORDS[cause]}"
+    return f"{who} {make} the others wait: {took}. {what_helps}"
 
 
 def unequal(steps: Sequence[Mapping[int, float]]) -> list[dict[str, float]]:

@@ -41,6 +41,7 @@ class RunOutcome(NamedTuple):
     sent: Traffic  # by this worker, in all steps
     along: dict[str, AxisTotals]  # of that, and of its time, what it has exchanged along each axis, where a model is cut
     memory: dict[str, Any]  # the facts of this worker's `MemoryWatch`
+    untold: Sequence[str]  # causes of lateness that can't be told where this worker runs
     event: Callable[[str], None]
     events: list[dict[str, Any]]
     checkpoints: dict[str, float]
@@ -55,6 +56,7 @@ class GatheredEnds(NamedTuple):
     sent: list[list[int]]  # by each worker, within hosts and between them
     along: list[dict[str, list[float]]]  # the `AxisTotals` of each one
     memory: list[dict[str, Any]]  # of each one
+    untold: list[str]  # on some of them
     ahead: list[timeline.ClockOffset]  # of each one
     pipelines: list[PipelineProfile]
     spans: dict[int, list[Span]]
@@ -66,14 +68,17 @@ class GatheredEnds(NamedTuple):
 def conclude(outcome: RunOutcome, axes: RunAxes, folder: RunFolder, log: MetricsLog) -> None:
     """Write the summary and the trace. Collective: where the disk refuses, all workers raise."""
     found = _gather(outcome, axes)
-    axes.everyone.tell("the summary", lambda: _write(outcome, axes, folder, log.totals(), found))
+    axes.everyone.tell("the summary", lambda: _write(outcome, axes, folder, log, found))
 
 
 def _gather(outcome: RunOutcome, axes: RunAxes) -> GatheredEnds:
     agreement, cluster, context = axes.everyone, outcome.cluster, axes.slice
     bytes_sent = [outcome.sent.within, outcome.sent.between]
-    heads = [msgpack.unpackb(body) for body in agreement.meet("bytes sent", msgpack.packb([bytes_sent, outcome.along, outcome.memory]))]
-    sent, along, memory = ([head[at] for head in heads] for at in range(3))
+    heads = [
+        msgpack.unpackb(body)
+        for body in agreement.meet("bytes sent", msgpack.packb([bytes_sent, outcome.along, outcome.memory, outcome.untold]))
+    ]
+    sent, along, memory, untold = ([head[at] for head in heads] for at in range(4))
     ahead = timeline.compare(agreement, cluster.where())
     spans = timeline.gather(agreement, context.trace.spans())
     pipelines = _pipelines(outcome.prepared, axes, ahead)
@@ -84,11 +89,12 @@ def _gather(outcome: RunOutcome, axes: RunAxes) -> GatheredEnds:
     parts = [digests[rank] for rank in dict.fromkeys(twins)]
     digest = parts[0] if len(parts) == 1 else hashlib.sha256("".join(parts).encode()).hexdigest()
     codecs = [msgpack.unpackb(body) for body in agreement.meet("codecs", msgpack.packb([account.facts() for account in context.accounts]))]
-    return GatheredEnds(sent, along, memory, ahead, pipelines, spans, digest, different, codecs)
+    return GatheredEnds(sent, along, memory, sorted(set(itertools.chain(*untold))), ahead, pipelines, spans, digest, different, codecs)
 
 
-def _write(outcome: RunOutcome, axes: RunAxes, folder: RunFolder, totals: RunTotals | None, found: GatheredEnds) -> bytes:
+def _write(outcome: RunOutcome, axes: RunAxes, folder: RunFolder, log: MetricsLog, found: GatheredEnds) -> bytes:
     """Write both files, on the first worker."""
+    totals = log.totals()
     assert totals is not None, "the first worker keeps the book"
     cluster, context = outcome.cluster, axes.slice
     if found.different:
@@ -115,12 +121,14 @@ def _write(outcome: RunOutcome, axes: RunAxes, folder: RunFolder, totals: RunTot
         places=[axes.mesh.coordinates(rank) for rank in range(axes.mesh.size)] if axes.cut else [],
         axes=_by_axis(found.along, axes, steps),
         memory=found.memory,
+        untold=found.untold,
         pipelines=[profile.fields() for profile in found.pipelines],
         results=outcome.results,
     ).write(folder)
     if any(found.spans.values()):
         mesh = axes.mesh if axes.cut else None
-        events = timeline.merge(found.spans, names=cluster.names(), offsets=found.ahead, servers=outcome.served, mesh=mesh)
+        spans = timeline.mark_late(found.spans, log.lateness.recent())
+        events = timeline.merge(spans, names=cluster.names(), offsets=found.ahead, servers=outcome.served, mesh=mesh)
         timeline.write(folder.trace, events, offsets=found.ahead)
     if totals.steps and not (
         folder.path.is_absolute() and folder.path.is_relative_to(tempfile.gettempdir())

@@ -4,6 +4,7 @@ A rank is a process of the picture; each kind of span has a row of its own, more
 cut, a rank has its place in the mesh, each axis that something is cut along a row, and an exchange says along which axis it is:
 
     rank 0 on A   step      [ turn          ][ turn         ]
+                  late                 [data loading]
                   compute     [      ]       [      ]
                   exchange            [     ]        [     ]
                   bucket          [ 0  ]         [ 0 ]
@@ -24,18 +25,20 @@ import msgpack
 
 from paceline.cluster.mesh import Mesh
 from paceline.session.record.folder import write_whole
+from paceline.session.record.lateness import RankLateness
 from paceline.trace import Served, Span
 
 if TYPE_CHECKING:  # so that reading a run's folder doesn't import torch
     from paceline.comm.agreement import Agreement
 
 KINDS: Final = (
-    *("step", "compute", "exchange", "wait", "data", "bucket"),
+    *("step", "late", "compute", "collection", "exchange", "wait", "data", "bucket"),
     *("tensor", "stage", "shard"),
     *("within", "between"),
 )  # rows in order
 OF_STRATEGIES: Final = ("exchange", "bucket")  # what strategies do, which exchange along `data`
 SERVERS: Final = 1 << 20  # the number of the first server, as a process of the picture
+LATE_LEAST, LATE_SHARE = 1e-3, 0.1  # seconds, and a share of a turn, from which on it is drawn that a rank was late
 _MEETINGS = 16  # that clocks are compared at
 
 Meeting = tuple[int, int]  # the clock of one rank before and after a meeting, in nanoseconds
@@ -87,6 +90,24 @@ def gather(agreement: Agreement, spans: Sequence[Span]) -> dict[int, list[Span]]
     """Return the spans of every rank. Collective."""
     bodies = agreement.meet("the timeline", msgpack.packb([list(span) for span in spans]))
     return {rank: [Span(*span) for span in msgpack.unpackb(body)] for rank, body in enumerate(bodies)}
+
+
+def mark_late(spans: Mapping[int, Sequence[Span]], late: Mapping[int, Sequence[RankLateness]]) -> dict[int, list[Span]]:
+    """Return the spans of each rank, and one at the end of each turn in which it was late: as long as it was, by the name of the cause.
+
+    `late`: by step, who was late in it.
+    """
+    marked = {rank: [*each] for rank, each in spans.items()}
+    for rank, each in spans.items():
+        turns = {span.step: span for span in each if span.kind == "step"}  # the last of each step, if it has several micro-batches
+        for turn in turns.values():
+            least = max(LATE_LEAST * 1e9, LATE_SHARE * (turn.end - turn.start))
+            marked[rank] += [
+                Span(found.cause, "late", turn.end - int(found.seconds * 1e9), turn.end, turn.step)
+                for found in late.get(turn.step + 1, ())  # a span has the number of steps that are over
+                if found.rank == rank and found.seconds * 1e9 >= least
+            ]
+    return marked
 
 
 def merge(

@@ -9,11 +9,14 @@ from typing import Any
 
 from paceline.session.record.folder import PARTS, RunFolder, RunTotals, tame
 from paceline.session.record.jsonl import JsonLines
+from paceline.session.record.lateness import LatenessTotals, lateness, stacked, worst
 from paceline.session.record.status_line import FinishedStep, StatusLine
 from paceline.session.record.stragglers import WORK, unequal
 
 LAST = 1000  # steps that are searched for stragglers
-Record = list[Any]  # number, step, time, samples, seconds of PARTS or None, {name: [weighted sum, weight]}
+Record = list[
+    Any
+]  # number, step, time, samples, seconds of PARTS or None, {name: [weighted sum, weight]}, microseconds of MEASURED or None
 
 
 class MetricsWriter:
@@ -34,6 +37,7 @@ class MetricsWriter:
         self._ranks: defaultdict[int, Counter[str]] = defaultdict(Counter)  # seconds of each rank, and its "steps"
         self._there: dict[int, set[str]] = {}  # by step: the fields of lines that an earlier start of the job has written
         self._work: deque[dict[int, float]] = deque(maxlen=LAST)  # seconds of own work of each rank in a step
+        self.lateness = LatenessTotals(LAST)
 
     def take_over(self, line: StatusLine) -> None:
         """Write from now on, in place of a worker that was lost: first the last lines that it had not written."""
@@ -49,18 +53,37 @@ class MetricsWriter:
             if line["step"] > step - LAST:
                 self._there.setdefault(line["step"], set()).update(line)
 
-    def enter(self, parts: Sequence[tuple[int, list[Record]]], total: int | None, names: Sequence[int] | None = None) -> None:
+    def enter(
+        self,
+        parts: Sequence[tuple[int, list[Record]]],
+        total: int | None,
+        names: Sequence[int] | None = None,
+        hosts: Sequence[str] = (),
+    ) -> None:
         """Take in (upto, records) of each rank and write what is complete. `names`: numbers of the workers (None: their ranks).
 
-        Raises `ResourceError` if the disk is full.
+        `hosts`: of each rank, to name on the status line who is late. Raises `ResourceError` if the disk is full.
         """
         for rank, (_, records) in zip(names or range(len(parts)), parts, strict=False):
             for record in records:
                 self._groups[record[0], record[1]][rank] = record
         complete = min(upto for upto, _ in parts)
         ready = sorted(key for key in self._groups if key[0] <= complete)
+        self._find_late({key[1]: self._groups[key] for key in ready}, list(names or range(len(parts))), hosts)
         lines = [self._merge(key[1], self._groups.pop(key), total) for key in ready]
         self._write([line for line in lines if not self._there.get(line["step"], set()) >= line.keys()])
+
+    def _find_late(self, steps: dict[int, dict[int, Record]], ranks: list[int], hosts: Sequence[str]) -> None:
+        """Find out who was late in these steps, and why."""
+        whole = {step: records for step, records in steps.items() if all(rank in records and records[rank][4] for rank in ranks)}
+        if len(ranks) < 2 or self.adds or not whole:
+            return
+        late = lateness(stacked([*whole.values()], ranks))
+        self.lateness.add([*whole], ranks, late)
+        if self._line is not None and hosts:
+            latest = worst(late, range(len(ranks)))
+            mean = sum(max(sum(record[4]) for record in records.values()) for records in whole.values()) / len(whole)
+            self._line.late(latest, hosts[latest.rank], mean)
 
     def totals(self, seconds: float) -> RunTotals:
         """Return the totals of all steps, after `seconds` of running."""
@@ -76,6 +99,7 @@ class MetricsWriter:
             step_seconds={part: spent / max(self._steps, 1) for part, spent in self._seconds.items()},
             rank_seconds=[{part: ranks[part] / ranks["steps"] for part in PARTS} for _, ranks in sorted(self._ranks.items())],
             rank_work=unequal(self._work),
+            rank_late=self.lateness.means(),
         )
 
     def close(self, total: int | None) -> None:

@@ -123,6 +123,7 @@ def test_the_summary_has_every_field(tmp_path: Path) -> None:
         *(
             "rank_seconds",
             "rank_work",
+            "rank_late",
             "bytes_sent",
             "codecs",
             "parameters_sha256",
@@ -134,6 +135,7 @@ def test_the_summary_has_every_field(tmp_path: Path) -> None:
             "places",
             "axes",
             "memory",
+            "untold",
             "pipelines",
             "results",
         ),

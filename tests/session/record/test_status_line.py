@@ -6,6 +6,7 @@ import io
 
 import pytest
 
+from paceline.session.record.lateness import RankLateness
 from paceline.session.record.status_line import FinishedStep, StatusLine, describe, spoken
 from tests.harness.clocks import Clock
 
@@ -75,3 +76,18 @@ def test_on_a_terminal_one_line_is_kept_up_to_date() -> None:
     assert "\x1b[" in text or "\r" in text
     assert text.rstrip("\x1b[?25h\n").count("\n") <= 1
     assert "step 3" in text
+
+
+def test_who_is_late_is_shown_as_long_as_it_matters() -> None:
+    out, clock = io.StringIO(), Clock()
+    line = StatusLine(out, clock=clock)
+    late = RankLateness(2, {"compute": 0.001, "reading": 0.04})
+    line.late(late, "c", 0.1)
+    line.step(beat(1), None)
+    clock.now += 1.1
+    line.late(late, "c", 1.0)  # 4 % of a step
+    line.step(beat(2), None)
+    clock.now += 1.1
+    line.late(RankLateness(2, {"compute": 0.0005}), "c", 0.001)  # half a millisecond
+    line.step(beat(3), None)
+    assert [text.endswith("  rank 2 on c late 41%: data loading") for text in out.getvalue().splitlines()] == [True, False, False]

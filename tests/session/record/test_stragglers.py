@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import hashlib
 import json
+import os
 import random
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from paceline.cluster.mesh import Mesh
+from paceline.observe.report import report
 from paceline.session.record import stragglers
+from paceline.session.record.causes import CAUSES, MEASURED, REMEDIES, WORDS
 from paceline.session.record.stragglers import AGAIN, FLUSHES, PAUSE, StragglerSensor
 from paceline.session.run import Run
 from tests.harness.jobs import Jobs
@@ -34,8 +46,8 @@ def flush(
 
 ALIKE, SLOW = (0.1, 0.1, 0.1, 0.1), (0.1, 0.1, 0.15, 0.1)
 LINE = (
-    "rank 2 on b makes the others wait: 50.0 ms in each step, 31% of it. See what else runs there; if it is a slower machine and the "
-    "shares are equal now, deal by speed: prepare(..., shares=[1, 1, 0.67, 1])"
+    "rank 2 on b makes the others wait: 50.0 ms in each step, 31% of it, for compute. See what else runs there; if it is a slower machine "
+    "and the shares are equal now, deal by speed: prepare(..., shares=[1, 1, 0.67, 1])"
 )
 
 
@@ -56,6 +68,17 @@ def test_workers_with_the_same_samples_have_one_share() -> None:
 
 def test_slow_data_are_work_too() -> None:
     assert flush(StragglerSensor(), *SLOW, times=FLUSHES, data=0.05) == [LINE]
+
+
+@pytest.mark.parametrize("cause", MEASURED)
+def test_the_cause_is_named_with_what_helps(cause: str) -> None:
+    """Rank 2 is 50 ms late, 40 of them for the cause; all have 5 ms of each, which isn't late."""
+    found, said = StragglerSensor(), []
+    for _ in range(FLUSHES):
+        measured = [[5000 + 40_000 * (rank == 2 and each == cause) for each in MEASURED] for rank in range(4)]
+        steps = [[[mine - 0.005, 0.01, 0.15 - mine, 0.005]] * 10 for mine in SLOW]
+        said.append(found.take(range(4), steps, HOSTS, [[each] * 10 for each in measured]))
+    assert said[-1] == f"rank 2 on b makes the others wait: 50.0 ms in each step, 31% of it, for {WORDS[cause]}. {REMEDIES[cause]}"
 
 
 def test_those_who_are_alike_are_not_named_whatever_the_noise() -> None:
@@ -88,7 +111,7 @@ def test_a_fast_worker_is_no_reason_to_name_the_others() -> None:
 
 def test_the_workers_of_a_host_are_named_together() -> None:
     (line,) = flush(StragglerSensor(), 0.1, 0.1, 0.2, 0.21, times=20)
-    assert line.startswith("the workers of b (ranks 2, 3) make the others wait: 105.0 ms in each step, 48% of it. ")
+    assert line.startswith("the workers of b (ranks 2, 3) make the others wait: 105.0 ms in each step, 48% of it, for compute. ")
     (line,) = flush(StragglerSensor(), 0.1, 0.2, 0.1, 0.1, 0.2, hosts=("a", "a", "b", "b", "c"), times=20)
     assert line.startswith("ranks 1, 4 on a, c make the others wait: 100.0 ms")
 
@@ -174,8 +197,85 @@ def test_in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [event.partition(" wait:")[0] for event in events] == ["rank 1 on here makes the others"]
 
 
+class Slow(Dataset[Tensor]):
+    """Samples, each of which takes a while to load on the rank that is `slow`."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> Tensor:
+        time.sleep(self.seconds)
+        return torch.full((4,), float(index), dtype=torch.float64)
+
+
+def burn() -> None:
+    """Use a processor for some milliseconds, without Python's lock."""
+    hashlib.pbkdf2_hmac("sha256", b"all the same", b"work", 10_000)
+
+
+def litter() -> None:
+    """Leave garbage that only a search finds, and search for it."""
+    gc.disable()
+    for _ in range(100_000):
+        knot: list[Any] = []
+        knot.append(knot)
+    gc.enable()
+    gc.collect()
+
+
+@contextlib.contextmanager
+def crowded() -> Iterator[None]:
+    """Leave this thread, for the rest of its life, a tenth of a processor, whose rest a program takes that never rests."""
+    core = min(os.sched_getaffinity(0))
+    program = f"import os; os.sched_setaffinity(0, [{core}]); print(flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline()
+        os.sched_setaffinity(0, [core])
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        try:
+            yield
+        finally:
+            other.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cause", ["compute", "reading", "collection", "stolen"])
+def test_planted_causes_are_told_apart(tmp_path: Path, cause: str) -> None:
+    """Three ranks with different samples do the same; rank 1 has more to do, or the same with something in its way."""
+
+    def train(run: Run) -> None:
+        torch.manual_seed(0)
+        here = run.rank == 1
+        model = nn.Linear(4, 1).double()
+        loader = DataLoader(Slow(0.03 if here and cause == "reading" else 0.0), batch_size=6)
+        model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.001), loader)
+        with crowded() if here and cause == "stolen" else contextlib.nullcontext():
+            for _ in run.epochs(3):
+                for x in loader:
+                    burn()
+                    if here and cause == "compute":
+                        time.sleep(0.06)
+                    if here and cause == "collection":
+                        litter()
+                    model(x).pow(2).mean().backward()
+                    optimizer.step()
+
+    workers(3, train, folder=tmp_path)
+    late = json.loads((tmp_path / "test/summary.json").read_text())["rank_late"]
+    assert [sorted(rank) for rank in late] == [sorted(CAUSES)] * 3
+    assert max(range(3), key=lambda rank: sum(late[rank].values())) == 1, late
+    assert max(late[1], key=late[1].__getitem__) == cause, late
+    drawn = [event["name"] for event in json.loads((tmp_path / "test/trace.json").read_text())["traceEvents"] if event.get("cat") == "late"]
+    assert WORDS[cause] in drawn
+    assert WORDS[cause] in report(tmp_path / "test").partition("and why:")[2].partition("\n\n")[0]
+
+
 CUT = """
 import time
+from paceline.observe.report import report
 from paceline.session.record import stragglers
 stragglers.SECONDS = 0.2
 with pl.start(name="cut", mesh="tensor") as run:

@@ -13,7 +13,8 @@ import pytest
 from paceline.cluster.mesh import Mesh
 from paceline.comm.agreement import Agreement
 from paceline.comm.threads import ThreadGroup, spawn
-from paceline.session.record.timeline import ClockOffset, compare, gather, merge, offsets, write
+from paceline.session.record.lateness import RankLateness
+from paceline.session.record.timeline import ClockOffset, compare, gather, mark_late, merge, offsets, write
 from paceline.trace import Served, Span
 
 
@@ -150,3 +151,18 @@ def test_servers_are_beside_the_ranks() -> None:
     (work,) = [event for event in mine if event["ph"] == "X"]
     assert (work["name"], work["ts"], work["dur"], work["args"]["step"]) == ("push", 1.0, 2.0, 3)
     assert [(event["ts"], event["args"]) for event in mine if event["ph"] == "C"] == [(2.0, {"messages": 2})]
+
+
+def test_who_was_late_is_drawn_at_the_end_of_its_turns_with_the_cause() -> None:
+    ms = 10**6
+    spans = {
+        rank: [span("turn", "step", 0, 40 * ms), span("turn", "step", 50 * ms, 100 * ms), span("turn", "step", 200 * ms, 300 * ms, 1)]
+        for rank in (0, 1)
+    }
+    late = {
+        1: [RankLateness(1, {"stolen": 0.02, "reading": 0.001})],
+        2: [RankLateness(0, {"compute": 0.005}), RankLateness(1, {"compute": 0.02})],
+    }
+    found = mark_late(spans, late)
+    assert found[0] == spans[0]  # 5 ms of 100 are not worth it
+    assert found[1][3:] == [span("stolen processor", "late", 79 * ms, 100 * ms), span("compute", "late", 280 * ms, 300 * ms, 1)]

@@ -1,0 +1,150 @@
+"""What interrupts a worker in its step: garbage collection, a processor that others have, pages that are read from the disk.
+
+Each is read from counters of the thread that trains, which the kernel and Python keep anyway:
+
+    garbage collection   Python calls back before and after each one: seconds of the processor inside of it
+    stolen processor     /proc/self/task/N/schedstat: the thread could run and didn't, as another one ran or a quota was used up;
+                         and, where this is a virtual machine, what its host says in /proc/stat, which is read once a second
+    swapping             major page faults; while there are any, the time for which the thread neither ran nor could
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import resource
+import threading
+import time
+from io import FileIO
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from paceline.trace import Trace
+
+PROC: Final = Path("/proc")
+LONG_NS: Final = 1_000_000  # a garbage collection that is worth a span
+FAULT_SECONDS: Final = 0.01  # the most that one page is taken to have been waited for
+_EVERY = 1.0  # seconds between two looks at what the host of a virtual machine takes
+_WHO = getattr(resource, "RUSAGE_THREAD", None)
+
+
+class Interruptions(NamedTuple):
+    """Seconds of a stretch of time in which a worker was interrupted; they don't overlap."""
+
+    collection: float = 0.0
+    stolen: float = 0.0
+    paging: float = 0.0
+
+    def __add__(self, other: Any) -> Interruptions:
+        return Interruptions(self.collection + other.collection, self.stolen + other.stolen, self.paging + other.paging)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all."""
+        return self.collection + self.stolen + self.paging
+
+
+class _Counters(NamedTuple):
+    """The counters of a thread."""
+
+    ran: float = 0.0  # seconds
+    delayed: float = 0.0  # seconds
+    faults: int = 0
+
+
+class InterruptionMeter:
+    """Measures by what the thread that calls `take` is interrupted, from its first call on; `trace` is told of long collections."""
+
+    def __init__(self, trace: Trace, proc: Path = PROC) -> None:
+        self._trace, self._proc = trace, proc
+        self._thread = 0
+        self._process = os.getpid()
+        self._schedstat: FileIO | None = None
+        self._closed = False
+        self._then = _Counters()
+        self._collected = 0.0  # seconds since the last `take`
+        self._collecting: tuple[float, int] | None = None  # when the one under way began, by the two clocks
+        self._looked, self._ticks = 0.0, 0
+
+    @property
+    def untold(self) -> tuple[str, ...]:
+        """The causes that can't be told on this machine; their time counts as compute or data loading."""
+        told = Path(self._proc, "self/schedstat").exists()
+        return (*(() if told else ("stolen",)), *(() if _WHO is not None else ("paging",)))
+
+    def take(self, seconds: float) -> Interruptions:
+        """Return what has interrupted this thread since the last call, as far as it fits in `seconds` of its own work since then."""
+        if self._closed:
+            return Interruptions()
+        if threading.get_ident() != self._thread:
+            self._follow()
+            return Interruptions()
+        now, then = self._read(), self._then
+        self._then = now
+        collection, self._collected = min(self._collected, seconds), 0.0
+        delayed = now.delayed - then.delayed
+        stolen = min(delayed + self._from_outside(), seconds - collection)
+        paging = 0.0
+        if now.faults > then.faults:
+            idle = seconds - (now.ran - then.ran) - delayed
+            paging = max(0.0, min(idle, (now.faults - then.faults) * FAULT_SECONDS, seconds - collection - stolen))
+        return Interruptions(collection, stolen, paging)
+
+    def close(self) -> None:
+        """Measure nothing more."""
+        self._closed = True
+        with contextlib.suppress(ValueError):
+            gc.callbacks.remove(self._collects)
+        if self._schedstat is not None:
+            self._schedstat.close()
+            self._schedstat = None
+
+    def _follow(self) -> None:
+        """Measure the thread that calls this."""
+        if self._collects not in gc.callbacks:
+            gc.callbacks.append(self._collects)
+        if self._schedstat is not None:
+            self._schedstat.close()
+            self._schedstat = None
+        self._thread = threading.get_ident()
+        with contextlib.suppress(OSError):  # `untold` says so
+            self._schedstat = FileIO(str(self._proc / f"self/task/{threading.get_native_id()}/schedstat"))
+        self._collected, self._then = 0.0, self._read()
+        self._looked, self._ticks = time.monotonic(), self._outside()
+
+    def _read(self) -> _Counters:
+        delayed = 0.0
+        if self._schedstat is not None:
+            delayed = int(os.pread(self._schedstat.fileno(), 64, 0).split()[1]) * 1e-9
+        faults = 0 if _WHO is None else resource.getrusage(_WHO).ru_majflt
+        return _Counters(time.thread_time(), delayed, faults)
+
+    def _from_outside(self) -> float:
+        """Return the seconds that the host of this machine took from one processor, once a second."""
+        now = time.monotonic()
+        if now - self._looked < _EVERY:
+            return 0.0
+        self._looked, before, self._ticks = now, self._ticks, self._outside()
+        return (self._ticks - before) / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
+
+    def _outside(self) -> int:
+        """Return the ticks that the host of this machine has taken from all its processors, ever."""
+        try:
+            with (self._proc / "stat").open("rb") as file:
+                return int(file.readline().split()[8])
+        except (OSError, IndexError, ValueError):
+            return 0
+
+    def _collects(self, phase: str, info: dict[str, int]) -> None:
+        """Note that Python begins, or ends, to search for garbage."""
+        if threading.get_ident() != self._thread:
+            return
+        if phase == "start":
+            self._collecting = time.thread_time(), time.perf_counter_ns()
+        elif self._collecting is not None:
+            (ran, began), self._collecting = self._collecting, None
+            self._collected += time.thread_time() - ran
+            now = time.perf_counter_ns()
+            if now - began >= LONG_NS and os.getpid() == self._process:  # and not a reader's, which was forked
+                self._trace.record(f"generation {info['generation']}", "collection", began, now)
