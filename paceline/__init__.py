@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from paceline.parallel.tensor.cut import tensor
     from paceline.parallel.tensor.styles import column, row, sequence, summed, vocab
     from paceline.session.load import load
+    from paceline.session.probe.cluster_probe import probe
     from paceline.session.run import Run
     from paceline.session.start import start
     from paceline.sync.allreduce import AllReduce
@@ -84,6 +85,7 @@ __all__ = [
     "nesterov",
     "pipeline",
     "powersgd",
+    "probe",
     "randomk",
     "row",
     "scattered",
@@ -115,6 +117,7 @@ _NAMES: Final = {
     "paceline.parallel.tensor.styles": ("column", "row", "sequence", "summed", "vocab"),
     "paceline.fault.export": ("state_dict",),
     "paceline.session.load": ("load",),
+    "paceline.session.probe.cluster_probe": ("probe",),
     "paceline.session.run": ("Run",),
     "paceline.session.start": ("start",),
     "paceline.sync.allreduce": ("AllReduce",),

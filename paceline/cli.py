@@ -12,13 +12,15 @@ import typer
 from typer.core import TyperCommand
 
 import paceline
-from paceline import notation
+from paceline import notation, options
 from paceline.cluster import mesh as shape
+from paceline.cluster import topology_file
 from paceline.cluster.discover import environment
 from paceline.cluster.launcher import launch, output
 from paceline.cluster.launcher.request import LaunchRequest
 from paceline.errors import PacelineError, UsageError
 from paceline.formatting import sized
+from paceline.session.probe.dtypes import check as check_dtypes
 from paceline.session.record import folder as folders
 
 app = typer.Typer(
@@ -35,24 +37,6 @@ bench = typer.Typer(help="Measure what this machine can do.", no_args_is_help=Tr
 app.add_typer(bench, name="bench")
 
 BENCH, APPS = Path(__file__).parent / "bench", Path(__file__).parent / "apps"
-Workers = Annotated[int, typer.Option("--workers", "-n", help="Workers on this host.")]
-Threads = Annotated[int | None, typer.Option(help="Threads of each worker; default: its part of the cores, or OMP_NUM_THREADS.")]
-Script = Annotated[Path, typer.Argument(help="The training script; what stands after it belongs to the script.")]
-Arguments = Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")]
-Name = Annotated[str | None, typer.Option(help="Name of the run folder; default: the date and time.")]
-Servers = Annotated[int | None, typer.Option(help="Parameter servers, for a strategy that has them; default: one on each host.")]
-Backend = Annotated[str | None, typer.Option(help="For scripts that use torch.distributed: 'paceline' is what they get instead of Gloo.")]
-Sync = Annotated[str | None, typer.Option(help="Strategy as text, such as 'AllReduce(via=\"ring\")'; replaces the script's own.")]
-
-Mesh = Annotated[str | None, typer.Option(help="The workers as a grid, such as 'data=2, tensor=2'; replaces the script's own.")]
-Cut = Annotated[str | None, typer.Option(help="Cuts of the model as text, such as 'shard(\"blocks.*\")'; they replace the script's own.")]
-MinWorkers = Annotated[int | None, typer.Option(help="Go on when workers die, as long as there are so many in all.")]
-Restarts = Annotated[
-    int, typer.Option(help="How often workers of all hosts start again after a loss; with --min-workers: how many of each host.")
-]
-Patience = Annotated[
-    float, typer.Option(help="Seconds to wait for others: below --min-workers, after the loss of a host, or when cut off from the others.")
-]
 
 
 def _show_version(asked: bool) -> None:
@@ -71,26 +55,26 @@ def root(*, version: Version = False) -> None:
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
-    script: Script,
-    args: Arguments = None,
+    script: options.Script,
+    args: options.Arguments = None,
     *,
-    workers: Workers = 1,
-    hosts: Annotated[int, typer.Option(help="Hosts in the job; run the same line on each.")] = 1,
-    join: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where hosts meet: the first host, and a free port there.")] = None,
-    host_rank: Annotated[int | None, typer.Option(help="Number of this host, from 0; default: found out when they meet.")] = None,
-    secret_file: Annotated[Path | None, typer.Option(help="The job's secret (mode 0600), the same on every host.")] = None,
-    threads: Threads = None,
-    interface: Annotated[str | None, typer.Option(help="Network interface, by name or address; default: the route to the others.")] = None,
-    sync: Sync = None,
-    mesh: Mesh = None,
-    cut: Cut = None,
-    name: Name = None,
-    placement: Annotated[str, typer.Option(help="How ranks are dealt to hosts: block, or round-robin; the same on all hosts.")] = "block",
-    min_workers: MinWorkers = None,
-    restarts: Restarts = 0,
-    patience: Patience = 600.0,
-    servers: Servers = None,
-    backend: Backend = None,
+    workers: options.Workers = 1,
+    hosts: options.Hosts = 1,
+    join: options.Join = None,
+    host_rank: options.HostRank = None,
+    secret_file: options.SecretFile = None,
+    threads: options.Threads = None,
+    interface: options.Nic = None,
+    sync: options.Sync = None,
+    mesh: options.Mesh = None,
+    cut: options.Cut = None,
+    name: options.Name = None,
+    placement: options.Dealing = "block",
+    min_workers: options.MinWorkers = None,
+    restarts: options.Restarts = 0,
+    patience: options.Patience = 600.0,
+    servers: options.Servers = None,
+    backend: options.Backend = None,
 ) -> None:
     """Start the workers of this host, and watch them to the end."""
     job = LaunchRequest(
@@ -127,15 +111,44 @@ def _start(job: LaunchRequest, given: Mapping[str, str] | None = None) -> int:
     return launch.run(job, {**environment(), **(given or {})})
 
 
+@app.command()
+def probe(
+    *,
+    workers: options.Workers = 1,
+    hosts: options.Hosts = 1,
+    join: options.Join = None,
+    host_rank: options.HostRank = None,
+    secret_file: options.SecretFile = None,
+    threads: options.Threads = None,
+    interface: options.Nic = None,
+    placement: options.Dealing = "block",
+    dtypes: options.Dtypes = "float32,bfloat16",
+    out: options.Measured = Path("cluster.json"),
+) -> None:
+    """Measure what each worker computes and each link carries, say what is odd, and write it all to a file."""
+    args = _probing(dtypes, out, here=hosts == 1)
+    meeting = {"join": join, "host_rank": host_rank, "secret_file": secret_file, "placement": placement}
+    given = {} if interface is None else {"PACELINE_INTERFACE": interface}
+    raise typer.Exit(_measure("probe.py", args, workers, threads, given=given, hosts=hosts, bare=True, **meeting))
+
+
+def _probing(dtypes: str, out: Path, *, here: bool) -> tuple[str, ...]:
+    """Return the arguments of the script that measures a cluster; `here` says that the file will be written on this host."""
+    check_dtypes(dtypes.split(","))
+    if here:
+        topology_file.check_target(out)
+    return ("--dtypes", dtypes, "--out", str(out.absolute()))
+
+
 @app.command(context_settings={"allow_interspersed_args": False})
 def layout(
-    script: Script,
-    args: Arguments = None,
+    script: options.Script,
+    args: options.Arguments = None,
     *,
-    workers: Workers = 1,
-    sync: Sync = None,
-    mesh: Mesh = None,
-    cut: Cut = None,
+    workers: options.Workers = 1,
+    sync: options.Sync = None,
+    mesh: options.Mesh = None,
+    cut: options.Cut = None,
 ) -> None:
     """Show what each worker would hold of a script's model, and train nothing."""
     from rich.console import Console
@@ -154,7 +167,7 @@ def layout(
 @app.command()
 def demo(
     *,
-    workers: Workers = 2,
+    workers: options.Workers = 2,
     steps: Annotated[int, typer.Option(help="Steps that all workers train.")] = 800,
     alone: Annotated[int, typer.Option(help="Steps that one worker trains, to compare.")] = 150,
     folder: Annotated[str, typer.Option(help="Where run folders go.")] = "runs",
@@ -184,7 +197,7 @@ def generate(
     temperature: Annotated[float, typer.Option(help="How freely tokens are drawn; 0 is --greedy.", min=0)] = 0.8,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")] = False,
     seed: Annotated[int | None, typer.Option(help="Draws the same tokens each time; default: others each time.")] = None,
-    threads: Threads = None,
+    threads: options.Threads = None,
 ) -> None:
     """Write text with the model of a run, cut in any way."""
     from paceline.observe.choosing import choose
@@ -206,8 +219,8 @@ def generate(
 @bench.command()
 def collectives(
     *,
-    workers: Workers = 2,
-    threads: Threads = None,
+    workers: options.Workers = 2,
+    threads: options.Threads = None,
     sizes: Annotated[str, typer.Option(help="Sizes of the tensors, with KB or MB.")] = "4KB,256KB,1MB,8MB,33MB",
     via: Annotated[
         str, typer.Option(help="Ways to all-reduce: native, or names of schedules.")
@@ -231,16 +244,16 @@ def collectives(
 @bench.command()
 def training(
     *,
-    workers: Workers = 2,
-    threads: Threads = None,
+    workers: options.Workers = 2,
+    threads: options.Threads = None,
     model: Annotated[Literal["small", "medium"], typer.Option(help="0.9 M or 19 M parameters.")] = "small",
     batch: Annotated[int, typer.Option(help="Samples in a step, for each worker.", min=1)] = 12,
     steps: Annotated[int, typer.Option(help="Steps to measure.", min=1)] = 60,
-    sync: Sync = None,
+    sync: options.Sync = None,
 ) -> None:
     """Measure a training step: with the exchange, and without."""
     args = ("--model", model, "--batch", str(batch), "--steps", str(steps))
-    raise typer.Exit(_measure("training.py", args, workers, threads, sync))
+    raise typer.Exit(_measure("training.py", args, workers, threads, sync=sync))
 
 
 @bench.command()
@@ -262,10 +275,13 @@ def pipeline(
     pipelines.show(draw, (forward, backward, transfer), Console(width=width, highlight=False))
 
 
-def _measure(script: str, args: Sequence[str], workers: int, threads: int | None, sync: str | None = None) -> int:
-    """Run a script of paceline/bench on the workers, with run folders that go when it ends."""
+def _measure(
+    script: str, args: Sequence[str], workers: int, threads: int | None, *, given: Mapping[str, str] | None = None, **fields: Any
+) -> int:
+    """Run a script of paceline/bench on the workers, with run folders that go when it ends; `fields` are more of `LaunchRequest`."""
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        return _start(LaunchRequest(str(BENCH / script), (*args, "--folder", folder), workers, threads=threads, sync=sync))
+        job = LaunchRequest(str(BENCH / script), (*args, "--folder", folder), workers, threads=threads, **fields)
+        return _start(job, given)
 
 
 class ScriptLast(TyperCommand):
@@ -289,18 +305,18 @@ class ScriptLast(TyperCommand):
 @lab.command("run", cls=ScriptLast, context_settings={"allow_interspersed_args": False})
 def run_in_lab(
     cluster: Annotated[str, typer.Argument(help="A ready-made cluster, or a .toml file.")],
-    script: Script,
-    args: Arguments = None,
+    script: options.Script,
+    args: options.Arguments = None,
     *,
     fault: Annotated[list[str] | None, typer.Option(help="What is to go wrong, such as 'kill(rank=2, step=5)'; may be repeated.")] = None,
-    sync: Sync = None,
-    mesh: Mesh = None,
-    cut: Cut = None,
-    name: Name = None,
+    sync: options.Sync = None,
+    mesh: options.Mesh = None,
+    cut: options.Cut = None,
+    name: options.Name = None,
     placement: Annotated[str | None, typer.Option(help="How ranks are dealt to hosts; default: what the cluster says.")] = None,
-    min_workers: MinWorkers = None,
-    restarts: Restarts = 0,
-    patience: Patience = 600.0,
+    min_workers: options.MinWorkers = None,
+    restarts: options.Restarts = 0,
+    patience: options.Patience = 600.0,
 ) -> None:
     """Build a cluster, run a script on all of its hosts, and take the cluster down."""
     from paceline.lab import terminal
@@ -320,6 +336,27 @@ def run_in_lab(
         show=True,
     )
     raise typer.Exit(terminal.run(cluster, placement, start))
+
+
+@lab.command("probe")
+def probe_in_lab(
+    cluster: Annotated[str, typer.Argument(help="A ready-made cluster, or a .toml file.")],
+    *,
+    dtypes: options.Dtypes = "float32,bfloat16",
+    out: options.Measured = Path("cluster.json"),
+) -> None:
+    """Build a cluster, measure it as `paceline probe` does, and take it down."""
+    from paceline.lab import terminal
+    from paceline.lab.running import LabRequest
+    from paceline.observe.cluster import describe
+
+    args = _probing(dtypes, out, here=True)
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+        start = LabRequest(str(BENCH / "probe.py"), (*args, "--quiet", "--folder", folder), show=True)
+        code = terminal.run(cluster, None, start, kept=False)
+    if code == 0:
+        typer.echo(describe(topology_file.read(out)))
+    raise typer.Exit(code)
 
 
 @lab.command("check")

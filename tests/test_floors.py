@@ -20,7 +20,7 @@ FLOORS = [
     {"notation"},  # below session: start(sync="...") reads it
     {"session"},
     {"lab", "observe", "compat", "backend"},
-    {"apps", "bench"},
+    {"apps", "bench", "options"},
     {"cli"},
     {"__main__"},
 ]

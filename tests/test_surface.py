@@ -49,6 +49,7 @@ NAMES = [
     "nesterov",
     "pipeline",
     "powersgd",
+    "probe",
     "randomk",
     "row",
     "scattered",
@@ -70,6 +71,7 @@ COMMANDS = {
     "run": "script args --workers --hosts --join --host-rank --secret-file --threads --interface --sync --mesh --cut --name --placement"
     " --min-workers --restarts --patience --servers --backend",
     "lab run": "cluster script args --fault --sync --mesh --cut --name --placement --min-workers --restarts --patience",
+    "lab probe": "cluster --dtypes --out",
     "lab check": "",
     "lab shell": "host command --lab",
     "lab clean": "",
@@ -78,6 +80,7 @@ COMMANDS = {
     "bench collectives": "--workers --threads --sizes --via --seconds --draw",
     "bench pipeline": "--draw --forward --backward --transfer",
     "bench training": "--workers --threads --model --batch --steps --sync",
+    "probe": "--workers --hosts --join --host-rank --secret-file --threads --interface --placement --dtypes --out",
     "report": "folder",
     "export": "folder out --part --force",
     "layout": "script args --workers --sync --mesh --cut",

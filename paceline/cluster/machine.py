@@ -8,11 +8,15 @@ import os
 import resource
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from paceline.errors import ResourceError
 
 _MOUNT = Path("/sys/fs/cgroup")
+_PROCESSORS = Path("/sys/devices/system/cpu")
+_UNLIMITED = 1 << 60  # bytes: control groups of version 1 say so much where nothing is limited
 
 
 def cores(proc: Path = Path("/proc/self/cgroup"), mount: Path = _MOUNT) -> int:
@@ -44,13 +48,69 @@ def quota(proc: Path = Path("/proc/self/cgroup"), mount: Path = _MOUNT) -> float
     return min(limits) if limits else None
 
 
-def memory(source: Path = Path("/proc/meminfo")) -> int | None:
-    """Return the number of bytes available without swapping; None where the system doesn't say."""
+def memory(source: Path = Path("/proc/meminfo"), kind: str = "MemAvailable") -> int | None:
+    """Return the number of bytes available without swapping, or of another line; None where the system doesn't say."""
     try:
-        lines = [line.split() for line in source.read_text().splitlines() if line.startswith("MemAvailable:")]
+        lines = [line.split() for line in source.read_text().splitlines() if line.startswith(f"{kind}:")]
     except OSError:
         return None
     return 1024 * int(lines[0][1]) if lines else None
+
+
+class MemorySize(NamedTuple):
+    """Bytes of memory that this process may have in all, and that are free; 0 where the system doesn't say."""
+
+    total: int
+    free: int
+
+
+def memory_size(source: Path = Path("/proc/meminfo"), proc: Path = Path("/proc/self/cgroup"), mount: Path = _MOUNT) -> MemorySize:
+    """Return the memory of this machine, or what the limits of all enclosing cgroups (v1 and v2) leave of it.
+
+    What a cgroup holds of files counts as free where the kernel would drop it before anything else.
+    """
+    total, free = memory(source, "MemTotal") or 0, memory(source) or 0
+    for limit, used in _memory_limits(proc, mount):
+        total, free = min(total or limit, limit), min(free, max(0, limit - used))
+    return MemorySize(total, free)
+
+
+class ProcessorClock(NamedTuple):
+    """How fast the clocks of the processor go now, and at most (hertz, 0 where the system doesn't say), and what chooses that."""
+
+    now: float
+    highest: float
+    governor: str
+
+
+def clock(folder: Path = _PROCESSORS) -> ProcessorClock:
+    """Return the clock of the fastest core now: the one that computes, where others rest."""
+    cores = [path for path in folder.glob("cpu[0-9]*/cpufreq") if (path / "scaling_cur_freq").exists()]
+    try:
+        now = max((1e3 * int((core / "scaling_cur_freq").read_text()) for core in cores), default=0.0)
+        highest = max((1e3 * int((core / "cpuinfo_max_freq").read_text()) for core in cores), default=0.0)
+        governors = sorted({(core / "scaling_governor").read_text().strip() for core in cores})
+    except (OSError, ValueError):
+        return ProcessorClock(0.0, 0.0, "")
+    return ProcessorClock(now, highest, ", ".join(governors))
+
+
+def processor(source: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the name of the processor's model; empty where the system doesn't say."""
+    try:
+        lines = [line.partition(":")[2].strip() for line in source.read_text().splitlines() if line.startswith("model name")]
+    except OSError:
+        return ""
+    return lines[0] if lines else ""
+
+
+def boot() -> str:
+    """Return what is the same for all processes of this machine until it is started again, also in containers."""
+    try:
+        mark = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        mark = socket.gethostname()
+    return hashlib.sha256(mark.encode()).hexdigest()[:16]
 
 
 def fingerprint() -> str:
@@ -92,3 +152,30 @@ def _limit(*files: Path) -> float | None:
     if len(words) != 2 or words[0] in {"max", "-1"}:
         return None
     return int(words[0]) / int(words[1])
+
+
+def _memory_limits(proc: Path, mount: Path) -> Iterator[tuple[int, int]]:
+    """Yield the limit of each enclosing cgroup that has one, and what is used of it, in bytes."""
+    try:
+        lines = [line.split(":", 2) for line in proc.read_text().splitlines()]
+    except OSError:
+        return
+    for _, controllers, path in lines:
+        if not controllers:
+            names, root = ("memory.max", "memory.current", "inactive_file"), mount
+        elif "memory" in controllers.split(","):
+            names, root = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"), mount / "memory"
+        else:
+            continue
+        for folder in _enclosing(root, path):
+            try:
+                limit, used = ((folder / name).read_text().strip() for name in names[:2])
+                if limit != "max" and int(limit) < _UNLIMITED:
+                    yield int(limit), int(used) - _counted(folder / "memory.stat", names[2])
+            except OSError:
+                continue
+
+
+def _counted(file: Path, name: str) -> int:
+    """Return the number beside a name in a file of such lines; 0 where it isn't there."""
+    return next((int(line.split()[1]) for line in file.read_text().splitlines() if line.split()[0] == name), 0)

@@ -11,9 +11,12 @@ import struct
 import sys
 import termios
 
+from paceline.cluster.topology import Interface
 from paceline.errors import PlaceError
 
-_SIOCGIFCONF = 0x8912  # linux/sockios.h
+_SIOCGIFCONF, _SIOCGIFNETMASK, _SIOCETHTOOL = 0x8912, 0x891B, 0x8946  # linux/sockios.h
+_SETTINGS = struct.Struct("=IIIHBBBBBBIIHBBIII")  # struct ethtool_cmd; the speed (Mbit/s) is in two halves
+_GET_SETTINGS, _UNKNOWN_SPEED = 1, 0xFFFF_FFFF
 _IFREQ_BYTES = 40  # struct ifreq on 64-bit Linux: 16 of name, 24 of address
 _MOST_INTERFACES = 256
 
@@ -33,6 +36,31 @@ def interfaces() -> dict[str, str]:
         name = raw[start : start + 16].split(b"\0", 1)[0].decode()
         addresses.setdefault(name, socket.inet_ntoa(raw[start + 20 : start + 24]))
     return addresses
+
+
+def described() -> tuple[Interface, ...]:
+    """Return the interfaces of this machine that are up, loopback left out."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for name, address in interfaces().items():
+            if loopback(address):
+                continue
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFNETMASK, struct.pack("16s24x", name.encode()))
+            network = ipaddress.ip_network(f"{address}/{socket.inet_ntoa(answer[20:24])}", strict=False)
+            found.append(Interface(name, address, str(network), 1e6 * _megabits(probe, name)))
+    return tuple(found)
+
+
+def _megabits(probe: socket.socket, name: str) -> int:
+    """Ask the driver of an interface for its speed; 0 where it doesn't say."""
+    settings = array.array("B", _SETTINGS.pack(_GET_SETTINGS, *[0] * 17))
+    try:
+        fcntl.ioctl(probe.fileno(), _SIOCETHTOOL, struct.pack("16sP16x", name.encode(), settings.buffer_info()[0]))
+    except OSError:
+        return 0
+    fields = _SETTINGS.unpack(settings.tobytes())
+    speed = fields[3] | fields[12] << 16
+    return 0 if speed in (0xFFFF, _UNKNOWN_SPEED) else int(speed)
 
 
 def resolve(host: str) -> list[str]:

@@ -21,8 +21,11 @@ from paceline.lab.description import Description, Placement, find, spell
 _SHELL: Final = "/bin/sh"
 
 
-def run(cluster: str, placement: str | None, start: running.LabRequest) -> int:
-    """Build the cluster, run it all, take the cluster down; the exit code is the one that `paceline run` gives."""
+def run(cluster: str, placement: str | None, start: running.LabRequest, *, kept: bool = True) -> int:
+    """Build the cluster, run it all, take the cluster down; the exit code is the one that `paceline run` gives.
+
+    `kept`: the run's folder stays, so it is named.
+    """
     from paceline.lab.hosts import Cluster
 
     description = find(cluster)
@@ -40,7 +43,7 @@ def run(cluster: str, placement: str | None, start: running.LabRequest) -> int:
             outcome = built.perform(start)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    if outcome.folder is not None:
+    if kept and outcome.folder is not None:
         print(f"paceline: the run's folder is {_short(outcome.folder)}", file=sys.stderr, flush=True)
     return outcome.code
 

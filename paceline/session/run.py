@@ -159,6 +159,11 @@ class Run:
         return self._view.is_first
 
     @property
+    def survives(self) -> bool:
+        """Whether the run goes on when workers are lost (`paceline run --min-workers`)."""
+        return self._survival is not None
+
+    @property
     def turn(self) -> Turn | None:
         """The turn under way of a loader; None outside of loops."""
         return self._loop.turn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.cluster.topology import HostRanks, Topology
+from paceline.cluster.topology import Device, DeviceSpeed, HostLink, HostRanks, Topology
 
 DEALT = Topology((HostRanks("a", (0, 2, 4), "10.0.0.1"), HostRanks("b", (1, 3), "10.0.0.2")))
 
@@ -24,3 +24,13 @@ def test_a_part_of_the_workers_is_numbered_anew() -> None:
 def test_a_rank_that_is_not_there_has_no_host() -> None:
     with pytest.raises(IndexError):
         DEALT.of(5)
+
+
+def test_what_was_measured_is_found_by_rank_and_host() -> None:
+    fast, slow = (Device("cpu", speeds=(DeviceSpeed("float32", flops),)) for flops in (4e10, 1e10))
+    link = HostLink(0, 1, 1e-4, 1e8)
+    measured = Topology((HostRanks("a", (0, 2), "10.0.0.1", 2, (fast, slow)), HostRanks("b", (1,), "10.0.0.2", 1, (slow,))), (link,))
+    assert measured.device(2) is slow and measured.device(0) is fast
+    assert measured.speeds() == (1.0, 0.25, 0.25) and measured.speeds("float64") == ()
+    assert measured.link(0, 1) is link and measured.link(1, 0) is None
+    assert DEALT.device(0) is None and DEALT.speeds() == () and Topology(()).speeds() == ()

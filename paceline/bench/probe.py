@@ -1,0 +1,36 @@
+"""Measures all workers and links, and writes cluster.json: the script of `paceline probe` and `paceline lab probe`."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import paceline as pl
+from paceline.cluster import topology_file
+from paceline.observe.cluster import describe
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtypes", default="float32,bfloat16", help="dtypes of matrices")
+    parser.add_argument("--out", type=Path, default=Path("cluster.json"), help="the file to write, on the host of the first worker")
+    parser.add_argument("--quiet", action="store_true", help="show no table")
+    parser.add_argument("--folder", default="runs", help="where run folders go")
+    options = parser.parse_args()
+
+    with pl.start(folder=options.folder, trace="off") as run:
+        if run.is_first:
+            topology_file.check_target(options.out)
+        began = time.perf_counter()
+        topology = pl.probe(run, dtypes=options.dtypes.split(","))
+        seconds = run.mean(time.perf_counter() - began)
+        if run.is_first:
+            topology_file.write(options.out, topology)
+        if not options.quiet:
+            run.print(describe(topology))
+        run.print(f"measured in {seconds:.1f} s, written to {options.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""What is odd about a measured cluster, in words: what a user would want to mend before training."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from typing import Final
+
+from paceline.cluster import network
+from paceline.cluster.topology import Device, HostLink, HostRanks, Interface, Topology
+from paceline.formatting import counted
+
+SLOW_DEVICE: Final = 0.6  # of the fastest of its kind
+SLOW_LINK: Final = 0.2  # of the fastest
+SLOW_COPY: Final = 0.4
+LONG_LATENCY: Final = 10.0  # times what is typical
+LATE: Final = 1e-3  # seconds below which no latency is odd
+CROWDED: Final = 0.75  # of what links carry alone
+LOSES: Final = 0.9
+HELD_BACK: Final = 0.7  # of the highest clock
+ATTENDED: Final = 0.85  # of what threads, cores and quota allow
+SPREAD: Final = 0.3
+FASTER: Final = 2.0  # times: of an interface that isn't used
+
+
+def oddities(topology: Topology) -> list[str]:
+    """Return a line for each thing that is odd, the most telling first; none where all is as it should be."""
+    return [
+        *_devices(topology),
+        *_threads(topology),
+        *_clocks(topology),
+        *_links(topology),
+        *_crowds(topology),
+        *_interfaces(topology),
+        *_unsteady(topology),
+    ]
+
+
+def _measured(topology: Topology) -> list[tuple[int, HostRanks, Device]]:
+    return [(rank, host, device) for host in topology.hosts for rank, device in zip(host.ranks, host.devices, strict=False)]
+
+
+def _devices(topology: Topology) -> Iterable[str]:
+    """Tell of devices that are slower than others of their kind, and why, as far as that is known."""
+    found = _measured(topology)
+    for dtype in dict.fromkeys(speed.dtype for _, _, device in found for speed in device.speeds):
+        for kind in dict.fromkeys(device.kind for _, _, device in found):
+            best = max(device.flops(dtype) for _, _, device in found if device.kind == kind)
+            for rank, host, device in found:
+                if device.kind == kind and 0 < device.flops(dtype) < SLOW_DEVICE * best:
+                    part = device.flops(dtype) / best
+                    yield f"rank {rank} on {host.name} multiplies {dtype} at {part:.2f} of the fastest {kind}{_why(host, device, found)}"
+    for rank, host, device in found:
+        best = max(other.copied_bytes_per_second for _, _, other in found if other.kind == device.kind)
+        if 0 < device.copied_bytes_per_second < SLOW_COPY * best and not _limited(host, device):
+            part = device.copied_bytes_per_second / best
+            yield f"rank {rank} on {host.name} copies memory at {part:.2f} of the fastest {device.kind}: look at what else uses its memory"
+
+
+def _limited(host: HostRanks, device: Device) -> bool:
+    return host.quota is not None and host.quota < device.threads * len(host.ranks)
+
+
+def _why(host: HostRanks, device: Device, found: Iterable[tuple[int, HostRanks, Device]]) -> str:
+    if device.kind == "cpu" and _limited(host, device):
+        return f": a quota leaves {host.name} {host.quota:g} of a core"
+    names = {other.name for _, _, other in found if other.kind == device.kind and other.name}
+    if len(names) > 1:
+        return f": it is {device.name}, others differ"
+    most = max(other.threads for _, _, other in found)
+    if device.kind == "cpu" and device.threads < most:
+        return f": it computes with {counted(device.threads, 'thread')}, others with up to {most}"
+    return f": it had its cores {part:.0%} of the time" if (part := _attended(host, device)) < ATTENDED else ""
+
+
+def _attended(host: HostRanks, device: Device) -> float:
+    """Return for which part of the time that threads, cores and quota allow the worker had its cores; 1 where that isn't known."""
+    cores = host.cores if host.quota is None else min(host.cores, host.quota)
+    possible = min(device.threads, cores / len(host.ranks))
+    return device.attended / possible if device.kind == "cpu" and device.attended > 0 and possible > 0 else 1.0
+
+
+def _threads(topology: Topology) -> Iterable[str]:
+    """Tell of hosts, or machines, whose workers have more threads than there are cores."""
+    for host in topology.hosts:
+        wanted = sum(device.threads for device in host.devices if device.kind == "cpu")
+        if wanted > host.cores:
+            yield (
+                f"the workers of {host.name} compute with {counted(wanted, 'thread')} on {counted(host.cores, 'core')}, "
+                f"and disturb each other: give each {max(1, host.cores // len(host.ranks))} (--threads), or start fewer workers"
+            )
+    for machine in dict.fromkeys(host.machine for host in topology.hosts if host.machine):
+        hosts = [host for host in topology.hosts if host.machine == machine]
+        wanted = sum(device.threads for host in hosts for device in host.devices if device.kind == "cpu")
+        cores = hosts[0].machine_cores
+        if len(hosts) > 1 and 0 < cores < wanted:
+            yield (
+                f"{_listed(host.name for host in hosts)} are one machine with {counted(cores, 'core')}, and their workers have "
+                f"{counted(wanted, 'thread')}: they were measured one host after another, and are slower all at once"
+            )
+
+
+def _clocks(topology: Topology) -> Iterable[str]:
+    """Tell of processors that stay slow while they compute, and of workers that get no core when they could."""
+    for host in topology.hosts:
+        slow = [device for device in host.devices if 0 < device.clock_hz < HELD_BACK * device.highest_clock_hz]
+        if slow:
+            worst = min(slow, key=lambda device: device.clock_hz)
+            yield (
+                f"the processor of {host.name} stays at {worst.clock_hz / 1e9:.1f} GHz of {worst.highest_clock_hz / 1e9:.1f} while it "
+                f"computes: it saves power or is too hot (governor {worst.governor or 'unknown'}; `cpupower frequency-set -g performance`)"
+            )
+    for rank, host, device in _measured(topology):
+        if (part := _attended(host, device)) < ATTENDED:
+            yield f"rank {rank} on {host.name} had its cores {part:.0%} of the time it computed: other programs use them"
+
+
+def _links(topology: Topology) -> Iterable[str]:
+    """Tell of links between hosts that are slow, each host's in a line where all of one direction are."""
+    links = [link for link in topology.links if link.source != link.target]
+    best = max((link.bytes_per_second for link in links), default=0.0)
+    slow = [link for link in links if link.bytes_per_second < SLOW_LINK * best]
+    for index, host in enumerate(topology.hosts):
+        for way, end in (("sends", "source"), ("receives", "target")):
+            of_host = [link for link in links if getattr(link, end) == index]
+            if len(of_host) > 1 and all(link in slow for link in of_host):
+                middle = statistics.median(link.bytes_per_second for link in of_host)
+                yield f"{host.name} {way} {rated(middle)}, and the fastest link carries {rated(best)}: check its cable and port"
+                slow = [link for link in slow if link not in of_host]
+    for link in slow:
+        yield f"{_way(topology, link)} carries {rated(link.bytes_per_second)}, and the fastest link here {rated(best)}"
+    typical = statistics.median(link.latency_seconds for link in links) if links else 0.0
+    for link in links:
+        if link.latency_seconds > max(LATE, LONG_LATENCY * typical):
+            yield f"{_way(topology, link)} takes {link.latency_seconds * 1e3:.1f} ms, where {typical * 1e3:.2f} ms are typical here"
+
+
+def _crowds(topology: Topology) -> Iterable[str]:
+    """Tell of links that carry less while other hosts send as well: they share a switch or an uplink, or their hosts share cores."""
+    count = len(topology.hosts)
+    for shift in range(1, count):
+        pairs = [(host, (host + shift) % count) for host in range(count)]
+        found = [link for pair in pairs if (link := topology.link(*pair)) is not None and link.crowded_bytes_per_second > 0]
+        losing = [link for link in found if link.crowded_bytes_per_second < LOSES * link.bytes_per_second]
+        alone, crowded = (sum(getattr(link, name) for link in losing) for name in ("bytes_per_second", "crowded_bytes_per_second"))
+        if crowded < CROWDED * alone:
+            one = len(losing) == 1
+            yield (
+                f"{_listed(_way(topology, link) for link in losing)} {'carries' if one else 'carry'} {rated(alone)} "
+                f"{'alone' if one else 'one at a time'}, and {rated(crowded)} while all hosts send: "
+                f"{'it shares' if one else 'they share'} a switch or an uplink"
+            )
+
+
+def _interfaces(topology: Topology) -> Iterable[str]:
+    """Tell of addresses that reach this machine alone, and of faster interfaces in a network that all hosts are in."""
+    machines = {host.machine for host in topology.hosts if host.machine}
+    for host in topology.hosts:
+        if len(machines) > 1 and network.loopback(host.address):
+            yield f"{host.name} is reached at {host.address}, which is its loopback: {_advice(None)}"
+        used = next((each for each in host.interfaces if each.address == host.address), None)
+        for other in host.interfaces:
+            faster = used is not None and 0 < FASTER * used.bits_per_second <= other.bits_per_second
+            if used is not None and faster and len(topology.hosts) > 1 and _reaches_all(topology, other):
+                yield (
+                    f"{host.name} is reached over {used.name} ({used.bits_per_second / 1e9:g} Gbit/s), and its {other.name} could send "
+                    f"{other.bits_per_second / 1e9:g} Gbit/s in a network that all hosts are in: {_advice(other)}"
+                )
+
+
+def _reaches_all(topology: Topology, interface: Interface) -> bool:
+    """Whether each host has an address of its own in the network of this interface."""
+    addresses = [{each.address for each in host.interfaces if each.network == interface.network} for host in topology.hosts]
+    return all(addresses) and len(set.union(*addresses)) >= len(topology.hosts)
+
+
+def _advice(interface: Interface | None) -> str:
+    return f"give --interface {'with the one that reaches the others' if interface is None else interface.name}"
+
+
+def _unsteady(topology: Topology) -> Iterable[str]:
+    for rank, host, device in _measured(topology):
+        worst = max((speed.spread for speed in device.speeds), default=0.0)
+        if worst > SPREAD:
+            yield f"times of rank {rank} on {host.name} lie {worst:.0%} apart: something disturbs it; measure again when it is quiet"
+
+
+def rated(rate: float) -> str:
+    """Write bytes a second as links are rated, below 10 Gbit/s in bits: "956 Mbit/s", "3.2 GB/s"."""
+    bits = 8 * rate
+    if bits >= 1e10:
+        return f"{rate / 1e9:.1f} GB/s"
+    for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6)):
+        if bits >= size:
+            return f"{bits / size:.3g} {unit}"
+    return f"{bits / 1e3:.3g} kbit/s"
+
+
+def _way(topology: Topology, link: HostLink) -> str:
+    return f"{topology.hosts[link.source].name} to {topology.hosts[link.target].name}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    *before, last = names
+    return f"{', '.join(before)} and {last}" if before else last

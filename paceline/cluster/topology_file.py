@@ -1,0 +1,85 @@
+"""The file of a measured cluster, `cluster.json`: a `Topology` as JSON, with the version of its form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from paceline.cluster.topology import Device, DeviceSpeed, HostLink, HostRanks, Interface, Topology
+from paceline.errors import UsageError
+
+FORM: Final = "paceline cluster"
+VERSION: Final = 1
+T = TypeVar("T")
+
+
+def dump(topology: Topology) -> str:
+    """Write a topology as text for `load`."""
+    return json.dumps({"form": FORM, "version": VERSION, **asdict(topology)}, indent=1, allow_nan=False) + "\n"
+
+
+def load(text: str, source: str = "the text") -> Topology:
+    """Read what `dump` has written. Raises `UsageError` for anything else."""
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{source} is no JSON ({error}): measure the cluster with `paceline probe`, which writes such a file") from error
+    if not isinstance(content, dict) or content.get("form") != FORM:
+        raise UsageError(f"{source} is no measured cluster: `paceline probe` writes one")
+    if content.get("version") != VERSION:
+        raise UsageError(
+            f"{source} has the form of version {content.get('version')!r}, and this paceline reads {VERSION}: measure again with "
+            "`paceline probe`"
+        )
+    try:
+        hosts = tuple(_host(each) for each in content["hosts"])
+        return Topology(hosts, tuple(_made(HostLink, each) for each in content["links"]))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{source} isn't whole ({type(error).__name__}: {error}): measure again with `paceline probe`") from error
+
+
+def write(path: Path, topology: Topology) -> None:
+    """Write the file. Raises `UsageError` where it can't be written."""
+    try:
+        path.write_text(dump(topology), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} can't be written ({error.strerror}): name another file with --out") from error
+
+
+def read(path: Path) -> Topology:
+    """Read the file. Raises `UsageError` where that can't be."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} can't be read ({error}): measure the cluster with `paceline probe --out {path}`") from error
+    return load(text, str(path))
+
+
+def check_target(path: Path) -> None:
+    """Raise `UsageError` for a file that a measurement shouldn't be written to: before anything is measured."""
+    if not path.parent.is_dir():
+        raise UsageError(f"--out {path}: there is no folder {path.parent}; make it, or name another file")
+    if path.is_dir():
+        raise UsageError(f"--out {path} is a folder: name a file in it, such as {path / 'cluster.json'}")
+    if path.exists():
+        try:
+            read(path)
+        except UsageError as error:
+            raise UsageError(f"--out {path} would replace a file that isn't a measured cluster of this version: name another") from error
+
+
+def _host(given: Mapping[str, Any]) -> HostRanks:
+    devices = tuple(_made(Device, each | {"speeds": tuple(_made(DeviceSpeed, one) for one in each["speeds"])}) for each in given["devices"])
+    interfaces = tuple(_made(Interface, each) for each in given["interfaces"])
+    return _made(HostRanks, {**given, "ranks": tuple(given["ranks"]), "devices": devices, "interfaces": interfaces})
+
+
+def _made(kind: type[T], given: Mapping[str, Any]) -> T:
+    """Make a dataclass of all of its fields, and no others."""
+    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    if set(given) != names:
+        raise KeyError(*sorted(set(given) ^ names))
+    return kind(**given)

@@ -1,0 +1,1 @@
+"""Measuring a cluster: what each worker computes, and what each link carries."""
