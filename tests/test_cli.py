@@ -105,6 +105,10 @@ def test_the_exit_code_is_the_scripts(monkeypatch: pytest.MonkeyPatch, launcher:
         (["bench", "collectives", "--via", "native,rnig"], "--via rnig: possible: direct, "),
         (["bench", "collectives", "--sizes", "4KB,4XB"], "--sizes 4XB: a size is a whole number"),
         (["run", "--name", "a/b", "train.py"], "a run can't be called 'a/b'"),
+        (["probe", "--dtypes", "float32,flaot64"], "'flaot64' can't be measured; possible: bfloat16, float16, float32, float64"),
+        (["probe", "--out", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
+        (["lab", "probe", "unequal", "--dtypes", "int8"], "'int8' can't be measured"),
+        (["lab", "probe", "unequl", "--out", "/dev/shm/none.json"], "did you mean unequal?"),
         (["run", "--name", "", "train.py"], "a run can't be called ''"),
     ],
 )
@@ -162,6 +166,15 @@ def test_bench_runs_its_scripts(monkeypatch: pytest.MonkeyPatch, launcher: Launc
     assert list(other.args[:-1]) == ["--model", "medium", "--batch", "2", "--steps", "5", "--folder"]
     assert (one.workers, other.workers, other.threads) == (3, 2, 1)
     assert other.sync == "AllReduce()"
+
+
+def test_probe_takes_the_options_of_the_launcher(monkeypatch: pytest.MonkeyPatch, launcher: Launcher, tmp_path: Path) -> None:
+    words = "--workers 3 --hosts 2 --join a:29400 --host-rank 1 --secret-file s --threads 1 --interface eth1 --placement round-robin"
+    assert call(monkeypatch, "probe", *words.split(), "--dtypes", "float64", "--out", str(tmp_path / "x.json")) == 0
+    [job] = launcher.jobs
+    assert (job.workers, job.hosts, job.join, job.host_rank, job.secret_file) == (3, 2, "a:29400", 1, Path("s"))
+    assert (job.threads, job.placement, job.bare) == (1, "round-robin", True) and launcher.environs[0]["PACELINE_INTERFACE"] == "eth1"
+    assert job.script.endswith("bench/probe.py") and job.args[:4] == ("--dtypes", "float64", "--out", str(tmp_path / "x.json"))
 
 
 @pytest.mark.jobs

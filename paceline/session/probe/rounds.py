@@ -1,4 +1,4 @@
-"""Who measures when, as plain data: workers that would disturb each other, where they don't in training, measure one after another.
+"""The order of measurements, as plain data: workers that would disturb each other, where they don't in training, measure one after another.
 
 hosts a, b on one machine, c on another       waves:  a, c | b
 links between hosts, alone                    rounds: a>b | a>c | b>a | b>c | c>a | c>b

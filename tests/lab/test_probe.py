@@ -1,0 +1,35 @@
+"""A cluster of the lab is measured: what the links carry, who is slow, and one line where it can't be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.bench import probe
+from paceline.cluster import topology_file
+from paceline.cluster.oddities import oddities
+from paceline.lab.hosts import Cluster
+
+pytestmark = [pytest.mark.slow, pytest.mark.preloaded]
+
+
+def test_two_hosts_are_measured_in_both_directions(build: Callable[..., Cluster], tmp_path: Path) -> None:
+    built = build(hosts=2, up="20mbit", down="100mbit")
+    built.limit(1, up="80mbit", down="100mbit")
+    out = tmp_path / "cluster.json"
+    outcome = built.run(probe.__file__, "--out", str(out), "--dtypes", "float32", "--folder", str(tmp_path), deadline=120)
+    assert outcome.code == 0, outcome.output
+    topology = topology_file.read(out)
+    assert [host.name for host in topology.hosts] == ["host0", "host1"] and topology.hosts[0].machine == topology.hosts[1].machine
+    up, down = topology.link(0, 1), topology.link(1, 0)
+    assert up is not None and down is not None
+    assert (
+        0.5 * 20e6 < 8 * up.bytes_per_second < 20e6 < 0.6 * 80e6 < 8 * down.bytes_per_second < 80e6
+    )  # a busy machine is slower, never faster
+    assert [each.name for each in topology.hosts[0].interfaces] == ["eth0"] and topology.hosts[0].interfaces[0].network == "10.77.0.0/16"
+    assert len(topology.speeds()) == 2 and any("are one machine" in line for line in oddities(topology)) == (
+        topology.hosts[0].machine_cores < sum(device.threads for host in topology.hosts for device in host.devices)
+    )
+    assert f"written to {out}" in outcome.output and "run.prepare" not in outcome.output
