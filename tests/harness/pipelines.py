@@ -67,16 +67,17 @@ def trained(
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
     clip: float | None = 1.0,
     options: dict[str, Any] | None = None,
+    epochs: int = 2,
     ended: Callable[[Run, nn.Module], Any] = lambda run, model: None,
 ) -> Callable[[Run], tuple[list[float], Tensor, Any]]:
-    """What trains two epochs by `run.step`, and gives the losses of all workers in each step, all parameters, and what `ended` says."""
+    """What trains some epochs by `run.step`, and gives the losses of all workers in each step, all parameters, and what `ended` says."""
 
     def body(run: Run) -> tuple[list[float], Tensor, Any]:
         model = build()
         stepping = optimizer(model.parameters())
         model, stepping, loader = run.prepare(model, stepping, DataLoader(data(), batch_size=8), cut=cut, **(options or {}))
         losses = []
-        for _ in run.epochs(2):
+        for _ in run.epochs(epochs):
             for x, y in loader:
                 stepping.zero_grad()
                 value = run.step(model, x, y, loss=loss)
