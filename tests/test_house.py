@@ -97,6 +97,7 @@ OF_MORE = {  # test file without a module of its name: what it is about instead
     "session/test_tables_processes": "table servers as programs",
     "session/test_tables_surviving": "losses of table servers",
     "sync/test_dtypes": "every dtype through every strategy",
+    "parallel/test_pipeline_equality": "how near pipelines come to one process",
     "parallel/test_pipeline_checkpoints": "layers on several workers in checkpoints, out of any layout into any",
     "parallel/test_pipeline_processes": "pipelines of real processes",
     "parallel/test_pipeline_training": "training as scripts do it, through stages",

@@ -76,6 +76,8 @@ class CutContext:
     endings: list[Callable[[], None]] = field(default_factory=list)  # what is called when the run ends
     pipelines: list[tuple[nn.Module, PipelinedModel]] = field(default_factory=list)  # models whose layers are on several workers
     valued: list[Callable[[], None]] = field(default_factory=list)  # what is called when the parts of all cuts have their values
+    tied: list[Parameter] = field(default_factory=list)  # what other workers have as well, along an axis that it is cut along
+    followers: list[Callable[[], None]] = field(default_factory=list)  # each makes whole parameters what their pieces are; collective
     known: Callable[[Parameter], Parameter] = lambda parameter: parameter  # what is trained in the place of a parameter, after all cuts
     sample: Callable[[int], tuple[Any, ...]] = lambda parts: ()  # inputs and target, of one in so many parts of a global batch
     announce: Callable[[str], None] = print  # on the first worker

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -82,7 +82,7 @@ class shard:
         before = {id(parameter): context.placements.of(parameter, name) for name, parameter in model.named_parameters()}
         if again := [before[id(parameter)].name for parameter in model.parameters() if is_refused(parameter)]:
             raise UsageError(f"{again[0]} is cut by shard() already; cut each model once")
-        made = ShardedModel(model, self, groups.another(self.axis), groups.another(self.axis), groups.meter(self.axis))
+        made = ShardedModel(model, self, groups.another(self.axis), groups.another(self.axis), groups.meter(self.axis), tied=context.tied)
         for held, piece, (start, stop) in made.pieces():
             placement = before[id(held.parameter)].piece(start, stop, self.axis)
             if piece is held.parameter:
@@ -90,6 +90,7 @@ class shard:
             else:
                 context.renew(held.parameter, piece, placement)
         context.sources.append(made.gradients)
+        context.followers.append(made.steps.refresh)
         context.endings.append(made.steps.close)
 
 
@@ -97,10 +98,19 @@ class ShardedModel:
     """A model of which this worker has its part, shared out among the workers of a group; all of them make it together.
 
     There are two groups of them that nothing else uses, as gathering and reducing have each an order of their own. `meter` measures what
-    goes through them.
+    goes through them. Parameters that are `tied` lie in a memory of their own, so that pieces are the same wherever the parameter is.
     """
 
-    def __init__(self, model: nn.Module, cut: shard, gathering: Group, reducing: Group, meter: AxisMeter | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        cut: shard,
+        gathering: Group,
+        reducing: Group,
+        meter: AxisMeter | None = None,
+        *,
+        tied: Sequence[Parameter] = (),
+    ) -> None:
         meter = AxisMeter(cut.axis) if meter is None else meter
         for group in (gathering, reducing):
             meter.add(group)
@@ -121,7 +131,7 @@ class ShardedModel:
         dtype = getattr(torch, cut.params) if cut.params else None
         self.memories = [
             FlatMemory(unit, part, gathering, frees=frees, dtype=dtype if part[0].parameter.is_floating_point() else None, meter=meter)
-            for unit, part in _flat_parts(held, frozen=frees)
+            for unit, part in _flat_parts(held, {id(parameter) for parameter in tied}, frozen=frees)
         ]
         self.gradients = ShardGradients(
             [memory for memory in self.memories if memory.trained],
@@ -204,12 +214,16 @@ def parameters_of(model: nn.Module, units: Sequence[str]) -> Iterator[tuple[str,
         yield unit, Held(name, parameter, tuple(places[key]))
 
 
-def _flat_parts(held: Sequence[tuple[str, Held]], *, frozen: bool) -> Iterator[tuple[str, list[Held]]]:
-    """Yield the parameters that lie in one memory: of one unit, dtype, device and need of gradients. `frozen`: also those without."""
+def _flat_parts(held: Sequence[tuple[str, Held]], alone: Container[int], *, frozen: bool) -> Iterator[tuple[str, list[Held]]]:
+    """Yield the parameters that lie in one memory: of one unit, dtype, device and need of gradients. `frozen`: also those without.
+
+    `alone` has the ids of those that lie by themselves.
+    """
     parts = dict[tuple[object, ...], list[Held]]()
     for unit, one in held:
         parameter = one.parameter
         if (parameter.requires_grad or frozen) and parameter.numel():
-            parts.setdefault((unit, parameter.dtype, parameter.device, parameter.requires_grad), []).append(one)
+            by_itself = id(parameter) if id(parameter) in alone else None
+            parts.setdefault((unit, parameter.dtype, parameter.device, parameter.requires_grad, by_itself), []).append(one)
     for key, part in parts.items():
         yield str(key[0]), part

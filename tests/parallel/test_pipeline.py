@@ -47,7 +47,26 @@ def test_replicas_of_a_pipeline_share_batches() -> None:
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_what_a_stage_has_may_be_shared_out(zero: Any) -> None:
     # the last batch gives one worker 3 samples and the other 2: both go through 4 micro-batches
-    same("shard=2, stage=2", [pipeline(LAYERS, micro_batches=4), pl.shard("blocks.*", zero=zero)], build=untied)
+    # the embedding is tied to the head, which the other stage has
+    same("shard=2, stage=2", [pipeline(LAYERS, micro_batches=4), pl.shard("blocks.*", zero=zero)])
+
+
+@pytest.mark.parametrize(("strategy", "zero"), [(AllReduce(codec=pl.int8()), 1), (pl.LocalSGD(2), 2), (AllReduce(codec=pl.int8()), 3)])
+def test_pieces_of_tied_weights_stay_equal_where_replicas_round_them(strategy: Any, zero: Any) -> None:
+    def ends(run: Run, model: nn.Module) -> list[float]:
+        cuts = run._prepared.cuts
+        pieces = [cuts.trained(parameter) for name, parameter in model.named_parameters() if name == "tokens.weight"]
+        for piece in pieces:
+            piece.data.add_(run.rank / 1000)
+        run.step(model, X, Y, loss=next_tokens)  # which begins with what the first stage has
+        seen = pieces if zero == 3 else [model.tokens.weight, model.head.weight]  # type: ignore[union-attr]
+        return [float(part.detach().sum()) for part in [*pieces, *seen]]
+
+    cut = [pipeline(LAYERS, micro_batches=2), pl.shard("blocks.*", zero=zero)]
+    found = [said for _, _, said in workers(8, trained(cut, ended=ends), mesh="data=2, stage=2, shard=2", strategy=strategy)]
+    replicas = [sorted(set(map(tuple, found[start : start + 4]))) for start in (0, 4)]
+    for (one, *whole), (two, *_) in replicas:  # those of two workers along `shard`, the same on both stages
+        assert zero == 3 or whole == pytest.approx([one + two] * 2, rel=1e-12)
 
 
 def test_layers_of_a_stage_may_be_cut() -> None:
@@ -56,7 +75,7 @@ def test_layers_of_a_stage_may_be_cut() -> None:
 
 def test_all_axes_work_at_once() -> None:
     same("data=2, tensor=2, stage=2", [TENSOR, pipeline(LAYERS, schedule="zero-bubble", micro_batches=3)])
-    same("shard=2, tensor=2, stage=2", [pl.shard("blocks.*"), TENSOR, pipeline(LAYERS, micro_batches=4)], build=untied)
+    same("shard=2, tensor=2, stage=2", [pl.shard("blocks.*"), TENSOR, pipeline(LAYERS, micro_batches=4)])
 
 
 def test_a_user_names_the_layers_of_each_stage() -> None:
@@ -195,15 +214,6 @@ def test_rows_that_differ_on_one_worker_are_told_to_all() -> None:
 def test_a_loss_that_is_no_number_is_refused() -> None:
     error = misused(pipeline(LAYERS, micro_batches=1), lambda run, model: run.step(model, X, Y, loss=lambda out, y: out))
     assert "has to be one number" in str(error) or "rank 1" in str(error)
-
-
-def test_tied_weights_of_stages_cant_be_shared_out() -> None:
-    def body(run: Run) -> None:
-        model = gpt(tied=True)
-        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), cut=[pipeline(LAYERS), pl.shard("blocks.*")])
-
-    with pytest.raises(UsageError, match=r"tokens.weight is tied over stages"):
-        workers(4, body, mesh="shard=2, stage=2")
 
 
 def test_statistics_over_all_workers_are_refused() -> None:

@@ -66,7 +66,6 @@ RUNS: dict[str, tuple[int, str | None, list[Any]]] = {
     "stages and zero 3": (4, "shard=2, stage=2", [pipe(), pl.shard(["up", "middle"], zero=3)]),
     "tensors and zero 3": (4, "shard=2, tensor=2", [COLUMNS, pl.shard(["up", "middle"], zero=3)]),
 }
-TIED = [name for name in RUNS if "zero" not in name]
 
 
 def train(
@@ -112,7 +111,7 @@ def test_a_state_goes_through_all_layouts_and_stays_the_same(tmp_path: Path, fir
     train(tmp_path, first, until=4, tied=tied)
     wanted = saved(tmp_path)
     assert any("running_var" in name for name in wanted) and len(wanted) > 30
-    for layout in (*(TIED if tied else RUNS), "stages", "one"):
+    for layout in (*RUNS, "stages", "one"):
         train(tmp_path, layout, until=0, tied=tied)
         found = saved(tmp_path)
         assert found.keys() == wanted.keys(), layout
@@ -122,10 +121,9 @@ def test_a_state_goes_through_all_layouts_and_stays_the_same(tmp_path: Path, fir
 
 @pytest.mark.parametrize("layout", ["stages", "replicas of stages", "two on each", "stages and zero 3"])
 def test_a_run_that_was_interrupted_has_the_losses_of_one_that_was_not(tmp_path: Path, layout: str) -> None:
-    tied = "zero" not in layout
-    whole = train(tmp_path / "whole", layout, tied=tied)
-    first = train(tmp_path / "parts", layout, until=4, tied=tied, background=True)
-    rest = train(tmp_path / "parts", layout, tied=tied)
+    whole = train(tmp_path / "whole", layout, tied=True)
+    first = train(tmp_path / "parts", layout, until=4, tied=True, background=True)
+    rest = train(tmp_path / "parts", layout, tied=True)
     assert all(len(before) == 4 and before + after == losses for losses, before, after in zip(whole, first, rest, strict=True))
     found = saved(tmp_path / "parts")
     assert all(torch.equal(found[name], tensor) for name, tensor in saved(tmp_path / "whole").items() if name.startswith("model/"))

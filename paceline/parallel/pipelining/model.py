@@ -165,13 +165,6 @@ class PipelinedModel:
 
     def check(self, flat: Callable[[Parameter], bool]) -> None:
         """Raise `UsageError` for what can't be done with stages, after all cuts were made. `flat`: whether a parameter is a flat piece."""
-        names = {id(parameter): name for name, parameter in self._mine.items()}
-        for tie in self.ties:
-            if tie.group is not None and flat(tie.parameter):
-                raise UsageError(
-                    f"{names[id(tie.parameter)]} is tied over stages of the pipeline, and shard() cuts it in other places on each of them: "
-                    "tie no weights over stages where you shard them, or leave out shard()"
-                )
         gathered = next((name for name, parameter in self._mine.items() if self._trained(parameter) is parameter and flat(parameter)), None)
         if gathered is not None and self.terms.of(self._group.size, self.terms.micro_batches).split:
             raise UsageError(
@@ -283,14 +276,14 @@ class PipelinedModel:
             mine = passes.total(trained)
             reached = any(answer == b"+" for answer in tie.group.agree(b"-" if mine is None else b"+"))
             if reached:
-                passes.put(trained, tie.group.all_reduce(torch.zeros_like(trained) if mine is None else mine, name="tied weights").wait())
+                total = torch.zeros_like(trained) if mine is None else mine
+                passes.put(trained, tie.group.all_reduce(total, name="tied weights").wait() if total.numel() else total)
 
     def level_ties(self) -> None:
         """Give all stages that have a tied weight the values of the first of them, as a strategy has rounded each by itself. Collective."""
         for tie in self.ties:
-            if tie.group is not None:
-                with torch.no_grad():
-                    tie.group.broadcast(self._trained(tie.parameter).data, root=0, name="tied weights").wait()
+            if tie.group is not None and (values := self._trained(tie.parameter).data).numel():  # of some, workers have no piece
+                tie.group.broadcast(values, root=0, name="tied weights").wait()
 
     def share_buffers(self) -> None:
         """Give all workers the buffers of all stages, such as running statistics, as a state has them all. Collective along `stage`."""

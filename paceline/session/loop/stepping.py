@@ -45,7 +45,7 @@ class SteppedModels:
         scale = self._loss_scale(next(model.parameters()).device) if torch.is_grad_enabled() else 1.0
         share = Share(tuple(inputs), options, target, loss, reduction, weigh or counted, scale, weight)
         if torch.is_grad_enabled() and (loop.backward.replicas_diverge or loop.context.accounts):
-            found.level_ties()
+            self._cuts.level_ties(found)
         return _stepped(torch.tensor(found.step(share, loop.backward.joined), dtype=torch.float64))
 
     def _here(self, model: nn.Module, act: Callable[[], Tensor]) -> Tensor:

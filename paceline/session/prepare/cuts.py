@@ -48,6 +48,7 @@ class ModelCuts:
         self._spread: list[nn.Module] = []  # models that are on several devices of each worker
         self._used: set[str] = set()
         self._endings: list[Callable[[], None]] = []
+        self._followers: list[Callable[[], None]] = []
         self._renewed: dict[int, tuple[weakref.ref[Parameter], Parameter]] = {}  # by the id of what was cut
 
     def choose(self, asked: Asked | None) -> tuple[ModelCut, ...]:
@@ -91,12 +92,13 @@ class ModelCuts:
         for optimizer, (_, model) in itertools.product(optimizers, models if cuts else ()):
             refuse_memory(optimizer, model.parameters())
         for prefix, model in models:
+            tied = list[Parameter]()
             for cut in cuts:
                 before = dict(model.named_parameters())
                 for name, parameter in before.items():
                     self.placements.add(parameter, self.placements.of(parameter, prefix + name))
                 context = CutContext(axes.mesh, axes.groups, self.placements)
-                context.known, context.record = self.trained, self._record
+                context.known, context.record, context.tied = self.trained, self._record, tied
                 context.sample, context.announce = self.sample, axes.slice.announce
                 cut.apply(model, context)
                 self._note(before, dict(model.named_parameters()), context.renewed)
@@ -106,6 +108,7 @@ class ModelCuts:
                 self._endings += context.endings
                 valued += context.valued
                 self._spread += [model] if not cut.axis else []
+                self._followers += context.followers
                 self.pipelines += context.pipelines
         if self._statistics == "sync" and self.pipelines:
             raise UsageError(
@@ -180,6 +183,12 @@ class ModelCuts:
     def without_stages(self, models: Iterable[nn.Module]) -> list[nn.Module]:
         """Return the models whose layers are all here."""
         return [model for model in models if self.pipeline_of(model) is None]
+
+    def level_ties(self, found: PipelinedModel) -> None:
+        """Give all stages that have a tied weight the same values, in all places where parts of them are. Collective."""
+        found.level_ties()
+        for follow in self._followers if any(tie.group is not None for tie in found.ties) else ():
+            follow()
 
     def level(self) -> None:
         """Let all workers know what only those of a stage do, and a state has of all: buffers. Collective."""
