@@ -91,7 +91,7 @@ class pipeline:
                 context.placements.add(parameter, placement.along(self.axis, copy=places[0] != rank))
                 mine[name] = parameter
                 ties += [SharedParameter(parameter, among)] * (len(stages) > 1)
-                context.tied += [parameter] * (len(places) > 1)
+                context.tied.extend([parameter] * (len(places) > 1))
             else:
                 empty = _empty(parameter)
                 _replace(model, parameter, empty)
