@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import importlib
@@ -82,6 +83,19 @@ def pytest_collectstart() -> None:
     """Have torch before any test module asks for it, whole but for its compiler: optimizers load that only to be left alone."""
     for name in ("torch", "tests.harness.brisk"):
         importlib.import_module(name)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Load all test modules, in each process of xdist from another one on: what one has compiled the others read."""
+    which = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    if not which or any(".py" in path for path in session.config.args):
+        return
+    pytest_collectstart()
+    paths = sorted(Path(ROOT, "tests").rglob("test_*.py"))
+    first = int(which) * len(paths) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    for path in (*paths[first:], *paths[:first]):
+        with contextlib.suppress(Exception):  # whoever collects it tells what is wrong with it
+            importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -17,6 +17,7 @@ from paceline.comm.group import Group
 from paceline.comm.threads import spawn
 from paceline.errors import UsageError
 from paceline.parallel.batchnorm import desynchronise, is_synchronous, synchronise
+from tests.harness.compiling import COMPILES
 
 torch.set_num_threads(1)
 Maker = Callable[[], nn.Module]
@@ -437,6 +438,7 @@ def test_lazy_layers() -> None:
     torch.testing.assert_close(torch.cat(spawn(2, body)), nn.BatchNorm1d(3).double()(batch((8, 3))), rtol=1e-10, atol=1e-10)
 
 
+@COMPILES
 @pytest.mark.slow
 def test_under_compile_it_is_a_graph_break_and_right() -> None:
     x = batch((8, 3))

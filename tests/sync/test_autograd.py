@@ -18,6 +18,7 @@ from paceline.session.elastic.transaction import RecoverableTransaction
 from paceline.session.run import Run
 from paceline.state.versioned import Randomness
 from paceline.sync.allreduce import AllReduce
+from tests.harness.compiling import COMPILES
 from tests.harness.runs import alone, batches, cut, distance, parameters, workers
 
 CUTS = [None, cut(1, 7), cut(0, 8)]
@@ -466,6 +467,7 @@ def test_what_hooks_of_a_parameter_see() -> None:
     workers(3, body)
 
 
+@COMPILES
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_models() -> None:
     def body(run: Run, shares: Any) -> Tensor:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.pipelining import schedules as peers
 
 from paceline.errors import UsageError
 from paceline.parallel.pipelining.schedule import PipelineSchedule, in_order, most_kept, prove
 from paceline.parallel.pipelining.schedules import SCHEDULES, check, make_schedule
+from tests.harness.compiling import COMPILES
 
 KINDS = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
 UNITS = {"forward": 1, "backward": 2, "input": 1, "weight": 1}
@@ -60,6 +62,7 @@ def test_more_chunks_make_the_bubble_smaller(chunks: int) -> None:
 
 def rows_of_torch(name: str, ranks: int, micro_batches: int, chunks: int) -> list[list[tuple[str, int, int]]]:
     """What each rank does under torch's schedule of that name; that comes without stages and processes only if no constructor runs."""
+    peers = importlib.import_module("torch.distributed.pipelining.schedules")  # with the compiler, which takes long
     kind = {
         "gpipe": peers.ScheduleGPipe,
         "1f1b": peers.Schedule1F1B,
@@ -80,6 +83,7 @@ def rows_of_torch(name: str, ranks: int, micro_batches: int, chunks: int) -> lis
     return [[(KINDS[letter], stage, number) for letter, stage, number in row if letter in KINDS] for row in letters]
 
 
+@COMPILES
 @pytest.mark.parametrize(
     ("name", "ranks", "micro_batches", "chunks"),
     [

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import UsageError
 from paceline.parallel.shard import shard
+from tests.harness.compiling import COMPILES
 from tests.harness.models import fill
 from tests.harness.sharded import Kept, Trainee, alone_with, fitting, refused, same, train
 from tests.harness.sharded_models import OddNet, odd_net, vectors
@@ -110,6 +111,7 @@ def test_a_copy_of_gathered_units_is_refused() -> None:
     train(2, odd_net, fitting(vectors), shard("blocks.*"), steps=1, ended=ended)
 
 
+@COMPILES
 @STAGES
 def test_compiled_units(zero: Any) -> None:
     def build() -> nn.Module:

@@ -18,6 +18,7 @@ from paceline.cluster.mesh import Mesh
 from paceline.comm.threads import ThreadGroup, spawn
 from paceline.parallel.tensor.cut import tensor
 from paceline.session.run import Run
+from tests.harness.compiling import COMPILES
 from tests.harness.runs import workers
 from tests.harness.tensor_cuts import (
     PIECES,
@@ -70,6 +71,7 @@ def test_activation_checkpointing_exchanges_again_in_the_same_order(reentrant: b
     compare(gpt(), cut, batches(3), loss=loss)
 
 
+@COMPILES
 @CUTS
 def test_compiled_blocks(cut: tensor) -> None:
     def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:

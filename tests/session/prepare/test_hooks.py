@@ -29,6 +29,7 @@ from torch.utils.data.distributed import DistributedSampler
 from paceline.data.loader import ShareLoader
 from paceline.errors import DataError, UsageError
 from paceline.session.run import Run
+from tests.harness.compiling import COMPILES
 from tests.harness.models import fill, net, sgd
 from tests.harness.runs import alone, batches, distance, parameters, workers
 
@@ -575,6 +576,7 @@ def test_a_scheduler_after_a_break_between_micro_batches() -> None:
     assert workers(2, body) == [3, 3] and alone(body) == 3
 
 
+@COMPILES
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_compiled_after_prepare() -> None:
     def body(run: Run, compiled: bool) -> Tensor:

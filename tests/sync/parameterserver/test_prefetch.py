@@ -32,6 +32,7 @@ from paceline.session.run import Run
 from paceline.sync.parameterserver.client import ParameterServerSync
 from paceline.sync.parameterserver.prefetch import PendingParameter
 from paceline.sync.parameterserver.strategy import ParameterServer
+from tests.harness.compiling import COMPILES
 from tests.harness.parameter_servers import OPTIMIZERS, epoch, net, train, two
 from tests.harness.runs import batches, cut, parameters, workers
 
@@ -206,7 +207,8 @@ READERS: dict[str, Callable[..., Any]] = {
     "run.mean": lambda run, model, x, step: run.mean(model[0].weight.sum()),
     "nothing": lambda run, model, x, step: None,
 }
-QUICK = {"forward", "state_dict", "deepcopy", "torch.func", "a thread", "overwritten"}  # the others take as long, and are many
+QUICK = ("forward", "state_dict", "deepcopy", "torch.func", "a thread", "overwritten")  # the others take as long, and are many
+MARKS: dict[str, Any] = {**dict.fromkeys(QUICK, ()), "compiled": (pytest.mark.slow, COMPILES)}
 
 
 def averaged(model: nn.Module) -> nn.Module:
@@ -215,7 +217,7 @@ def averaged(model: nn.Module) -> nn.Module:
     return made
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in READERS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, pytest.mark.slow)) for name in READERS])
 def test_whoever_reads_between_the_step_and_forward(name: str) -> None:
     """Sees what they are after the step, and what is trained afterwards is the same."""
     same(2, turns(READERS[name]))
