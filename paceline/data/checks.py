@@ -51,3 +51,17 @@ def check_options(loss: str, weigh: Weigh | None, accumulate: int) -> None:
         raise DataError("weigh is for losses that are a mean, and loss is 'sum': leave one of them out")
     if type(accumulate) is not int or accumulate < 1:
         raise DataError(f"accumulate is {accumulate!r}: it must be an integer, 1 or more: the number of micro-batches of a global batch")
+
+
+def check_speeds(shard: str | None, *, lockstep: bool) -> None:
+    """Raise `DataError` where shares by speed mean nothing."""
+    if shard == "mine":
+        raise DataError(
+            "shares='auto' deals batches by speed, and with shard='mine' the stream deals them: leave out one of them, or give the "
+            "stream more samples on faster workers"
+        )
+    if not lockstep:
+        raise DataError(
+            "shares='auto' is for workers in lockstep, and with staleness or backup_workers each takes its next samples when it is ready, "
+            "so a fast one takes more by itself: leave out shares"
+        )

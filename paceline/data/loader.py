@@ -14,13 +14,14 @@ from torch.utils.data import DataLoader, IterableDataset
 from paceline.comm.agreement import Agreement
 from paceline.comm.group import Group
 from paceline.comm.sample_queue import SampleQueue
+from paceline.data.balance import WorkerSpeeds
 from paceline.data.batch_lifetime import Lent, lent
-from paceline.data.checks import check_cost, check_loader
+from paceline.data.checks import check_cost, check_loader, check_speeds
 from paceline.data.costs import Cost, SampleCosts
 from paceline.data.dynamic import DynamicPipeline, check_terms
 from paceline.data.indexed import IndexedPipeline
 from paceline.data.sampler import check_samplers
-from paceline.data.shares import Shares, policy, probe
+from paceline.data.shares import AskedShares, policy, probe
 from paceline.data.spec import GlobalBatch, LoaderSpec, Loss, MicroBatchPart, Pipeline, Readers, Sharding, Weigh, drained
 from paceline.data.stream import StreamPipeline, check_stream
 from paceline.errors import DataError
@@ -94,7 +95,8 @@ def deal(
     loader: DataLoader[Any],
     agreement: Agreement,
     *,
-    shares: Shares | Sequence[float] | None = None,
+    shares: AskedShares = None,
+    speeds: WorkerSpeeds | None = None,
     loss: Loss = "mean",
     weigh: Weigh | None = None,
     accumulate: int = 1,
@@ -111,14 +113,13 @@ def deal(
 ) -> ShareLoader:
     """Deal `loader`, whose batch size is that of all workers together; called on all workers with the same arguments.
 
-    `shares`: None (equal), one number per rank (ratios), or a policy: samples of a global batch -> shares. `weigh(batch)` is the
-    weight of a batch where the loss is a mean over something else than samples. `accumulate` cuts each global batch, in training,
-    into that many turns. `cost(sample)`: samples are dealt so that sums of these are in proportion to shares.
-    `train` None: what torch.is_grad_enabled() is at iter(). `pad`: an empty share is a ghost (the first sample
-    of the batch) in evaluation, too, and not a batch of no rows. For streams: `readers` "worker" (each worker
-    reads everything) or "host" (the first of each host reads, `local` is the group of my host), or `shard="mine"` (the stream
-    gives each rank its own samples). `say` is called, once each, with surprising costs. `move` brings each batch to a device.
-    `sample_queue`: where workers that are not in lockstep take the samples of a training loader from.
+    `shares`: None (equal), one number per rank (ratios), a policy (samples of a global batch -> shares), or "auto": by `speeds`, as far
+    as known. `weigh(batch)` is the weight of a batch where the loss is a mean over something else than samples. `accumulate` cuts each
+    global batch, in training, into that many turns. `cost(sample)`: samples are dealt so that sums of these are in proportion to shares.
+    `train` None: what torch.is_grad_enabled() is at iter(). `pad`: an empty share is a ghost (the first sample of the batch) in evaluation,
+    too, and not a batch of no rows. For streams: `readers` "worker" (each worker reads everything) or "host" (the first of each host reads,
+    `local` is the group of my host), or `shard="mine"` (the stream gives each rank its own samples). `say` is called, once each, with
+    surprising costs. `move` brings each batch to a device. `sample_queue`: where workers not in lockstep take samples to train on from.
 
     Raises `DataError` for a loader that can't be dealt: a DistributedSampler, a stream that shards itself, no length, no batch.
     """
@@ -129,6 +130,9 @@ def deal(
     if cost is not None:
         check_cost(loader, cost, lockstep=sample_queue is None or train is False)
         terms.costs = SampleCosts(cost, loader.dataset)
+    if shares == "auto":
+        check_speeds(shard, lockstep=sample_queue is None or train is False)
+        terms.follow(WorkerSpeeds() if speeds is None else speeds)
     if sample_queue is not None and train is not False:
         check_terms(terms)
     if isinstance(loader.dataset, IterableDataset):
@@ -211,7 +215,7 @@ class ShareLoader:
         """Whether an epoch has begun that has not ended, nor been left by `break`."""
         return self._open
 
-    def reshare(self, shares: Shares | Sequence[float] | None) -> None:
+    def reshare(self, shares: AskedShares) -> None:
         """Deal by other shares from the next step on (from this one, with `again`); all workers call it in the same turn."""
         self.terms.reshare(shares)
         self._compare("shares", [])
@@ -219,7 +223,7 @@ class ShareLoader:
         if self.turn is None:
             self._refresh()
 
-    def again(self, shares: Shares | Sequence[float] | None = None) -> None:
+    def again(self, shares: AskedShares = None) -> None:
         """Have the present global batch again after this turn, by `shares` where they are given; all workers call it in the same turn.
 
         Where the loop was left by `break`, the epoch has ended, and nothing comes again.
@@ -230,7 +234,7 @@ class ShareLoader:
             self.reshare(shares)
         self._again = self._open
 
-    def regroup(self, agreement: Agreement, shares: Shares | Sequence[float] | None = None) -> None:
+    def regroup(self, agreement: Agreement, shares: AskedShares = None) -> None:
         """Go on with other workers: the present global batch is dealt again, in the group of `agreement`, whose workers all call this."""
         self.terms.regroup(agreement, shares)
         self._compare("epoch", self._facts(self._pipeline.place(self._index)))  # as a worker that joins in the middle of an epoch does
@@ -267,7 +271,7 @@ class ShareLoader:
 
         Inside the loop body the present step counts as done once its last turn has been reached; `redo=True` if it is to be done again.
         """
-        head = {"version": VERSION, "stream": isinstance(self._pipeline, StreamPipeline), "epoch": self.epoch}
+        head = {"version": VERSION, "stream": isinstance(self._pipeline, StreamPipeline), "epoch": self.epoch, **self.terms.saved_speeds()}
         if not self._open:
             return {**head, **(self._resumed or self._pipeline.next_epoch())}
         done = self.turn is not None and self.turn.last_micro and not redo and not self._again
@@ -286,7 +290,8 @@ class ShareLoader:
         self.turn = None
         self._round += 1
         self.epoch = int(state["epoch"])
-        self._resumed = {key: value for key, value in state.items() if key not in {"version", "stream", "epoch"}}
+        self.terms.restore_speeds(state.get("speeds"))
+        self._resumed = {key: value for key, value in state.items() if key not in {"version", "stream", "epoch", "speeds"}}
 
     def _loop(self, mine: int) -> Iterator[Any]:
         terms = self.terms

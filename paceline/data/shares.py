@@ -6,12 +6,18 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import lru_cache, partial
 from itertools import pairwise
+from typing import Literal
 
 from paceline.comm.group import pieces
+from paceline.data.balance import SpeedShares
 from paceline.errors import DataError
 
 Shares = Callable[[int], tuple[int, ...]]
 """A policy: the number of samples in a global batch -> how many of them each rank takes. It depends on nothing else."""
+
+Auto = Literal["auto"]
+AskedShares = Shares | Sequence[float] | Auto | None
+"""Shares as a caller says them: a policy, one number per worker, by the speeds that are measured, or equal."""
 
 PROBES = (1, 2, 3, 7, 43, 64, 1000)
 FINE = 10_000  # samples of which shares are near enough to what a policy means
@@ -39,13 +45,17 @@ def proportional(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
     return tuple(shares)
 
 
-def policy(shares: Shares | Sequence[float] | None, size: int) -> Shares:
+def policy(shares: AskedShares, size: int) -> Shares:
     """Make the policy that `shares` means: None is `equal`, numbers are `proportional`, a callable is itself with its answers checked.
 
-    Raises `DataError` where the number of shares is not `size`.
+    "auto" is `equal` until speeds are known. Raises `DataError` where the number of shares is not `size`.
     """
-    if shares is None:
+    if isinstance(shares, str) and shares != "auto":
+        raise DataError(f"shares is {shares!r}: give 'auto', one number per worker, or a function of the batch size")
+    if shares is None or shares == "auto":
         return lru_cache(maxsize=128)(partial(equal, size=size))
+    if isinstance(shares, SpeedShares) and len(shares.curves) == size:
+        return shares
     if callable(shares):
         return lru_cache(maxsize=128)(partial(_checked, shares, size))
     ratios = tuple(shares)
@@ -68,7 +78,10 @@ def fewest(batch: int, shares: Shares, most: Sequence[int]) -> int:
 
     def fits(count: int) -> bool:
         sizes = {stop - start for start, stop in pieces(batch, count)}
-        return all(share <= limit for size in sizes for share, limit in zip(shares(size), most, strict=True))
+        try:
+            return all(share <= limit for size in sizes for share, limit in zip(shares(size), most, strict=True))
+        except DataError:  # a policy that knows of limits itself
+            return False
 
     return next((count for count in range(1, batch) if fits(count)), max(1, batch))
 
@@ -81,8 +94,10 @@ def spans(shares: Sequence[int]) -> list[tuple[int, int]]:
     return list(pairwise(stops))
 
 
-def probe(shares: Shares, batch: int | None) -> list[list[int]]:
+def probe(shares: Shares, batch: int | None) -> list[list[float]]:
     """Ask a policy for its shares of some batches, to be compared between workers; `batch` is the usual one, if there is one."""
+    if isinstance(shares, SpeedShares):
+        return [*([curve.fixed, curve.per_unit] for curve in shares.curves), [-1.0 if most is None else most for most in shares.most or ()]]
     sizes = PROBES if batch is None else (batch, *PROBES)
     return [list(shares(size)) for size in sizes]
 

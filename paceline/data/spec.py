@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -11,9 +11,10 @@ from torch.utils.data import DataLoader
 
 from paceline.comm.agreement import Agreement
 from paceline.comm.group import Group, pieces
+from paceline.data.balance import SpeedShares, WorkerSpeeds
 from paceline.data.batches import cut, rows
 from paceline.data.costs import MicroBatchDeal, SampleCosts, deal_micros
-from paceline.data.shares import Shares, parts, policy, spans
+from paceline.data.shares import AskedShares, Shares, parts, policy, spans
 
 Loss = Literal["mean", "sum"]
 Readers = Literal["worker", "host"]
@@ -41,8 +42,10 @@ class LoaderSpec:
     idle: bool = False  # nothing has been trained in this epoch so far: it may be an evaluation
     idled: bool = False  # nothing was trained in the epoch before
     pad: bool = False  # an empty share is a ghost in evaluation, too
-    asked: Shares | Sequence[float] | None = None  # shares as the caller said, for the workers that there were
+    asked: AskedShares = None  # shares as the caller said, for the workers that there were
     costs: SampleCosts | None = None  # where samples differ, and are dealt by what they cost
+    speeds: WorkerSpeeds | None = None  # of all workers, where shares are by speed
+    most: tuple[int, ...] | None = None  # the largest micro-batch that each rank stands
     _said: set[str] = field(default_factory=set)
 
     @property
@@ -64,11 +67,11 @@ class LoaderSpec:
         """Find out whether the epoch that begins is for training."""
         self.training = torch.is_grad_enabled() if self.train is None else self.train
 
-    def reshare(self, shares: Shares | Sequence[float] | None) -> None:
+    def reshare(self, shares: AskedShares) -> None:
         """Deal by other shares."""
         self.shares = policy(shares, self.agreement.group.size)
 
-    def regroup(self, agreement: Agreement, shares: Shares | Sequence[float] | None) -> None:
+    def regroup(self, agreement: Agreement, shares: AskedShares) -> None:
         """Deal to the workers of this agreement, by these shares."""
         self.agreement = agreement
         self.reshare(shares)
@@ -103,16 +106,36 @@ class LoaderSpec:
         """Return the first worker that has samples of a micro-batch, where another has none; None where all have some."""
         return None if self.alone else source(self.micros(batch)[micro][1])
 
-    def reshared(self) -> Shares | Sequence[float] | None:
-        """Return the requested shares, for the present workers: ratios go with their workers, and newcomers get the mean."""
+    def reshared(self) -> AskedShares:
+        """Return the requested shares, for the present workers: ratios and speeds go with their workers, and newcomers get the mean."""
         size, asked = self.agreement.group.size, self.asked
-        if asked is None or callable(asked):
-            if asked is not None and len(asked(self.loader.batch_size or size)) != size:
+        if self.speeds is not None:
+            curves = self.speeds.of(self.agreement.origins, self.agreement.hosts or ("",) * size)
+            return "auto" if curves is None else SpeedShares(curves, self.most, self.speeds.per_sample)
+        if asked is None or isinstance(asked, str) or callable(asked):
+            if callable(asked) and len(asked(self.loader.batch_size or size)) != size:
                 self.announce(f"shares are given by a function that doesn't know of {size} workers: they are equal from now on")
                 return None
             return asked
         mean = sum(asked) / len(asked)
         return [asked[origin] if origin < len(asked) else mean for origin in self.agreement.origins]
+
+    def follow(self, speeds: WorkerSpeeds) -> None:
+        """Deal by these speeds, as they are whenever shares are dealt anew."""
+        self.speeds = speeds
+        self.reshare(self.reshared())
+
+    def saved_speeds(self) -> dict[str, Any]:
+        """Return what a loader's state has of the speeds of workers, where shares go by them."""
+        if self.speeds is None or not self.speeds.known:
+            return {}
+        return {"speeds": self.speeds.state_dict(self.agreement.origins)}
+
+    def restore_speeds(self, state: Mapping[str, Any] | None) -> None:
+        """Deal by saved speeds from the next epoch on, where shares go by speed and the workers are as many."""
+        if self.speeds is not None and state is not None:
+            self.speeds.load_state_dict(state, self.agreement.origins)
+            self.reshare(self.reshared())
 
     def announce(self, text: str) -> None:
         """Announce a text, once."""

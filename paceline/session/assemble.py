@@ -22,6 +22,8 @@ from paceline.cluster.control.commands import CommandPipe
 from paceline.comm.native.default_group import DefaultProcessGroup
 from paceline.formatting import spell
 from paceline.session.axes import RunAxes
+from paceline.session.balance.follower import ShareFollower
+from paceline.session.balance.quota import ProcessorQuota
 from paceline.session.checkpoint.layout import StateLayout
 from paceline.session.checkpoint.parts import CutParts
 from paceline.session.checkpoint.resumption import RunResumption
@@ -65,13 +67,14 @@ OpenRecords = Callable[[RunHistory, bool], tuple[RunFolder, MetricsLog]]
 class Joined:
     """A worker that has joined: where it stands, with whom it does what, and who sees when it hangs.
 
-    `world` is torch.distributed's default group, for libraries that ask for it.
+    `world` is torch.distributed's default group, for libraries that ask for it. `quota` measures what steps take of the processors.
     """
 
     view: CurrentView
     axes: RunAxes
     watching: HangDetector | None = None
     world: DefaultProcessGroup | None = None
+    quota: ProcessorQuota | None = None
 
 
 def assemble(
@@ -143,6 +146,8 @@ class _Assembly:
             folder=self.folder,
             start=start,
         )
+        mesh = self.axes.mesh if self.axes.cut else None
+        self.follower = ShareFollower(loop, prepared.loaders, history, mesh=mesh, quota=self.joined.quota)
         self.tally = StepCount(lambda: loop.steps, waits=self.view.waits)
         by_hand = ManualGradients(loop, self.records.meetings, self.axes.twin)
         self.watch = OptimizerWatch(prepared, loop, by_hand, self.tally, self.hints.strange)
@@ -165,10 +170,11 @@ class _Assembly:
         """Connect the parts, and return the run that a script works with."""
         body, recovery, leaving = self._recovery() if self.elastic else (None, None, None)
         loop, log, comparer = self.loop, self.log, self.comparer
-        collector = LogCollector(loop, self.prepared, self.axes.everyone, self.records, recovery)
+        collector = LogCollector(loop, self.prepared, self.axes.everyone, self.records, recovery=recovery, follower=self.follower)
         survival = None
         if body is not None and recovery is not None and leaving is not None:
             survival = self._survive(body, recovery, leaving, collector)
+        ended = () if survival is None else (survival.step_ended,)
         plan = TotalSteps(total_steps, log.expect)
         observer, place = self.abilities.observer, self.view.worker.place
         restart = () if place.job_start is None else (self.resumption.training_begins,)
@@ -186,12 +192,7 @@ class _Assembly:
                 stepped=() if observer is None else (observer.stepped,),
                 doubled=(self.memory.measure,),
                 committed=() if body is None else (body.buddies.committed,),
-                step_ended=(
-                    log.step,
-                    comparer.step_ended,
-                    collector.step_ended,
-                    *(() if survival is None else (survival.step_ended,)),
-                ),
+                step_ended=(log.step, comparer.step_ended, self.follower.step_ended, collector.step_ended, *ended),
                 ghost_ended=(self.hints.haunted,),
                 went_back=(log.fold,),
             )

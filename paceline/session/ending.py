@@ -56,7 +56,7 @@ class RunConclusion:
             self.loop.sent,
             self.loop.axes,
             self.memory.facts(),
-            self.loop.untold,
+            self.loop.clock.interruptions.untold,
             history.note,
             history.events,
             self.saving.tally(),

@@ -18,7 +18,7 @@ from paceline.cluster.topology import Topology
 from paceline.comm.group import Group
 from paceline.data.costs import Cost
 from paceline.data.loader import Turn
-from paceline.data.shares import Shares
+from paceline.data.shares import AskedShares
 from paceline.data.spec import Loss as Reduction
 from paceline.data.spec import Readers, Sharding, Weigh
 from paceline.errors import UsageError
@@ -182,7 +182,7 @@ class Run:
         weigh: Weigh | None = None,
         accumulate: int | None = None,
         cost: Cost | None = None,
-        shares: Shares | Any = None,
+        shares: AskedShares = None,
         batchnorm: Literal["sync", "local"] | None = None,
         train: bool | None = None,
         pad: bool | None = None,
@@ -196,8 +196,9 @@ class Run:
         Models, optimizers, schedulers and scalers stay the objects they are; a DataLoader comes back as a loader of my shares. Its batch
         size is the global one. `loss`: whether the loss is a "mean" (default) over the batch or a "sum"; `weigh(batch)` is a batch's weight
         where the mean is over something else than samples (tokens). `accumulate`: micro-batches of each global batch. `cost(sample)`: what
-        a sample takes, where samples differ (its length): batches are dealt by sums of costs, not by counts. `shares`: ratios, one for
-        each worker, or a function from the global batch size to samples for each worker. `batchnorm`: "sync" (default: statistics
+        a sample takes, where samples differ (its length): batches are dealt by sums of costs, not by counts. `shares`: ratios, one for each
+        worker, a function from the global batch size to samples for each worker, or "auto": by the speeds of workers, which are measured in
+        the first steps and followed from there on. `batchnorm`: "sync" (default: statistics
         of the global batch) or "local". `train`: whether loaders are for training (default: what torch.is_grad_enabled() is when iterated).
         `pad`: in evaluation a worker without samples gets the batch's first (left out by `gather`, `mean` and `log`), and not 0 rows.
         `readers`, `shard`: see `paceline.data.loader.deal`. `cut`: a cut or several, by which workers along an axis of the mesh get their

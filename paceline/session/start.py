@@ -29,6 +29,7 @@ from paceline.fault.replicate import Replicate, check
 from paceline.notation import strategy as read
 from paceline.session.assemble import Joined, assemble
 from paceline.session.axes import RunAxes
+from paceline.session.balance.quota import ProcessorQuota
 from paceline.session.excepthook import BRIEFLY, show, surface, surfacing
 from paceline.session.groups import CurrentView, WorkerContext, choose_device, everyone
 from paceline.session.prepare import cuts
@@ -168,7 +169,7 @@ def _join(worker: WorkerContext, late_after: float | None, undo: ExitStack, aske
     divided = RunAxes.plain(context, lambda: view.cluster) if mesh is None else RunAxes.of(mesh, context, worker.cluster)
     watching = HangDetector(worker.place, divided.slice.agreement, worker.deadline, late_after, others=divided.waits)
     undo.callback(watching.stop)
-    return Joined(view, divided, watching, default)
+    return Joined(view, divided, watching, default, ProcessorQuota(len(worker.cluster.of(worker.place.rank).ranks)))
 
 
 def _close(groups: Iterable[Sender]) -> None:

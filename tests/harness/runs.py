@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -27,6 +29,7 @@ from paceline.server.endpoints import ServerEndpoints
 from paceline.server.main import Server
 from paceline.session.assemble import Joined, assemble
 from paceline.session.axes import RunAxes
+from paceline.session.balance.quota import ProcessorQuota
 from paceline.session.groups import CurrentView, WorkerContext
 from paceline.session.record.folder import RunFolder
 from paceline.session.record.history import RunHistory
@@ -53,6 +56,8 @@ def make(
     comparison: Comparison | None = None,
     mesh: str | None = None,
     start: JobStart | None = None,
+    quota: ProcessorQuota | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Run:
     """A run over `group`, as `start` would make it; all on one host, or on the `hosts` of the ranks."""
     ranks = tuple(range(group.size))
@@ -70,11 +75,11 @@ def make(
         again = start is not None and start.folder is not None
         kept = RunFolder.again(Path(folder) / "test", "test") if again else RunFolder.agree(agreement, Path(folder), "test", say=say)
         book = MetricsWriter(kept, adds=adds) if group.rank == 0 else None
-        return kept, MetricsLog(book, on_nan=on_nan, say=say, note=history.tell, accounts=context.accounts)
+        return kept, MetricsLog(book, on_nan=on_nan, say=say, note=history.tell, accounts=context.accounts, clock=clock)
 
     view = CurrentView(around)
     axes = RunAxes.plain(context, lambda: view.cluster) if mesh is None else RunAxes.of(lay_out(read(mesh), cluster), context, cluster)
-    joined = Joined(view, axes)
+    joined = Joined(view, axes, quota=quota)
     return assemble(joined, strategy, seed=1, began=0.0, comparison=comparison or Comparison(), open_records=open_records)
 
 
@@ -118,6 +123,7 @@ def workers(
     comparison: Comparison | None = None,
     mesh: str | None = None,
     start: JobStart | None = None,
+    quotas: Callable[[int], ProcessorQuota | None] = lambda rank: None,
 ) -> list[T]:
     """What `body(run)` gives on each of `size` workers; runs are kept in `folder` if there is one, and `start` again."""
     with tempfile.TemporaryDirectory() as temporary:
@@ -125,9 +131,10 @@ def workers(
         def work(group: Group) -> T:
             say = said.append if said is not None and group.rank == 0 else _nothing
             among, where = group if size > 1 else SoloGroup(), str(folder or temporary)
-            with make(
-                among, strategy or AllReduce(), where, say, on_nan, hosts=hosts, comparison=comparison, mesh=mesh, start=start
-            ) as run:
+            options: dict[str, Any] = {"hosts": hosts, "comparison": comparison, "mesh": mesh, "start": start, "quota": quotas(group.rank)}
+            if options["quota"] is not None:
+                options["clock"] = itertools.count(0.0, 10.0).__next__  # all meet after each step
+            with make(among, strategy or AllReduce(), where, say, on_nan, **options) as run:
                 return body(run)
 
         return spawn(size, work, delay=delay, deadline=deadline)

@@ -45,6 +45,8 @@ class StepClock:
         self._sent = (0, 0)
         self._axes: defaultdict[str, AxisTotals] = defaultdict(AxisTotals)  # in all steps
         self._axes_then: dict[str, AxisTotals] = {}
+        self._units, self._turns = 0.0, 0
+        self.work = (0.0, 0)  # units of this worker in the last step, and turns of it
 
     @property
     def sent(self) -> Traffic:
@@ -61,8 +63,9 @@ class StepClock:
         self.interruptions.take(0.0)
         self._asked = time.perf_counter()
 
-    def begin(self, now: float) -> None:
-        """Begin a turn with the batch that was asked for."""
+    def begin(self, now: float, units: float) -> None:
+        """Begin a turn of so many units, with the batch that was asked for."""
+        self._units, self._turns = self._units + units, self._turns + 1
         context, backward = self._context, self._backward
         data = now - self._asked
         interrupted = self.interruptions.take(data)
@@ -119,6 +122,7 @@ class StepClock:
         seconds |= zip(MEASURED, (self._reading, *self._interrupted), strict=True)
         self._data = self._wait = self._exchange = self._compute = self._reading = 0.0
         self._interrupted = Interruptions()
+        self.work, self._units, self._turns = (self._units, self._turns), 0.0, 0
         if self._context.meters:
             self._add_axes(spent)
         return seconds

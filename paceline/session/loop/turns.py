@@ -56,8 +56,8 @@ class TrainingLoop:
         self.models: list[nn.Module] = []
         self.scalers = context.step_state.scalers
         self.frozen: list[Slot] = []
-        self._clock = StepClock(context, backward)
-        self.bound: list[Callable[[], None]] = [self._clock.interruptions.close]  # undo what was set on a user's objects
+        self.clock = StepClock(context, backward)
+        self.bound: list[Callable[[], None]] = [self.clock.interruptions.close]  # undo what was set on a user's objects
         self._loaders: dict[int, LoaderProgress] = {}  # by id of the loader
         self._open: list[LoaderProgress] = []  # those with a turn, in the order in which the turns began
         self.leader: LoaderProgress | None = None  # whose turns are the steps
@@ -135,16 +135,12 @@ class TrainingLoop:
     @property
     def sent(self) -> Traffic:
         """Bytes sent in all steps."""
-        return self._clock.sent
+        return self.clock.sent
 
     @property
     def axes(self) -> dict[str, AxisTotals]:
         """What all steps have taken for exchanges by axis of the mesh; empty where no model is cut."""
-        return self._clock.axes
-
-    @property
-    def untold(self) -> tuple[str, ...]:
-        return self._clock.interruptions.untold
+        return self.clock.axes
 
     # ---- the loader's calls
 
@@ -175,7 +171,7 @@ class TrainingLoop:
                 loader.finish()
             for observer in self.observers.epoch_began:
                 observer()
-        self._clock.ask()
+        self.clock.ask()
 
     def turn_begins(self, loader: ShareLoader, turn: Turn) -> None:
         now = time.perf_counter()
@@ -208,9 +204,9 @@ class TrainingLoop:
         else:
             self.settle()
         if progress is self.leader:
-            self._clock.begin(now)
+            self.clock.begin(now, turn.units)
             if self._page is not None and turn.micro == 0:
-                self._clock.hold(self._page.reach(self.steps))
+                self.clock.hold(self._page.reach(self.steps))
 
     def turn_ends(self, loader: ShareLoader) -> None:
         progress, backward = self._loaders[id(loader)], self.backward
@@ -248,7 +244,7 @@ class TrainingLoop:
 
     def _end_step(self, progress: LoaderProgress, turn: Turn, *, failed: bool) -> None:
         """End a turn of the leading loader, and with its last micro-batch the step."""
-        clock = self._clock
+        clock = self.clock
         clock.stop()
         if failed:
             self.cut_off = 0

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from paceline.comm.group import Finished, Op, Work
 from paceline.comm.sample_queue import SampleQueue
+from paceline.data.balance import WorkerSpeeds
 from paceline.data.loader import ShareLoader, deal
 from paceline.errors import UsageError
 from paceline.parallel.batchnorm import desynchronise, synchronise
@@ -67,6 +68,7 @@ class Prepared:
         self._abilities = loop.abilities
         self._remote = loop.abilities.remote
         self._remote_steps = RemoteSteps(loop, self.tables)
+        self._speeds = WorkerSpeeds()
 
     def clip(self, parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """Clip gradients where they are, and return their norm before."""
@@ -238,9 +240,8 @@ class Prepared:
         tensor_peers.check(options, self.axes)
         local = self.subgroups.within_host() if options["readers"] == "host" else None
         loop, say, move = self._loop, self.context.announce, tensor_peers.compared(mover(self._device), self.axes)
-        dealt = deal(
-            loader, self.context.agreement, local=local, hooks=loop, say=say, move=move, sample_queue=self._sample_queue, **options
-        )
+        options |= {"local": local, "sample_queue": self._sample_queue, "speeds": self._speeds}
+        dealt = deal(loader, self.context.agreement, hooks=loop, say=say, move=move, **options)
         self.loaders.append(dealt)
         self._add("loader", dealt)
         return dealt

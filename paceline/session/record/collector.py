@@ -15,6 +15,7 @@ import msgpack
 from paceline.comm.agreement import Agreement
 from paceline.comm.sample_queue import SampleQueue
 from paceline.errors import UsageError
+from paceline.session.balance.follower import ShareFollower
 from paceline.session.elastic.recovery import Recovery
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.registry import Prepared
@@ -53,9 +54,19 @@ class RunRecords:
 
 
 class LogCollector:
-    """Collects on the first worker what was logged. `everyone`: all workers."""
+    """Collects on the first worker what was logged. `everyone`: all workers; `follower` has shares follow speeds, at the same meetings."""
 
-    def __init__(self, loop: TrainingLoop, prepared: Prepared, everyone: Agreement, records: RunRecords, recovery: Recovery | None) -> None:
+    def __init__(
+        self,
+        loop: TrainingLoop,
+        prepared: Prepared,
+        everyone: Agreement,
+        records: RunRecords,
+        *,
+        recovery: Recovery | None,
+        follower: ShareFollower,
+    ) -> None:
+        self._follower = follower
         self._loop, self._prepared, self._everyone, self._recovery = loop, prepared, everyone, recovery
         self._history, self._log, self._meetings = records.history, records.log, records.meetings
         self._known: dict[int, bytes] = {}  # of each worker, how far its records are here, where they come by letter
@@ -95,7 +106,8 @@ class LogCollector:
     def _meet(self) -> None:
         agreement, recovery = self._everyone, self._recovery
         news = None if recovery is None else recovery.news()
-        me = msgpack.packb([self._log.drain(), self.asked, self._log.steps_ahead(), agreement.origins[agreement.group.rank], news])
+        name, work = agreement.origins[agreement.group.rank], self._follower.drain()
+        me = msgpack.packb([self._log.drain(), self.asked, self._log.steps_ahead(), name, news, work])
         answers = [msgpack.unpackb(a) for a in agreement.meet("run.log", me)]
         self._meetings.put(self._loop.steps + answers[0][2])
         if recovery is not None:
@@ -107,6 +119,7 @@ class LogCollector:
             for loader in self._prepared.loaders:
                 if loader.terms.training:
                     loader.finish()
+        self._follower.take([answer[5] for answer in answers])
 
     def _say(self, reason: str | None) -> None:
         if reason is not None and not self.stopping:

@@ -1,0 +1,43 @@
+"""What a step takes of a processor's quota.
+
+A worker with half a core that waits for others finds its quota whole again when it goes on: it looks as fast as one with a whole core,
+until it has more to do. So a step is taken to last for as long as the quota needs to give what the step has used:
+
+processor    ####....####....####....    used 60 ms, half a core       120 ms at least, even where ...
+             ############------------    ... it ran for 60 ms, and waited for the others then
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from paceline.cluster import machine
+
+LOOK: Final = 0.25  # seconds after which the quota is looked up anew, at least: it may change
+
+
+class ProcessorQuota:
+    """Measures what each step of this process takes of its quota, which it shares with `workers` of its host, itself among them."""
+
+    def __init__(
+        self,
+        workers: int,
+        *,
+        quota: Callable[[], float | None] = machine.quota,
+        used: Callable[[], float] = time.process_time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._workers, self._quota, self._used, self._clock = workers, quota, used, clock
+        self._before = used()
+        self._looked = -LOOK
+        self._cores: float | None = None
+
+    def lap(self) -> float:
+        """Return the seconds that the quota needs to give what was used since the last call; 0 where nothing limits this process."""
+        now, used = self._clock(), self._used()
+        spent, self._before = used - self._before, used
+        if now - self._looked >= LOOK:
+            self._looked, self._cores = now, self._quota()
+        return 0.0 if not self._cores else spent * self._workers / self._cores

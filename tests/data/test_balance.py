@@ -1,0 +1,101 @@
+"""Splits by speed, against all splits that there are; speeds of workers that come and go."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from paceline.data.balance import SpeedCurve, SpeedShares, WorkerSpeeds, balance
+from paceline.data.shares import policy
+from paceline.errors import DataError
+
+
+def slowest(curves: list[SpeedCurve], shares: tuple[int, ...]) -> float:
+    return max(curve(share) for curve, share in zip(curves, shares, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_other_split_is_done_sooner(seed: int) -> None:
+    draw = random.Random(seed)
+    size, batch = draw.choice([2, 3]), draw.randrange(3, 25)
+    curves = [SpeedCurve(draw.choice([0.0, draw.uniform(0, 5)]), draw.uniform(0.1, 3)) for _ in range(size)]
+    most = [draw.choice([None, draw.randrange(8, 25)]) for _ in range(size)]
+    splits = [
+        split
+        for split in itertools.product(range(1, batch + 1), repeat=size)
+        if sum(split) == batch and all(limit is None or share <= limit for share, limit in zip(split, most, strict=True))
+    ]
+    if not splits:
+        with pytest.raises(DataError, match=f"a batch of {batch} samples doesn't fit"):
+            balance(batch, curves, most)
+        return
+    found = balance(batch, curves, most)
+    assert found in splits and slowest(curves, found) == pytest.approx(min(slowest(curves, split) for split in splits), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("batch", "curves", "most", "wanted"),
+    [
+        (96, [SpeedCurve(0, 1), SpeedCurve(0, 2)], None, (64, 32)),
+        (45, [SpeedCurve(10, 2), SpeedCurve(10, 4)], None, (30, 15)),
+        (10, [SpeedCurve(0, 1), SpeedCurve(100, 1)], None, (9, 1)),
+        (1, [SpeedCurve(0, 2), SpeedCurve(0, 1)], None, (0, 1)),
+        (0, [SpeedCurve(0, 2), SpeedCurve(0, 1)], None, (0, 0)),
+        (96, [SpeedCurve(0, 1), SpeedCurve(0, 2)], (40, None), (40, 56)),
+        (1_000_000, [SpeedCurve(0, 1), SpeedCurve(0, 3)], None, (750_000, 250_000)),
+    ],
+)
+def test_splits(batch: int, curves: list[SpeedCurve], most: tuple[int | None, ...] | None, wanted: tuple[int, ...]) -> None:
+    assert balance(batch, curves, most) == wanted == SpeedShares(curves, most)(batch)
+
+
+def test_parts_are_in_proportion_and_need_not_be_whole() -> None:
+    parts = SpeedShares([SpeedCurve(1, 1), SpeedCurve(1, 2)]).parts(10.0)
+    assert parts == pytest.approx((20 / 3, 10 / 3)) and sum(parts) == pytest.approx(10.0)
+    assert SpeedShares([SpeedCurve(1, 1), SpeedCurve(3, 2)]).parts(0.0) == pytest.approx((0.0, 0.0))
+
+
+@pytest.mark.parametrize("numbers", [(0.0, 0.0), (0.0, -1.0), (-1.0, 1.0), (0.0, float("inf")), (float("nan"), 1.0)])
+def test_no_speed_is_refused(numbers: tuple[float, float]) -> None:
+    with pytest.raises(DataError, match="is no speed"):
+        SpeedCurve(*numbers)
+
+
+def test_who_has_no_memory_for_a_sample_is_named() -> None:
+    with pytest.raises(DataError, match="rank 1 has no memory for one sample"):
+        balance(8, [SpeedCurve(0, 1)] * 2, (8, 0))
+
+
+def test_auto_is_equal_until_speeds_are_known_and_no_other_word_is() -> None:
+    assert policy("auto", 3)(8) == (3, 3, 2)
+    with pytest.raises(DataError, match="shares is 'quick': give 'auto'"):
+        policy("quick", 3)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="must be 3 integers"):
+        policy(SpeedShares([SpeedCurve(0, 1)] * 2), 3)(8)
+
+
+SLOW, FAST, OTHER = SpeedCurve(0, 4), SpeedCurve(0, 1), SpeedCurve(2, 3)
+
+
+def test_who_comes_back_to_its_host_starts_with_its_old_speed_and_newcomers_with_the_mean() -> None:
+    speeds = WorkerSpeeds()
+    assert speeds.of((0, 1), ("a", "b")) is None
+    speeds.learn((0, 1, 2), ("a", "b", "b"), (FAST, SLOW, FAST))
+    assert speeds.of((0, 2), ("a", "b")) == (FAST, FAST)
+    assert speeds.of((0, 2, 3), ("a", "b", "b")) == (FAST, FAST, SLOW), "3 is on the host of 1, who is gone"
+    assert speeds.of((0, 1, 2, 3), ("a", "b", "b", "a")) == (FAST, SLOW, FAST, FAST)
+    assert speeds.of((0, 1, 2, 3), ("a", "b", "b", "c")) == (FAST, SLOW, FAST, SpeedCurve(0, 2))
+
+
+def test_saved_speeds_are_for_as_many_workers() -> None:
+    speeds = WorkerSpeeds()
+    speeds.learn((0, 3), ("a", "b"), (FAST, OTHER))
+    state = speeds.state_dict((0, 3))
+    again = WorkerSpeeds()
+    again.load_state_dict(state, (0, 1))
+    assert again.of((0, 1), ("a", "b")) == (FAST, OTHER)
+    fewer = WorkerSpeeds()
+    fewer.load_state_dict(state, (0, 1, 2))
+    assert fewer.of((0, 1, 2), ("a", "b", "c")) is None
