@@ -37,7 +37,17 @@ def oddities(topology: Topology) -> list[str]:
 
 
 def _measured(topology: Topology) -> list[tuple[int, HostRanks, Device]]:
-    return [(rank, host, device) for host in topology.hosts for rank, device in zip(host.ranks, host.devices, strict=False)]
+    return [(rank, host, device) for host in topology.hosts for rank, device in _pairs(host)]
+
+
+def _pairs(host: HostRanks) -> Iterable[tuple[int, Device]]:
+    return zip(host.ranks, host.devices, strict=bool(host.devices))
+
+
+def _ranks(ranks: Iterable[int], host: HostRanks) -> str:
+    """Write which worker of a host is meant: the first of several, and how many there are."""
+    first, *others = ranks
+    return f"rank {first}{f' (and {len(others)} more)' if others else ''} on {host.name}"
 
 
 def _devices(topology: Topology) -> Iterable[str]:
@@ -52,7 +62,8 @@ def _devices(topology: Topology) -> Iterable[str]:
                     yield f"rank {rank} on {host.name} multiplies {dtype} at {part:.2f} of the fastest {kind}{_why(host, device, found)}"
     for rank, host, device in found:
         best = max(other.copied_bytes_per_second for _, _, other in found if other.kind == device.kind)
-        if 0 < device.copied_bytes_per_second < SLOW_COPY * best and not _limited(host, device):
+        steady = not _limited(host, device) and _attended(host, device) >= ATTENDED
+        if 0 < device.copied_bytes_per_second < SLOW_COPY * best and steady:
             part = device.copied_bytes_per_second / best
             yield f"rank {rank} on {host.name} copies memory at {part:.2f} of the fastest {device.kind}: look at what else uses its memory"
 
@@ -85,9 +96,10 @@ def _threads(topology: Topology) -> Iterable[str]:
     for host in topology.hosts:
         wanted = sum(device.threads for device in host.devices if device.kind == "cpu")
         if wanted > host.cores:
+            each = host.cores // len(host.ranks)
             yield (
                 f"the workers of {host.name} compute with {counted(wanted, 'thread')} on {counted(host.cores, 'core')}, "
-                f"and disturb each other: give each {max(1, host.cores // len(host.ranks))} (--threads), or start fewer workers"
+                f"and disturb each other: {f'give each {each} (--threads)' if each else f'start {host.cores} of them at most'}"
             )
     for machine in dict.fromkeys(host.machine for host in topology.hosts if host.machine):
         hosts = [host for host in topology.hosts if host.machine == machine]
@@ -110,9 +122,10 @@ def _clocks(topology: Topology) -> Iterable[str]:
                 f"the processor of {host.name} stays at {worst.clock_hz / 1e9:.1f} GHz of {worst.highest_clock_hz / 1e9:.1f} while it "
                 f"computes: it saves power or is too hot (governor {worst.governor or 'unknown'}; `cpupower frequency-set -g performance`)"
             )
-    for rank, host, device in _measured(topology):
-        if (part := _attended(host, device)) < ATTENDED:
-            yield f"rank {rank} on {host.name} had its cores {part:.0%} of the time it computed: other programs use them"
+    for host in topology.hosts:
+        waited = {rank: part for rank, device in _pairs(host) if (part := _attended(host, device)) < ATTENDED}
+        if waited:
+            yield f"{_ranks(waited, host)} had its cores {min(waited.values()):.0%} of the time it computed: other programs use them"
 
 
 def _links(topology: Topology) -> Iterable[str]:
@@ -144,11 +157,12 @@ def _crowds(topology: Topology) -> Iterable[str]:
         losing = [link for link in found if link.crowded_bytes_per_second < LOSES * link.bytes_per_second]
         alone, crowded = (sum(getattr(link, name) for link in losing) for name in ("bytes_per_second", "crowded_bytes_per_second"))
         if crowded < CROWDED * alone:
-            one = len(losing) == 1
+            one, machines = len(losing) == 1, {topology.hosts[end].machine for link in losing for end in (link.source, link.target)}
+            cores = ", or the cores of one machine" if len(machines) == 1 and all(machines) else ""
             yield (
                 f"{_listed(_way(topology, link) for link in losing)} {'carries' if one else 'carry'} {rated(alone)} "
                 f"{'alone' if one else 'one at a time'}, and {rated(crowded)} while all hosts send: "
-                f"{'it shares' if one else 'they share'} a switch or an uplink"
+                f"{'it shares' if one else 'they share'} a switch or an uplink{cores}"
             )
 
 
@@ -179,10 +193,12 @@ def _advice(interface: Interface | None) -> str:
 
 
 def _unsteady(topology: Topology) -> Iterable[str]:
-    for rank, host, device in _measured(topology):
-        worst = max((speed.spread for speed in device.speeds), default=0.0)
-        if worst > SPREAD:
-            yield f"times of rank {rank} on {host.name} lie {worst:.0%} apart: something disturbs it; measure again when it is quiet"
+    """Tell of hosts where the same takes now longer, now shorter."""
+    for host in topology.hosts:
+        spreads = {rank: max((speed.spread for speed in device.speeds), default=0.0) for rank, device in _pairs(host)}
+        apart = {rank: spread for rank, spread in spreads.items() if spread > SPREAD}
+        if apart:
+            yield f"times of {_ranks(apart, host)} lie {max(apart.values()):.0%} apart: something disturbs it; measure again in quiet"
 
 
 def rated(rate: float) -> str:

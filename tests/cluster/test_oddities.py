@@ -86,17 +86,23 @@ def test_a_processor_that_others_use() -> None:
     found = oddities(with_device(cluster(), 2, speeds=slow(5e10), attended=0.5))
     assert found[0].endswith(": it had its cores 50% of the time") and "rank 2 on h2 had its cores 50% of the time it computed" in found[1]
     assert oddities(with_host(with_device(cluster(), 2, attended=0.5), 2, quota=0.5)) == []
+    both = with_device(with_device(cluster(1, 3), 1, attended=0.7), 2, attended=0.6)
+    assert oddities(both) == ["rank 1 (and 1 more) on h0 had its cores 60% of the time it computed: other programs use them"]
 
 
 def test_slow_memory() -> None:
     [said] = oddities(with_device(cluster(), 1, copied_bytes_per_second=5e9))
     assert said.startswith("rank 1 on h1 copies memory at 0.25 of the fastest cpu")
+    assert len(oddities(with_device(cluster(), 1, copied_bytes_per_second=5e9, attended=0.2))) == 1  # that it waits says enough
 
 
 def test_threads_that_fight() -> None:
     topology = with_device(with_device(cluster(1, 2), 0, threads=2, attended=1.0), 1, threads=2, attended=1.0)
     [said] = oddities(topology)
     assert said.startswith("the workers of h0 compute with 4 threads on 2 cores") and "give each 1 (--threads)" in said
+    crowd = with_host(cluster(1, 4), 0, cores=2)
+    [said] = oddities(crowd)
+    assert "4 threads on 2 cores" in said and said.endswith("start 2 of them at most")
 
 
 def test_hosts_that_are_one_machine() -> None:
@@ -143,7 +149,9 @@ def test_a_shared_uplink() -> None:
         "h0 to h2, h1 to h3, h2 to h0 and h3 to h1 carry 3.84 Gbit/s one at a time, and 1.92 Gbit/s while all hosts send"
     )
     [one] = oddities(with_links(cluster(), lambda link: (link.source, link.target) == (0, 2), crowded_bytes_per_second=0.5 * RATE))
-    assert one.startswith("h0 to h2 carries 960 Mbit/s alone, and 480 Mbit/s while all hosts send: it shares")
+    assert one == "h0 to h2 carries 960 Mbit/s alone, and 480 Mbit/s while all hosts send: it shares a switch or an uplink"
+    same = replace(crossing, hosts=tuple(replace(host, machine="one", machine_cores=9) for host in crossing.hosts))
+    assert oddities(same) == [said + ", or the cores of one machine"]
 
 
 def test_a_faster_interface_that_reaches_all() -> None:

@@ -27,8 +27,9 @@ from paceline.session.probe.dtypes import USUAL, check
 from paceline.session.probe.links import LinkFigures, LinkMeter, stream_length
 from paceline.session.run import Run
 
-COMPUTING: Final = 8.0  # seconds for all products and copies, where hosts share a machine
+COMPUTING: Final = 6.0  # seconds for all products and copies, where hosts share a machine
 MOST_COMPUTING: Final = 1.2  # seconds of each host
+SOME_PERIODS: Final = 0.35  # seconds of each product where a quota holds: three periods of 100 ms, and two gaps between
 LINKING: Final = 6.0  # seconds for all links between hosts
 LEAST_LINKING, MOST_LINKING = 0.05, 0.15  # seconds of each direction
 INSIDE: Final = 0.06  # seconds of each direction of a pair inside a host
@@ -92,21 +93,27 @@ class _Probe:
         sides = [max(column) for column in zip(*alike, strict=True)]  # devices of one kind are compared by the same matrices
         waves = rounds.waves(self._topology)
         seconds = min(MOST_COMPUTING, COMPUTING / len(waves)) / (len(sides) + 1)
-        mine, found = self._topology.where()[self._group.rank], Device(self._device.type)
+        if any(host.quota is not None for host in self._topology.hosts):
+            seconds = max(seconds, SOME_PERIODS)
+        mine, speeds, attended, copied = self._topology.where()[self._group.rank], list[DeviceSpeed](), list[float](), 0.0
+        clock = machine.ProcessorClock(0.0, 0.0, "")
         for wave in waves:
+            for dtype, side in zip(self._dtypes, sides, strict=True):
+                self._meter.meet()
+                if mine in wave:
+                    speed, used = compute.product_speed(self._device, dtype, side, seconds)
+                    speeds.append(speed)
+                    attended.append(used)
+                    clock = machine.clock()
             self._meter.meet()
             if mine in wave:
-                found = self._compute(sides, seconds)
-        return found
+                copied = compute.copy_rate(self._device, seconds)
+        self._meter.meet()
+        return self._found(speeds, copied, statistics.median(attended), clock)
 
-    def _compute(self, sides: Sequence[int], seconds: float) -> Device:
-        device, speeds, attended = self._device, list[DeviceSpeed](), list[float]()
-        for dtype, side in zip(self._dtypes, sides, strict=True):
-            speed, used = compute.product_speed(device, dtype, side, seconds)
-            speeds.append(speed)
-            attended.append(used)
+    def _found(self, speeds: Sequence[DeviceSpeed], copied: float, attended: float, clock: machine.ProcessorClock) -> Device:
+        device = self._device
         cuda = device.type == "cuda"
-        clock = machine.ProcessorClock(0.0, 0.0, "") if cuda else machine.clock()
         memory = compute.free_memory(device)
         return Device(
             device.type,
@@ -116,9 +123,9 @@ class _Probe:
             memory.free,
             torch.get_num_threads(),
             tuple(speeds),
-            compute.copy_rate(device, seconds),
-            statistics.median(attended),
-            *clock,
+            copied,
+            attended,
+            *(machine.ProcessorClock(0.0, 0.0, "") if cuda else clock),
         )
 
     def linked(self) -> tuple[list[LinkFigures], list[LinkFigures]]:

@@ -18,6 +18,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ WINDOW: Final = 8  # chunks under way
 CHUNKS: Final = 48  # of a stream, about
 FEWEST: Final = 6
 SMALLEST, LARGEST = 1 << 14, 1 << 22  # bytes of a chunk
+PARTS: Final = 3
 WARM: Final = 0.3  # the part of a stream that isn't counted
 TRIPS, SHORTEST_TRIPS = 21, 3
 TRIPS_SECONDS: Final = 0.05
@@ -46,12 +48,21 @@ class LinkFigures(NamedTuple):
 
 
 def steady_rate(arrivals: Sequence[tuple[float, int]]) -> float:
-    """Return the bytes a second of chunks that came at these times (seconds), of those after the first part of the time."""
+    """Return the bytes a second of chunks that came at these times (seconds), of those after the first part of the time.
+
+    Of many chunks it is the middle one of the rates of some parts: a process that has to wait for its core spoils one of them.
+    """
     began, end = arrivals[0][0], arrivals[-1][0]
     later = [index for index, (when, _) in enumerate(arrivals) if when >= began + WARM * (end - began)]
-    first = min(later[0], len(arrivals) - 2)
-    seconds = max(end - arrivals[first][0], 1e-9)
-    return sum(nbytes for _, nbytes in arrivals[first + 1 :]) / seconds
+    first, last = min(later[0], len(arrivals) - 2), len(arrivals) - 1
+    parts = PARTS if last - first >= PARTS * FEWEST else 1
+    bounds = [first + round(part * (last - first) / parts) for part in range(parts + 1)]
+    return statistics.median(_rate(arrivals[start : stop + 1]) for start, stop in pairwise(bounds))
+
+
+def _rate(arrivals: Sequence[tuple[float, int]]) -> float:
+    """Return the bytes a second of all chunks but the first, since that came."""
+    return sum(nbytes for _, nbytes in arrivals[1:]) / max(arrivals[-1][0] - arrivals[0][0], 1e-9)
 
 
 def chunk_size(rate: float, seconds: float) -> int:

@@ -20,6 +20,14 @@ def test_the_rate_is_that_of_the_later_chunks() -> None:
     assert links.steady_rate(burst) == pytest.approx(100 / 0.01, rel=0.02)
 
 
+def test_a_pause_spoils_one_part_alone() -> None:
+    arrivals, now = [], 0.0
+    for index in range(60):
+        now += 0.01 + (0.2 if index == 55 else 0.0)
+        arrivals.append((now, 100))
+    assert links.steady_rate(arrivals) == pytest.approx(100 / 0.01)
+
+
 def test_the_rate_of_few_chunks() -> None:
     assert links.steady_rate([(1.0, 50), (2.0, 50)]) == 50
     assert links.steady_rate([(0.0, 50), (0.1, 50), (9.0, 80)]) == pytest.approx(80 / 8.9)
