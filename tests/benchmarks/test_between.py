@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from paceline.lab import kernel
+from tests.harness import nursery
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "between.py"
 
@@ -20,7 +19,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "between.py"
 def test_the_table(tmp_path: Path) -> None:
     out = tmp_path / "between.json"
     words = ["--sizes", "0.4M", "--rounds", "1", "--placements", "round-robin", "--bandwidth", "100mbit", "--out", str(out)]
-    answer = subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True, check=False, timeout=250)
+    answer = nursery.run_script(SCRIPT, tmp_path, *words)
     assert answer.returncode == 0, answer.stderr
     found = json.loads(out.read_text())
     assert set(found["raw"]) == {"round-robin, 0.4M"}

@@ -25,6 +25,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any, NamedTuple, NoReturn
 
 import typer
@@ -39,6 +40,7 @@ USUAL = (  # what many jobs load as they go: here it is there for all
     "encodings.idna",
     "numpy.random",
     "paceline.apps.gpt",
+    "paceline.lab.hosts",
     "paceline.observe.layout",
     "paceline.parallel.pipeline",
     "paceline.parallel.shard",
@@ -217,8 +219,8 @@ def run_script(path: Path, folder: Path, *words: str, seconds: float = 200.0) ->
     return subprocess.CompletedProcess(process.args, process.wait(), out, err)
 
 
-def on_host(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes] | Nursed:
-    """What `lab.Cluster.spawn` starts: launchers come from the nursery, and enter their host as they would."""
+def on_host(command: Sequence[str], *, home: str | None = None, **options: Any) -> subprocess.Popen[bytes] | Nursed:
+    """What `lab.Cluster.spawn` starts: launchers come from the nursery (`home`: where it listens), and enter their host as they would."""
     at = next((n for n, word in enumerate(command) if Path(word).name == "enter.py"), None)
     if at is None or list(command[at + 4 : at + 8]) != ["-P", "-m", "paceline", "run"]:
         return subprocess.Popen(command, **options)
@@ -228,7 +230,7 @@ def on_host(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes] |
     try:
         door = Door(kinds, command[at + 2])
         process = Nursed(
-            path(),
+            home or path(),
             [sys.executable, "paceline", *command[at + 7 :]],
             given,
             cwd=str(options["cwd"] or os.getcwd()),
@@ -350,6 +352,8 @@ def _live(
         os.setpgid(0, group)
     if door[0]:
         enter(",".join(f"{kind}=/proc/self/fd/{space}" for kind, space in zip(door[0], spaces, strict=True)), door[1])
+    hosts = importlib.import_module("paceline.lab.hosts")  # of `paceline lab run`, and of scripts that build labs
+    hosts.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": functools.partial(on_host, home=home)})  # type: ignore[attr-defined]
     if command[1].endswith(".py") and command[1] != preloaded.__file__:
         preloaded.become(command, env)
     if command[-1] == "paceline.server.main":

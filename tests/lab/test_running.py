@@ -20,7 +20,8 @@ import pytest
 from paceline import cli
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.lab import remains
-from tests.harness.jobs import PATIENCE, Job, Jobs, jobs, wait_for
+from tests.harness.jobs import PATIENCE, PRELOADED, Job, Jobs, jobs, wait_for
+from tests.harness.jobs import PLAIN as PLAIN_LAUNCHER
 from tests.harness.labs import left, traces
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train.py"
@@ -29,9 +30,9 @@ SLEEP = PLAIN + "print('up', flush=True)\ntime.sleep(600)\n"
 
 
 @pytest.fixture
-def started(able: None, tmp_path: Path) -> Iterator[Jobs]:
+def started(able: None, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Jobs]:
     before = traces()
-    with jobs(tmp_path) as found:
+    with jobs(tmp_path, PRELOADED if request.node.get_closest_marker("preloaded") else PLAIN_LAUNCHER) as found:
         yield found
     assert left(before) == set()
 
@@ -39,7 +40,7 @@ def started(able: None, tmp_path: Path) -> Iterator[Jobs]:
 def lab(started: Jobs, cluster: str, body: str, *options: str, args: tuple[str, ...] = ()) -> Job:
     """`paceline lab run CLUSTER OPTIONS script.py ARGS`."""
     (started.folder / "script.py").write_text(body)
-    return started.start([sys.executable, "-m", "paceline", "lab", "run", cluster, *options, "script.py", *args])
+    return started.start([sys.executable, *started.launcher, "lab", "run", cluster, *options, "script.py", *args])
 
 
 def waiting(pipe: int) -> int:
@@ -81,6 +82,7 @@ class TestCommand:
         assert not (started.folder / "taken").exists()
 
     @pytest.mark.slow
+    @pytest.mark.preloaded
     def test_placement(self, started):
         body = PLAIN + "print(os.environ['LOCAL_RANK'])"
         ended = lab(started, pairs(started.folder), body, "--placement", "round-robin").end()
@@ -89,6 +91,7 @@ class TestCommand:
         assert sorted(ended.out.splitlines()) == ["[host0 0] 0", "[host0 2] 1", "[host1 1] 0", "[host1 3] 1"]
 
     @pytest.mark.slow
+    @pytest.mark.preloaded
     def test_an_error_ends_all_and_is_said_last(self, started):
         body = PLAIN + "if rank == 1: raise ValueError('wrong')\ntime.sleep(600)"
         ended = lab(started, pairs(started.folder), body).end()
@@ -100,6 +103,7 @@ class TestCommand:
         assert ended.err.count("failed with exit code 1") == 1
 
     @pytest.mark.slow
+    @pytest.mark.preloaded
     def test_exit_codes_are_the_workers(self, started):
         assert lab(started, pairs(started.folder), PLAIN + "sys.exit(7 if rank == 2 else 0)").end().code == 7
 
@@ -131,6 +135,7 @@ class TestCommand:
         assert left(before) == set()
 
     @pytest.mark.slow
+    @pytest.mark.preloaded
     def test_a_reader_that_stops_reading(self, started):
         job = lab(started, "two-hosts", PLAIN + "while True: print('x' * 1000, flush=True)")
         assert job.process.stdout is not None
@@ -142,6 +147,7 @@ class TestCommand:
         job.end()
 
     @pytest.mark.slow
+    @pytest.mark.preloaded
     def test_a_process_that_keeps_the_pipes(self, started):
         body = PLAIN + (
             "import subprocess\n"
@@ -192,21 +198,10 @@ class TestCommand:
             assert left_with.value.code == 2 and out == "" and len(err.splitlines()) == 1 and said in err, err
 
     @pytest.mark.slow
+    @pytest.mark.preloaded
     def test_the_example_on_two_hosts(self, started):
-        command = [
-            sys.executable,
-            "-m",
-            "paceline",
-            "lab",
-            "run",
-            "two-hosts",
-            "--name",
-            "mine",
-            "--fault",
-            "cut(host=1, seconds=0.2, step=9)",
-        ]
-        (started.folder / "train.py").write_text("import tests.harness.brisk\n" + EXAMPLE.read_text())
-        ended = started.start([*command, "train.py"]).end()
+        options = ("--name", "mine", "--fault", "cut(host=1, seconds=0.2, step=9)")
+        ended = lab(started, "two-hosts", EXAMPLE.read_text(), *options).end()
         assert ended.code == 0, ended.err
         assert "paceline: 4 workers on 2 hosts, AllReduce(), global batch 64 = 4 x 16" in ended.err
         assert ended.err.splitlines()[-1] == "paceline: the run's folder is runs/mine"
