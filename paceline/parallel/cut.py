@@ -6,7 +6,7 @@ the model in that order, before anything else looks at its parameters. What has 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -53,6 +53,10 @@ class CutGradients(Protocol):
 
     def deliver_to(self, sink: GradientSink) -> None:
         """Hand gradients to `sink` from now on."""
+        ...
+
+    def gather(self, parameters: Sequence[Tensor]) -> None:
+        """Make these parameters whole, and what goes with them, for a backward through their layers. Collective."""
         ...
 
     def end_pass(self) -> None:

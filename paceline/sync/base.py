@@ -33,6 +33,10 @@ class GradientSource(Protocol):
         """Hand gradients to a `GradientTracker` from now on."""
         ...
 
+    def gather(self, parameters: Sequence[Tensor]) -> None:
+        """Make these parameters whole, and what goes with them, for a backward through their layers. Collective."""
+        ...
+
     def end_pass(self) -> None:
         """Deliver what is left of a backward pass. Collective."""
         ...

@@ -40,6 +40,10 @@ class JoinedPasses:
         """Begin a pass. `last`: the gradients of the parameters that it reaches are complete with it, and leave at once."""
         self._tracker.keep_silent(silent=not last)
 
+    def gather(self, parameters: Sequence[Tensor]) -> None:
+        """Have cut parameters whole again, as the second half of a backward goes through their layers."""
+        self._tracker.gather(parameters)
+
     def end(self) -> None:
         """End a pass."""
         self._tracker.end_sources()
@@ -131,6 +135,11 @@ class JoiningTracker:
     def added_up(self, parameter: Tensor) -> AddedUp:
         """Return what was added up of a parameter."""
         return self._by_id[id(parameter)]
+
+    def gather(self, parameters: Sequence[Tensor]) -> None:
+        """Have the sources of cut gradients make these parameters whole."""
+        for source in self._sources:
+            source.gather(parameters)
 
     def end_sources(self) -> None:
         """Have the sources of cut gradients deliver what is left of one of the passes that are joined."""

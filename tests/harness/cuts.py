@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -85,6 +86,8 @@ class _Weights:
 
     def deliver_to(self, sink: GradientSink) -> None:
         self.sink = sink
+
+    def gather(self, parameters: Sequence[Tensor]) -> None: ...
 
     def end_pass(self) -> None: ...
 

@@ -84,18 +84,30 @@ def test_gradients_are_scaled_and_overflows_of_one_stage_skip_the_step_of_all(me
         assert found == pytest.approx(wanted, rel=1e-9)
 
 
-@pytest.mark.parametrize("schedule", ["zero-bubble", "zbv"])
-def test_a_backward_in_two_halves_takes_pieces_that_are_whole_while_used(schedule: str) -> None:
-    same("shard=2, stage=2", [pipeline(LAYERS, schedule=schedule, micro_batches=4), pl.shard("blocks.*", zero=2)], build=untied)
+@pytest.mark.parametrize(("schedule", "zero"), [("zero-bubble", 2), ("zero-bubble", 3), ("zbv", 2), ("zbv", 3)])
+def test_a_backward_in_two_halves_takes_pieces_that_are_whole_while_used(schedule: str, zero: Any) -> None:
+    same("shard=2, stage=2", [pipeline(LAYERS, schedule=schedule, micro_batches=4), pl.shard("blocks.*", zero=zero)])
 
-    def body(run: Run) -> None:
-        model = untied()
-        run.prepare(model, cut=[pipeline(LAYERS, schedule=schedule), pl.shard("blocks.*", zero=3)])
 
-    with pytest.raises(
-        UsageError, match=rf"schedule='{schedule}' goes back twice.*shard\(zero=2\), or give pipeline\(\) the schedule '1f1b'"
-    ):
-        workers(4, body, mesh="shard=2, stage=2")
+@pytest.mark.parametrize("params", [None, "bfloat16"])
+def test_units_are_released_between_two_halves_and_after_them(params: Any) -> None:
+    def body(run: Run) -> list[int]:
+        model, seen = gpt().float(), list[int]()
+        run.prepare(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            cut=[pipeline(LAYERS, schedule="zero-bubble", micro_batches=4), pl.shard("blocks.*", zero=3, params=params)],
+        )
+        memories = [bucket.memory for source in run._prepared.cuts.sources for bucket in source.buckets]  # type: ignore[attr-defined]
+        block = next(block for block in list(model.blocks)[1:3] if any(p.numel() for p in block.parameters()))  # type: ignore[arg-type]
+        block.register_forward_pre_hook(lambda *_: seen.append(sum(memory.whole for memory in memories if memory.unit)))
+        run.step(model, X, Y, loss=next_tokens)
+        assert not any(memory.whole for memory in memories)
+        assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.numel() and p.grad is not None)
+        return seen
+
+    for seen in workers(4, body, mesh="shard=2, stage=2"):
+        assert seen == [1] * 4  # micro-batches: the block that runs
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from paceline.comm.group import Work
 from paceline.comm.pairs import PairMessage, Pairs
@@ -33,6 +32,10 @@ class Passes(Protocol):
         """Begin a pass. `last`: the gradients of the parameters that it reaches are complete with it."""
         ...
 
+    def gather(self, parameters: Sequence[Tensor]) -> None:
+        """Make those whole again of which workers have pieces, as the second half of a backward goes through their layers."""
+        ...
+
     def end(self) -> None:
         """End a pass."""
         ...
@@ -40,11 +43,6 @@ class Passes(Protocol):
 
 class Stage(Protocol):
     """One of a worker's stages: consecutive layers."""
-
-    @property
-    def parameters(self) -> Sequence[Parameter]:
-        """The parameters that it uses."""
-        ...
 
     def run(self, values: Values) -> Values:
         """Return what goes to the next stage, or the output of the model as `output`."""
@@ -234,7 +232,7 @@ class PipelinePass:
         """Take the gradients of what came in, and keep what those of parameters are taken from."""
         if not held.outputs:
             return [None] * len(held.entries)
-        found, held.later = halves.input_half(held.outputs, held.grads, held.entries, self._executor.stage(action.stage).parameters)
+        found, held.later = halves.input_half(held.outputs, held.grads, held.entries)
         held.outputs = []
         return found
 
@@ -245,6 +243,7 @@ class PipelinePass:
             self._whole(action, held)
             return
         self._passes.begin(last=action == self._schedule.last(action.stage))
+        self._passes.gather(held.later.parameters())
         halves.weight_half(held.later)
         self._passes.end()
 

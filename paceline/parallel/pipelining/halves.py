@@ -36,14 +36,17 @@ class Later:
     branches: list[_Branch]
     direct: list[tuple[Parameter, Tensor | None]]
 
+    def parameters(self) -> list[Parameter]:
+        """Return the parameters whose gradients are still to be computed: what their layers keep for that may have to be there again."""
+        return [parameter for branch in self.branches for parameter in branch.parameters]
 
-def input_half(
-    outputs: Sequence[Tensor], grads: Sequence[Tensor | None], entries: Sequence[Tensor], parameters: Sequence[Parameter]
-) -> tuple[list[Tensor | None], Later]:
+
+def input_half(outputs: Sequence[Tensor], grads: Sequence[Tensor | None], entries: Sequence[Tensor]) -> tuple[list[Tensor | None], Later]:
     """Return the gradients of `entries`, and what the other half goes on from. A gradient of None is that of a loss: one."""
-    users = _users([_node(output) for output in outputs])
-    owners = {node: parameter for parameter in parameters if parameter.requires_grad and (node := _node(parameter)) in users}
-    way = _upwards([_node(entry) for entry in entries], users, stop=frozenset())[0]
+    users, begins = _users([_node(output) for output in outputs]), [_node(entry) for entry in entries]
+    leaves = ((node, getattr(node, "variable", None)) for node in users if node not in begins)
+    owners: dict[Node, Parameter] = {node: leaf for node, leaf in leaves if leaf is not None}
+    way = _upwards(begins, users, stop=frozenset())[0]
     branches = _branches({parameter: _upwards([node], users, stop=way)[1] for node, parameter in owners.items()})
     covered = {id(parameter) for branch in branches for parameter in branch.parameters}
     direct = [parameter for parameter in owners.values() if id(parameter) not in covered]

@@ -24,7 +24,7 @@ from paceline.comm.group import Group
 from paceline.comm.pairs import Pairs
 from paceline.errors import DataError, PacelineError, UsageError
 from paceline.parallel.pipelining.batches import Share, cut_batch
-from paceline.parallel.pipelining.chain import LayerGraph, StagePart, own_parameters
+from paceline.parallel.pipelining.chain import LayerGraph, StagePart
 from paceline.parallel.pipelining.executor import MicroBatch, Passes, PipelineExecutor, PipelinePass
 from paceline.parallel.pipelining.profiler import PipelineProfiler
 from paceline.parallel.pipelining.schedule import PipelineSchedule
@@ -162,15 +162,6 @@ class PipelinedModel:
     def has_first(self) -> bool:
         """Whether this worker has the first stage."""
         return 0 in self.stages
-
-    def check(self, flat: Callable[[Parameter], bool]) -> None:
-        """Raise `UsageError` for what can't be done with stages, after all cuts were made. `flat`: whether a parameter is a flat piece."""
-        gathered = next((name for name, parameter in self._mine.items() if self._trained(parameter) is parameter and flat(parameter)), None)
-        if gathered is not None and self.terms.of(self._group.size, self.terms.micro_batches).split:
-            raise UsageError(
-                f"schedule={self.terms.schedule!r} goes back twice, and {gathered} would have to be gathered for both: cut it by "
-                "shard(zero=2), or give pipeline() the schedule '1f1b' or 'interleaved'"
-            )
 
     def close(self) -> None:
         """Free what the stages are joined by."""
@@ -322,7 +313,6 @@ class _StageOfModel:
         owners = graph.owners(*layers)
         self._model = model
         self._forward = lambda values: profiler.forward(stage, part, owners, model, values)
-        self.parameters = own_parameters(model, part)  # scripts may freeze and unfreeze them
 
     def run(self, values: Values) -> Values:
         found: Values = self._model(_StageCall(self._forward, values))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from functools import partial
 from typing import Protocol
 
@@ -140,6 +140,10 @@ class PassWatcher(Protocol):
         """Take note that a parameter has its gradient."""
         ...
 
+    def gather_for(self, parameters: Set[int]) -> None:
+        """Make the unit whole where it has one of these whole parameters, given by their ids."""
+        ...
+
     def pass_ended(self) -> None:
         """Take note that all workers have ended the pass."""
         ...
@@ -237,6 +241,12 @@ class ShardGradients:
             for piece, grad, counts in zip(bucket.memory.pieces, bucket.sums(self._meter), used, strict=True):
                 if counts:
                     self._sink.take(piece, grad)
+
+    def gather(self, parameters: Sequence[Tensor]) -> None:
+        """Make the units of these whole parameters whole. Collective."""
+        ids = {id(parameter) for parameter in parameters}
+        for watcher in self._watchers:
+            watcher.gather_for(ids)
 
     def end_pass(self) -> None:
         """End a backward pass, or take part in one in which others have used parameters. Collective."""

@@ -6,12 +6,15 @@
 
 While a unit runs, the one that came after it in the forward before is on its way; in backward, the one that came before it.
 
+A backward in two halves (pipelines) leaves units whole after the first, as no gradient of theirs has come, and gathers them again for the
+second where a forward has released them meanwhile.
+
 A forward in the middle of a backward pass (activation checkpoints) finds the unit whole, or makes it so until the pass ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -134,6 +137,11 @@ class GatheredUnit:
             if not self._waits[id(memory)]:
                 self._entered = {call for call in self._entered if call.inputs}
                 self._release_used()
+
+    def gather_for(self, parameters: Set[int]) -> None:
+        """Make the unit whole, unless it has none of these whole parameters (ids), until their gradients have come."""
+        if any(id(whole) in parameters for memory in self.memories for whole in memory.wholes):
+            self.gather()
 
     def _release_used(self) -> None:
         if not self._is_root and not self._entered and not self._stays and not any(self._waits.values()):

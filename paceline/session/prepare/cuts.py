@@ -115,8 +115,6 @@ class ModelCuts:
                 "batchnorm='sync' can't be had with layers on several workers (pipeline): leave it out, and statistics are those of each "
                 "micro-batch, on its worker"
             )
-        for _, pipeline in self.pipelines:
-            pipeline.check(lambda p: self.placements.of(self.trained(p)).is_flat)
         self.sources += sources
         initial.give(self.placements, axes.everyone, axes.slice.announce)
         for act in valued:

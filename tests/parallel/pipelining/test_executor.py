@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from paceline.comm.group import Group
 from paceline.comm.pairs import pairs
@@ -38,10 +37,6 @@ class Layer:
     def __init__(self, number: int, last: int, seconds: float) -> None:
         self.layer, self._ends, self._seconds = linear(number), number == last, seconds
 
-    @property
-    def parameters(self) -> list[Parameter]:
-        return list(self.layer.parameters())
-
     def run(self, values: Values) -> Values:
         time.sleep(self._seconds)
         out = torch.tanh(self.layer(values["x"]))
@@ -59,6 +54,9 @@ class Passes:
         assert not self.open
         self.open = True
         self.lasts.append(last)
+
+    def gather(self, parameters: Sequence[Tensor]) -> None:
+        assert self.open and parameters
 
     def end(self) -> None:
         self.open = False
