@@ -53,13 +53,14 @@ def _ranks(ranks: Iterable[int], host: HostRanks) -> str:
 def _devices(topology: Topology) -> Iterable[str]:
     """Tell of devices that are slower than others of their kind, and why, as far as that is known."""
     found = _measured(topology)
-    for dtype in dict.fromkeys(speed.dtype for _, _, device in found for speed in device.speeds):
-        for kind in dict.fromkeys(device.kind for _, _, device in found):
-            best = max(device.flops(dtype) for _, _, device in found if device.kind == kind)
-            for rank, host, device in found:
-                if device.kind == kind and 0 < device.flops(dtype) < SLOW_DEVICE * best:
-                    part = device.flops(dtype) / best
-                    yield f"rank {rank} on {host.name} multiplies {dtype} at {part:.2f} of the fastest {kind}{_why(host, device, found)}"
+    for rank, host, device in found:
+        slow = []
+        for speed in device.speeds:
+            best = max(other.flops(speed.dtype) for _, _, other in found if other.kind == device.kind)
+            if 0 < speed.flops < SLOW_DEVICE * best:
+                slow.append(f"{speed.dtype} at {speed.flops / best:.2f}")
+        if slow:
+            yield f"rank {rank} on {host.name} multiplies {_listed(slow)} of the fastest {device.kind}{_why(host, device, found)}"
     for rank, host, device in found:
         best = max(other.copied_bytes_per_second for _, _, other in found if other.kind == device.kind)
         steady = not _limited(host, device) and _attended(host, device) >= ATTENDED
@@ -103,13 +104,18 @@ def _threads(topology: Topology) -> Iterable[str]:
             )
     for machine in dict.fromkeys(host.machine for host in topology.hosts if host.machine):
         hosts = [host for host in topology.hosts if host.machine == machine]
-        wanted = sum(device.threads for host in hosts for device in host.devices if device.kind == "cpu")
-        cores = hosts[0].machine_cores
-        if len(hosts) > 1 and 0 < cores < wanted:
+        usable, cores = sum(_most(host) for host in hosts), hosts[0].machine_cores
+        if len(hosts) > 1 and 0 < cores < usable:
             yield (
-                f"{_listed(host.name for host in hosts)} are one machine with {counted(cores, 'core')}, and their workers have "
-                f"{counted(wanted, 'thread')}: they were measured one host after another, and are slower all at once"
+                f"{_listed(host.name for host in hosts)} are one machine with {counted(cores, 'core')}, and their workers could use "
+                f"{usable:g}: they were measured one host after another, and are slower all at once"
             )
+
+
+def _most(host: HostRanks) -> float:
+    """Return how many cores the workers of a host could use, as far as threads and quota go."""
+    threads = sum(device.threads for device in host.devices if device.kind == "cpu")
+    return threads if host.quota is None else min(threads, host.quota)
 
 
 def _clocks(topology: Topology) -> Iterable[str]:

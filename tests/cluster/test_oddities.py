@@ -69,6 +69,13 @@ def test_a_device_at_half_the_speed_of_its_siblings() -> None:
     assert oddities(with_device(cluster(), 2, speeds=slow(1e9), kind="cuda", clock_hz=0.0)) == []  # no siblings
 
 
+def test_a_device_has_one_line_for_all_dtypes() -> None:
+    topology = cluster()
+    for rank, (single, half) in enumerate(((1e11, 3e11), (1e11, 3e11), (5e10, 1e11), (1e11, 3e11))):
+        topology = with_device(topology, rank, speeds=(DeviceSpeed("float32", single), DeviceSpeed("bfloat16", half)))
+    assert oddities(topology) == ["rank 2 on h2 multiplies float32 at 0.50 and bfloat16 at 0.33 of the fastest cpu"]
+
+
 @pytest.mark.parametrize(
     ("device", "host", "why"),
     [
@@ -110,7 +117,10 @@ def test_hosts_that_are_one_machine() -> None:
     for index in range(3):
         topology = with_host(topology, index, machine="one", machine_cores=2)
     [said] = oddities(topology)
-    assert said.startswith("h0, h1 and h2 are one machine with 2 cores, and their workers have 3 threads")
+    assert said.startswith("h0, h1 and h2 are one machine with 2 cores, and their workers could use 3: ")
+    for index in range(2):
+        topology = with_host(topology, index, quota=0.5)
+    assert oddities(topology) == []
 
 
 def test_power_saving() -> None:

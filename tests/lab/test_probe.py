@@ -30,6 +30,6 @@ def test_two_hosts_are_measured_in_both_directions(build: Callable[..., Cluster]
     )  # a busy machine is slower, never faster
     assert [each.name for each in topology.hosts[0].interfaces] == ["eth0"] and topology.hosts[0].interfaces[0].network == "10.77.0.0/16"
     assert len(topology.speeds()) == 2 and any("are one machine" in line for line in oddities(topology)) == (
-        topology.hosts[0].machine_cores < sum(device.threads for host in topology.hosts for device in host.devices)
+        topology.hosts[0].machine_cores < sum(device.threads for host in topology.hosts for device in host.devices)  # there are no quotas
     )
     assert f"written to {out}" in outcome.output and "run.prepare" not in outcome.output
