@@ -10,7 +10,7 @@ from paceline.data.spec import Weigh
 from paceline.errors import DataError
 
 
-def check_loader(loader: DataLoader[Any], loss: str, weigh: Weigh | None, accumulate: int, train: bool | None) -> None:
+def check_loader(loader: DataLoader[Any], loss: str, weigh: Weigh | None, accumulate: int | str, train: bool | None) -> None:
     """Raise `DataError` for a loader that can't be dealt, or not with these options."""
     kind = type(loader)
     if not isinstance(loader, DataLoader) or kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator:
@@ -43,14 +43,16 @@ def check_cost(loader: DataLoader[Any], cost: Any, *, lockstep: bool) -> None:
         )
 
 
-def check_options(loss: str, weigh: Weigh | None, accumulate: int) -> None:
+def check_options(loss: str, weigh: Weigh | None, accumulate: int | str) -> None:
     """Raise `DataError` for options by which no loader can be dealt."""
     if loss not in {"mean", "sum"}:
         raise DataError(f"loss is {loss!r}: it must be 'mean' or 'sum', as the loss function's reduction is")
     if loss == "sum" and weigh is not None:
         raise DataError("weigh is for losses that are a mean, and loss is 'sum': leave one of them out")
-    if type(accumulate) is not int or accumulate < 1:
-        raise DataError(f"accumulate is {accumulate!r}: it must be an integer, 1 or more: the number of micro-batches of a global batch")
+    if accumulate != "auto" and (type(accumulate) is not int or accumulate < 1):
+        raise DataError(
+            f"accumulate is {accumulate!r}: it must be an integer, 1 or more: the number of micro-batches of a global batch, or 'auto'"
+        )
 
 
 def check_speeds(shard: str | None, *, lockstep: bool) -> None:

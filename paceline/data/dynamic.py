@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from torch.utils.data import IterableDataset
+
 from paceline.comm.group import pieces
 from paceline.comm.sample_queue import SampleQueue
 from paceline.data import rng
@@ -205,9 +207,14 @@ class DynamicPipeline(IndexedPipeline):
 
 
 def check_terms(terms: LoaderSpec) -> None:
-    """Raise `UsageError` for terms that need all workers in every step."""
+    """Raise `UsageError` for terms that need all workers in every step, and `DataError` for a stream."""
     if terms.weigh is not None:
         raise UsageError(
             "weigh= has all workers add up the weights of each batch, and with staleness or backup_workers they are not in lockstep: "
             "leave it out (samples are the weights), or leave those out"
+        )
+    if isinstance(terms.loader.dataset, IterableDataset):
+        raise DataError(
+            "a stream (IterableDataset) is dealt step by step to all workers, and with staleness or backup_workers they are not in "
+            "lockstep: use a data set with indices, or leave those out; or say train=False, if this loader is for evaluation"
         )

@@ -6,7 +6,7 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgpack
 from torch.utils.data import DataLoader, IterableDataset
@@ -99,7 +99,8 @@ def deal(
     speeds: WorkerSpeeds | None = None,
     loss: Loss = "mean",
     weigh: Weigh | None = None,
-    accumulate: int = 1,
+    accumulate: int | Literal["auto"] = 1,
+    trial: Callable[[LoaderSpec], tuple[int, ...]] | None = None,
     cost: Cost | None = None,
     train: bool | None = None,
     pad: bool = False,
@@ -115,18 +116,20 @@ def deal(
 
     `shares`: None (equal), one number per rank (ratios), a policy (samples of a global batch -> shares), or "auto": by `speeds`, as far
     as known. `weigh(batch)` is the weight of a batch where the loss is a mean over something else than samples. `accumulate` cuts each
-    global batch, in training, into that many turns. `cost(sample)`: samples are dealt so that sums of these are in proportion to shares.
-    `train` None: what torch.is_grad_enabled() is at iter(). `pad`: an empty share is a ghost (the first sample of the batch) in evaluation,
-    too, and not a batch of no rows. For streams: `readers` "worker" (each worker reads everything) or "host" (the first of each host reads,
-    `local` is the group of my host), or `shard="mine"` (the stream gives each rank its own samples). `say` is called, once each, with
-    surprising costs. `move` brings each batch to a device. `sample_queue`: where workers not in lockstep take samples to train on from.
+    global batch, in training, into that many turns ("auto": as few as let each rank take at a time what `trial` finds for it).
+    `cost(sample)`: samples are dealt so that sums of these are in proportion to shares. `train` None: what torch.is_grad_enabled() is at
+    iter(). `pad`: an empty share is a ghost (the first sample of the batch) in evaluation, too, and not a batch of no rows. For streams:
+    `readers` "worker" (each worker reads everything) or "host" (the first of each host reads, `local` is the group of my host), or
+    `shard="mine"` (the stream gives each rank its own samples). `say` is called, once each, with surprising costs. `move` brings each
+    batch to a device. `sample_queue`: where workers not in lockstep take samples to train on from.
 
     Raises `DataError` for a loader that can't be dealt: a DistributedSampler, a stream that shards itself, no length, no batch.
     """
     check_loader(loader, loss, weigh, accumulate, train)
     dealt = policy(shares, agreement.group.size)
     options: dict[str, Any] = {"train": train, "pad": pad, "readers": readers, "shard": shard, "local": local, "say": say, "move": move}
-    terms = LoaderSpec(loader, agreement, dealt, loss=loss, weigh=weigh, accumulate=accumulate, asked=shares, **options)
+    micros: dict[str, Any] = {"trial": trial} if accumulate == "auto" else {"accumulate": accumulate}
+    terms = LoaderSpec(loader, agreement, dealt, loss=loss, weigh=weigh, asked=shares, **options, **micros)
     if cost is not None:
         check_cost(loader, cost, lockstep=sample_queue is None or train is False)
         terms.costs = SampleCosts(cost, loader.dataset)
@@ -136,11 +139,6 @@ def deal(
     if sample_queue is not None and train is not False:
         check_terms(terms)
     if isinstance(loader.dataset, IterableDataset):
-        if sample_queue is not None and train is not False:
-            raise DataError(
-                "a stream (IterableDataset) is dealt step by step to all workers, and with staleness or backup_workers they are not in "
-                "lockstep: use a data set with indices, or leave those out; or say train=False, if this loader is for evaluation"
-            )
         check_stream(terms)
         return ShareLoader(terms, StreamPipeline(terms), hooks or NoObserver())
     if readers != "worker" or shard is not None:
@@ -192,6 +190,7 @@ class ShareLoader:
         terms = self.terms
         terms.begin_epoch()
         self.hooks.epoch_asked(self)
+        terms.try_memory()
         if (now := self.hooks.generation(self)) != self._generation:
             self._generation = now
             terms.reshare(terms.reshared())

@@ -14,7 +14,7 @@ from paceline.comm.group import Group, pieces
 from paceline.data.balance import SpeedShares, WorkerSpeeds
 from paceline.data.batches import cut, rows
 from paceline.data.costs import MicroBatchDeal, SampleCosts, deal_micros
-from paceline.data.shares import AskedShares, Shares, parts, policy, spans
+from paceline.data.shares import AskedShares, Shares, fewest, parts, policy, spans
 
 Loss = Literal["mean", "sum"]
 Readers = Literal["worker", "host"]
@@ -43,6 +43,7 @@ class LoaderSpec:
     idled: bool = False  # nothing was trained in the epoch before
     pad: bool = False  # an empty share is a ghost in evaluation, too
     asked: AskedShares = None  # shares as the caller said, for the workers that there were
+    trial: Callable[[LoaderSpec], tuple[int, ...]] | None = None  # finds `most`, where micro-batches are as large as memory allows
     costs: SampleCosts | None = None  # where samples differ, and are dealt by what they cost
     speeds: WorkerSpeeds | None = None  # of all workers, where shares are by speed
     most: tuple[int, ...] | None = None  # the largest micro-batch that each rank stands
@@ -89,7 +90,23 @@ class LoaderSpec:
 
     def turns(self, batch: int) -> int:
         """Return how many micro-batches a global batch is cut into: none of them is empty."""
-        return max(1, min(self.accumulate, batch)) if self.training else 1
+        if not self.training:
+            return 1
+        return max(1, min(self.accumulate, batch)) if self.most is None else self.fewest(batch, self.most)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a global batch may be cut into micro-batches."""
+        return self.accumulate > 1 or self.trial is not None
+
+    def fewest(self, batch: int, most: tuple[int, ...]) -> int:
+        """Return how few micro-batches a global batch can be cut into, where each rank stands so many samples at a time."""
+        return fewest(batch, self.shares, most)
+
+    def try_memory(self) -> None:
+        """Find out how large micro-batches may be, before the first epoch of training. Collective."""
+        if self.trial is not None and self.training and self.most is None:
+            self.most = self.trial(self)
 
     @property
     def by_cost(self) -> bool:
@@ -111,7 +128,7 @@ class LoaderSpec:
         size, asked = self.agreement.group.size, self.asked
         if self.speeds is not None:
             curves = self.speeds.of(self.agreement.origins, self.agreement.hosts or ("",) * size)
-            return "auto" if curves is None else SpeedShares(curves, self.most, self.speeds.per_sample)
+            return "auto" if curves is None else SpeedShares(curves, per_sample=self.speeds.per_sample)
         if asked is None or isinstance(asked, str) or callable(asked):
             if callable(asked) and len(asked(self.loader.batch_size or size)) != size:
                 self.announce(f"shares are given by a function that doesn't know of {size} workers: they are equal from now on")
@@ -235,7 +252,7 @@ class Pipeline(Protocol):
 
 def whole_rows(terms: LoaderSpec, item: Any) -> GlobalBatch:
     """Deal a batch that was read whole along dim 0 of its tensors."""
-    count = rows(item, missing=1 if terms.alone and terms.accumulate == 1 else None)
+    count = rows(item, missing=1 if terms.alone and not terms.accumulates else None)
     micros = terms.micros(count)
 
     def parts() -> Iterator[MicroBatchPart]:

@@ -180,7 +180,7 @@ class Run:
         *objects: Any,
         loss: Reduction | None = None,
         weigh: Weigh | None = None,
-        accumulate: int | None = None,
+        accumulate: int | Literal["auto"] | None = None,
         cost: Cost | None = None,
         shares: AskedShares = None,
         batchnorm: Literal["sync", "local"] | None = None,
@@ -195,11 +195,11 @@ class Run:
 
         Models, optimizers, schedulers and scalers stay the objects they are; a DataLoader comes back as a loader of my shares. Its batch
         size is the global one. `loss`: whether the loss is a "mean" (default) over the batch or a "sum"; `weigh(batch)` is a batch's weight
-        where the mean is over something else than samples (tokens). `accumulate`: micro-batches of each global batch. `cost(sample)`: what
-        a sample takes, where samples differ (its length): batches are dealt by sums of costs, not by counts. `shares`: ratios, one for each
-        worker, a function from the global batch size to samples for each worker, or "auto": by the speeds of workers, which are measured in
-        the first steps and followed from there on. `batchnorm`: "sync" (default: statistics
-        of the global batch) or "local". `train`: whether loaders are for training (default: what torch.is_grad_enabled() is when iterated).
+        where the mean is over something else than samples (tokens). `accumulate`: micro-batches of each global batch, or "auto": as few as
+        memory allows. `cost(sample)`: what a sample takes, where samples differ (its length): batches are dealt by sums of costs, not by
+        counts. `shares`: ratios, one for each worker, a function from the global batch size to samples for each worker, or "auto": by the
+        speeds of workers, which are measured in the first steps and followed from there on. `batchnorm`: "sync" (default: statistics of
+        the global batch) or "local". `train`: whether loaders are for training (default: what torch.is_grad_enabled() is when iterated).
         `pad`: in evaluation a worker without samples gets the batch's first (left out by `gather`, `mean` and `log`), and not 0 rows.
         `readers`, `shard`: see `paceline.data.loader.deal`. `cut`: a cut or several, by which workers along an axis of the mesh get their
         parts of the models (`paceline run --cut` overrides it). `init`: what a model begins with, as a file of weights, a state dict, or a

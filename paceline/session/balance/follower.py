@@ -90,7 +90,7 @@ class ShareFollower:
         balancer = self._balancer
         mine = [[OwnStep(*step) for step in steps] for steps in drained]
         balancer.take(self._merged(mine))
-        split = balancer.decide(terms.most)
+        split = balancer.decide()  # a part that memory does not stand at once is taken in more micro-batches
         self._tell_disturbed()
         if balancer.phase != "equal":
             speeds.learn(agreement.origins, hosts, balancer.curves, self._per_sample if terms.by_cost else 1.0)

@@ -74,7 +74,7 @@ def parts(progress: LoaderProgress) -> tuple[float, ...]:
     """Return the part of the present batch that each worker has; only this worker's where batches are weighed, or have micro-batches."""
     turn, terms = progress.turn, progress.loader.terms
     assert turn is not None
-    if terms.weigh is not None or terms.shard == "mine" or terms.accumulate > 1 or terms.by_cost:
+    if terms.weigh is not None or terms.shard == "mine" or terms.accumulates or terms.by_cost:
         return (turn.scale,)
     return tuple(share / turn.global_batch for share in terms.shares(turn.global_batch))
 

@@ -20,6 +20,7 @@ from paceline.data.loader import ShareLoader, deal
 from paceline.errors import UsageError
 from paceline.parallel.batchnorm import desynchronise, synchronise
 from paceline.session.axes import RunAxes
+from paceline.session.balance.trial import MemoryTrial
 from paceline.session.groups import Subgroups
 from paceline.session.loop import forward_turn
 from paceline.session.loop.turns import TrainingLoop
@@ -65,10 +66,9 @@ class Prepared:
         self._bindings = hooks.OptimizerBindings(self._begins)
         self._groups: dict[int, int] = {}  # of each optimizer, by its id: how many parameter groups it was prepared with
         self.tables = RunTables(context, backward)
-        self._abilities = loop.abilities
-        self._remote = loop.abilities.remote
-        self._remote_steps = RemoteSteps(loop, self.tables)
-        self._speeds = WorkerSpeeds()
+        self._abilities, self._remote = loop.abilities, loop.abilities.remote
+        self._remote_steps, self._speeds = RemoteSteps(loop, self.tables), WorkerSpeeds()
+        self._trial = MemoryTrial(self.models, self.optimizers, device, axes, self._synchronous, self._synchronise)
 
     def clip(self, parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """Clip gradients where they are, and return their norm before."""
@@ -216,7 +216,7 @@ class Prepared:
     def _bind(self) -> None:
         """Follow all that is prepared; called again when there is more."""
         loop = self._loop
-        accumulate = any(loader.terms.accumulate > 1 for loader in self.loaders)
+        accumulate = any(loader.terms.accumulates for loader in self.loaders)
         for optimizer in self.optimizers:
             if self._remote is not None or self.tables.has(optimizer):
                 self._bindings.remote[id(optimizer)] = self._remote_steps
@@ -240,7 +240,8 @@ class Prepared:
         tensor_peers.check(options, self.axes)
         local = self.subgroups.within_host() if options["readers"] == "host" else None
         loop, say, move = self._loop, self.context.announce, tensor_peers.compared(mover(self._device), self.axes)
-        options |= {"local": local, "sample_queue": self._sample_queue, "speeds": self._speeds}
+        self._trial.check(loader, options, lockstep=self._sample_queue is None, tables=bool(self.tables.kept))
+        options |= {"local": local, "sample_queue": self._sample_queue, "speeds": self._speeds, "trial": self._trial}
         dealt = deal(loader, self.context.agreement, hooks=loop, say=say, move=move, **options)
         self.loaders.append(dealt)
         self._add("loader", dealt)
