@@ -146,6 +146,15 @@ class ServerTimings:
 
 
 @dataclass(frozen=True)
+class ProbeTimings:
+    """Timings of workers that measure their cluster: each waits longer than those whom it waits for, so that the missing one is named."""
+
+    answer: float = 30.0  # for the other end of a link that is measured
+    ready: float = 120.0  # of the first worker, for the others to have measured
+    word: float = 150.0  # for the first worker to say that all have
+
+
+@dataclass(frozen=True)
 class Timings:
     """How long the parts of a job wait for each other, in seconds."""
 
@@ -159,6 +168,7 @@ class Timings:
     store: StoreTimings = field(default_factory=StoreTimings)
     recovery: RecoveryTimings = field(default_factory=RecoveryTimings)
     servers: ServerTimings = field(default_factory=ServerTimings)
+    probe: ProbeTimings = field(default_factory=ProbeTimings)
 
 
 DEFAULTS = Timings()

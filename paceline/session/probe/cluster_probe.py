@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 
 from paceline.cluster import machine, network
+from paceline.cluster.discover import timings
 from paceline.cluster.topology import Device, DeviceSpeed, HostLink, Interface, Topology
 from paceline.comm.group import Group
 from paceline.comm.pairs import Pairs, pairs
@@ -83,7 +84,7 @@ class _Probe:
 
     def __init__(self, group: Group, topology: Topology, device: torch.device, dtypes: Sequence[str], connected: Pairs) -> None:
         self._group, self._topology, self._device, self._dtypes = group, topology, device, dtypes
-        self._meter = LinkMeter(connected)
+        self._meter = LinkMeter(connected, timings().probe)
 
     def computed(self) -> Device:
         """Measure this worker's device, when it is its host's turn."""

@@ -22,7 +22,7 @@ from paceline.cluster import machine
 from paceline.cluster.topology import DeviceSpeed
 
 SIDES: Final = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # of square matrices
-PRODUCT_SECONDS: Final = 2e-3  # that a product takes at least
+SHORTEST_PRODUCT: Final = 2e-3  # that a product takes at least
 COPIED: Final = 1 << 26  # bytes of what is copied: more than caches hold
 LEAST: Final = 5  # times that something is done at least
 PARTS: Final = 5  # of a measurement without gaps: the middle one counts
@@ -41,7 +41,7 @@ def side(device: torch.device, dtype: str) -> int:
     """Return the smallest matrices whose product takes long enough to be timed, of those that there are."""
     for length in SIDES:
         multiply = _product(device, dtype, length)
-        if min(_once(multiply, device) for _ in range(3)) >= PRODUCT_SECONDS:
+        if min(_once(multiply, device) for _ in range(3)) >= SHORTEST_PRODUCT:
             return length
     return SIDES[-1]
 

@@ -25,6 +25,7 @@ import torch
 
 from paceline.comm.pairs import Pairs
 from paceline.session.probe.rounds import Pair
+from paceline.timings import DEFAULTS, ProbeTimings
 
 WINDOW: Final = 8  # chunks under way
 CHUNKS: Final = 48  # of a stream, about
@@ -33,7 +34,7 @@ SMALLEST, LARGEST = 1 << 14, 1 << 22  # bytes of a chunk
 PARTS: Final = 3
 WARM: Final = 0.3  # the part of a stream that isn't counted
 TRIPS, SHORTEST_TRIPS = 21, 3
-TRIPS_SECONDS: Final = 0.05
+LONGEST_TRIPS: Final = 0.05
 PACE: Final = 12  # trips that a stream takes at least: TCP doubles its pace with each
 LONGEST: Final = 1.5  # seconds of a stream
 MEET, GO, BACK = 0, 1, 2  # lanes
@@ -78,18 +79,18 @@ def stream_length(latency: float, seconds: float) -> float:
 class LinkMeter:
     """One worker's part in measuring links. Every method is collective over the pairs."""
 
-    def __init__(self, pairs: Pairs) -> None:
-        self._pairs = pairs
+    def __init__(self, pairs: Pairs, timings: ProbeTimings = DEFAULTS.probe) -> None:
+        self._pairs, self._timings = pairs, timings
         self._known: dict[Pair, LinkFigures] = {}
 
     def meet(self) -> None:
         """Wait until all workers are here, asleep."""
         if self._pairs.rank:
             self._pairs.send(0, MEET, {})
-            self._pairs.receive(0, MEET, what="word to go on").wait()
+            self._pairs.receive(0, MEET, what="word to go on").wait(self._timings.word)
             return
         for rank in range(1, self._pairs.size):
-            self._pairs.receive(rank, MEET, what="word that it is ready").wait()
+            self._pairs.receive(rank, MEET, what="word that it is ready").wait(self._timings.ready)
         for rank in range(1, self._pairs.size):
             self._pairs.send(rank, MEET, {})
 
@@ -127,14 +128,14 @@ class LinkMeter:
 
     def _measure(self, target: int, seconds: float) -> LinkFigures:
         trips: list[float] = []
-        while len(trips) < SHORTEST_TRIPS or (len(trips) < TRIPS and sum(trips) < TRIPS_SECONDS):
+        while len(trips) < SHORTEST_TRIPS or (len(trips) < TRIPS and sum(trips) < LONGEST_TRIPS):
             began = time.perf_counter()
             self._pairs.send(target, GO, {"ping": True})
-            self._pairs.receive(target, BACK, what="an answer").wait()
+            self._pairs.receive(target, BACK, what="an answer").wait(self._timings.answer)
             trips.append(time.perf_counter() - began)
         latency = statistics.median(trips[1:]) / 2  # the first opens the connection
         length = stream_length(latency, seconds)
-        rate = self._stream(target, 4 * SMALLEST if latency < TRIPS_SECONDS else SMALLEST, length / 3)
+        rate = self._stream(target, 4 * SMALLEST if latency < LONGEST_TRIPS else SMALLEST, length / 3)
         rate = self._stream(target, chunk_size(rate, length), length)
         self._pairs.send(target, GO, {"over": True})
         return LinkFigures((self._pairs.rank, target), latency, rate)
@@ -147,16 +148,16 @@ class LinkMeter:
             self._pairs.send(target, GO, {"chunk": True}, [chunk], what="a stream of chunks")
             sent += 1
             if sent - answered >= WINDOW:
-                self._pairs.receive(target, BACK, what="an answer").wait()
+                self._pairs.receive(target, BACK, what="an answer").wait(self._timings.answer)
                 answered += 1
         self._pairs.send(target, GO, {"end": True})
-        while "rate" not in (head := self._pairs.receive(target, BACK, what="an answer").wait().head):
+        while "rate" not in (head := self._pairs.receive(target, BACK, what="an answer").wait(self._timings.answer).head):
             pass
         return float(head["rate"])
 
     def _serve(self, source: int) -> None:
         arrivals: list[tuple[float, int]] = []
-        while "over" not in (message := self._pairs.receive(source, GO, what="a stream of chunks").wait()).head:
+        while "over" not in (message := self._pairs.receive(source, GO, what="a stream of chunks").wait(self._timings.answer)).head:
             if "end" in message.head:
                 self._pairs.send(source, BACK, {"rate": steady_rate(arrivals)})
                 arrivals = []

@@ -24,7 +24,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is measured for a moment."""
     for name in ("COMPUTING", "MOST_COMPUTING", "LINKING", "LEAST_LINKING", "MOST_LINKING", "INSIDE", "CROWDED"):
         monkeypatch.setattr(cluster_probe, name, 0.005)
-    monkeypatch.setattr(cluster_probe.compute, "PRODUCT_SECONDS", 1e-6)
+    monkeypatch.setattr(cluster_probe.compute, "SHORTEST_PRODUCT", 1e-6)
     monkeypatch.setattr(cluster_probe.compute, "COPIED", 1 << 16)
 
 

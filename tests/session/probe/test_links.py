@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from paceline.comm.group import Group
 from paceline.comm.pairs import pairs
 from paceline.comm.threads import spawn
-from paceline.errors import PacelineError, WorkerLost
+from paceline.errors import DeadlineExceeded, PacelineError, WorkerLost
 from paceline.session.probe import links
 from paceline.session.probe.links import LinkFigures, LinkMeter
+from paceline.timings import ProbeTimings
+from tests.harness.jobs import PATIENCE
 
 
 def test_the_rate_is_that_of_the_later_chunks() -> None:
@@ -72,6 +76,46 @@ def test_nobody_goes_on_before_all_have_met() -> None:
         return seen
 
     assert all(len(seen) == 60 for seen in spawn(3, body))
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_a_worker_that_does_not_come_is_named(late: int) -> None:
+    over, told = threading.Barrier(3), list[PacelineError]()
+
+    def body(group: Group) -> None:
+        brief = 0.2
+        meter = LinkMeter(pairs(group), ProbeTimings(brief, 2 * brief, 4 * brief))
+        try:
+            if group.rank != late:
+                meter.meet()
+        except PacelineError as error:
+            told.append(error)
+        over.wait(PATIENCE)  # the late one stays as long as the others wait
+        meter.meet()
+
+    with pytest.raises(PacelineError):
+        spawn(3, body)
+    assert isinstance(told[0], DeadlineExceeded) and f"from rank {late}" in str(told[0]) and told[0].missing == (late,)
+
+
+def test_a_link_whose_other_end_does_not_answer() -> None:
+    over = threading.Event()
+
+    def body(group: Group) -> str:
+        meter = LinkMeter(pairs(group), ProbeTimings(0.2, PATIENCE, PATIENCE))
+        meter.meet()
+        if group.rank == 1:
+            over.wait(PATIENCE)
+            return ""
+        try:
+            meter._measure(1, 0.01)
+        except DeadlineExceeded as error:
+            return str(error)
+        finally:
+            over.set()
+        raise AssertionError("it was answered")
+
+    assert "has not received an answer from rank 1" in spawn(2, body)[0]
 
 
 @pytest.mark.parametrize("dies", [0, 1, 2])
