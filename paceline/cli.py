@@ -74,6 +74,7 @@ def run(
     restarts: options.Restarts = 0,
     patience: options.Patience = 600.0,
     servers: options.Servers = None,
+    straggler: options.Straggler = None,
     backend: options.Backend = None,
 ) -> None:
     """Start the workers of this host, and watch them to the end."""
@@ -95,6 +96,7 @@ def run(
         restarts=restarts,
         patience=patience,
         servers=servers,
+        straggler=straggler,
         backend=backend,
     )
     raise typer.Exit(_start(job, {} if interface is None else {"PACELINE_INTERFACE": interface}))

@@ -65,11 +65,13 @@ NAMES = [
     "vocab",
     "where",
 ]
-ARGUMENTS = "sync name folder seed device deadline late_after trace on_nan total_steps compare differing replicate mesh"  # of start
+ARGUMENTS = (
+    "sync name folder seed device deadline late_after trace on_nan total_steps compare differing replicate mesh straggler"  # of start
+)
 PREPARING = "self objects loss weigh accumulate cost shares batchnorm train pad readers shard cut init"  # of Run.prepare
 COMMANDS = {
     "run": "script args --workers --hosts --join --host-rank --secret-file --threads --interface --sync --mesh --cut --name --placement"
-    " --min-workers --restarts --patience --servers --backend",
+    " --min-workers --restarts --patience --servers --straggler --backend",
     "lab run": "cluster script args --fault --sync --mesh --cut --name --placement --min-workers --restarts --patience",
     "lab probe": "cluster --dtypes --out",
     "lab check": "",

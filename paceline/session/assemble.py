@@ -31,6 +31,8 @@ from paceline.session.checkpoint.saving import CheckpointSaver, SaveRequest, pat
 from paceline.session.checkpoint.state import RunProgress, WorkerState
 from paceline.session.elastic.adapter import ElasticRun, check_elastic, keepers
 from paceline.session.elastic.departure import Departure
+from paceline.session.elastic.eviction import Eviction
+from paceline.session.elastic.eviction import check as check_eviction
 from paceline.session.elastic.recovery import Recovery
 from paceline.session.elastic.rollback import Rollback
 from paceline.session.elastic.survival import Survival
@@ -52,6 +54,7 @@ from paceline.session.record.history import RunHistory
 from paceline.session.record.layout import ModelLayout
 from paceline.session.record.log import MetricsLog
 from paceline.session.record.memory import MemoryWatch
+from paceline.session.record.straggler_policy import Policy, PolicyCheck
 from paceline.session.record.total_steps import TotalSteps
 from paceline.session.replicas.compare import Comparison, ReplicaComparer, check_comparison
 from paceline.session.replicas.manual_gradients import ManualGradients
@@ -67,7 +70,8 @@ OpenRecords = Callable[[RunHistory, bool], tuple[RunFolder, MetricsLog]]
 class Joined:
     """A worker that has joined: where it stands, with whom it does what, and who sees when it hangs.
 
-    `world` is torch.distributed's default group, for libraries that ask for it. `quota` measures what steps take of the processors.
+    `world` is torch.distributed's default group, for libraries that ask for it. `quota` measures what steps take of the processors,
+    `straggler` says what is done about slow workers.
     """
 
     view: CurrentView
@@ -75,6 +79,7 @@ class Joined:
     watching: HangDetector | None = None
     world: DefaultProcessGroup | None = None
     quota: ProcessorQuota | None = None
+    straggler: Policy | None = None
 
 
 def assemble(
@@ -170,12 +175,12 @@ class _Assembly:
         """Connect the parts, and return the run that a script works with."""
         body, recovery, leaving = self._recovery() if self.elastic else (None, None, None)
         loop, log, comparer = self.loop, self.log, self.comparer
-        collector = LogCollector(loop, self.prepared, self.axes.everyone, self.records, recovery=recovery, follower=self.follower)
+        collector = self._collector(recovery, leaving)
         survival = None
         if body is not None and recovery is not None and leaving is not None:
             survival = self._survive(body, recovery, leaving, collector)
         ended = () if survival is None else (survival.step_ended,)
-        plan = TotalSteps(total_steps, log.expect)
+        plan, policy = TotalSteps(total_steps, log.expect), PolicyCheck(self.joined.straggler)
         observer, place = self.abilities.observer, self.view.worker.place
         restart = () if place.job_start is None else (self.resumption.training_begins,)
         instead = () if place.layout is None else (ModelLayout(self.prepared, self.axes, Path(place.layout)).write,)
@@ -187,7 +192,7 @@ class _Assembly:
             LoopObservers(
                 training_begins=(*instead, *restart, *(() if survival is None else (survival.begin,)), begin_comparing),
                 epoch_began=(collector.part,),
-                lead_taken=(plan.led,),
+                lead_taken=(policy.led, plan.led),
                 first_step=(*instead, self.prepared.cuts.check_used, self.memory.predict, self.hints.prepared),
                 stepped=() if observer is None else (observer.stepped,),
                 doubled=(self.memory.measure,),
@@ -244,6 +249,14 @@ class _Assembly:
             replicate=worker.replicate,
         )
         return body, Recovery(worker, context.agreement, body, orders, members), leaving
+
+    def _collector(self, recovery: Recovery | None, leaving: Departure | None) -> LogCollector:
+        eviction = None
+        if self.joined.straggler == "evict" and leaving is not None:
+            check_eviction(self.abilities)
+            eviction = Eviction(self.view, leaving, self.history)
+        everyone, records = self.axes.everyone, self.records
+        return LogCollector(self.loop, self.prepared, everyone, records, recovery=recovery, follower=self.follower, eviction=eviction)
 
     def _survive(self, body: ElasticRun, recovery: Recovery, leaving: Departure, collector: LogCollector) -> Survival:
         loop, saving, folder = self.loop, self.saving, self.folder

@@ -33,11 +33,13 @@ from paceline.session.balance.quota import ProcessorQuota
 from paceline.session.excepthook import BRIEFLY, show, surface, surfacing
 from paceline.session.groups import CurrentView, WorkerContext, choose_device, everyone
 from paceline.session.prepare import cuts
+from paceline.session.record import straggler_policy
 from paceline.session.record.folder import RunFolder
 from paceline.session.record.hangs import HangDetector, check_lateness
 from paceline.session.record.history import RunHistory
 from paceline.session.record.log import MetricsLog, OnNan
 from paceline.session.record.status_line import StatusLine
+from paceline.session.record.straggler_policy import Policy
 from paceline.session.record.writer import MetricsWriter
 from paceline.session.replicas.compare import Comparison, Differing
 from paceline.session.run import Run
@@ -70,6 +72,7 @@ def start(
     differing: Differing = "stop",
     replicate: Replicate = "auto",
     mesh: str | None = None,
+    straggler: Policy | None = None,
 ) -> Run:
     """Join the workers that were started with this process (torchrun, Slurm, MPI, `paceline run`); started alone, it is one worker.
 
@@ -83,16 +86,15 @@ def start(
     equal). `differing`: "stop" all when they differ, or "heal" those that don't have what most have. `replicate`: with
     `paceline run --min-workers`, what only one worker has (what a codec keeps, what was changed since the last round) is copied to a worker
     of another host every so many steps; "auto": on several hosts, as often as it takes at most a tenth of the time; "off": never. `mesh`:
-    the workers as a grid, for models that are cut, such as "data=2, tensor=2" (default: all are replicas; see docs/cuts.md).
+    the workers as a grid, such as "data=2, tensor=2", for models that are cut (see docs/cuts.md). `straggler`: what is done about workers
+    that make the others wait: "warn", "rebalance", "drop" or "evict" (default: the first, or the second with shares="auto").
 
-    Returns the `Run`, to be used as a context manager; without `with` it is closed at exit.
-
-    Raises `UsageError` (and its kinds) for what can't be honoured, `DeadlineExceeded` when other workers don't come.
+    Returns the `Run`, to be used as a context manager; without `with` it is closed at exit. Raises `UsageError` (and its kinds) for
+    what can't be honoured, `DeadlineExceeded` when other workers don't come.
     """
-    began = time.time()
     _check(deadline, trace, on_nan, replicate)
-    comparison, place = Comparison(compare, differing), discover()
-    strategy = _strategy(place.sync if place.sync is not None else sync)
+    began, comparison, place = time.time(), Comparison(compare, differing), discover()
+    strategy, policy = _asked(place, sync, straggler)
     seconds = deadline if place.deadline is None else place.deadline
     check_lateness(late_after, seconds, timings=place.timings.hangs)
     events.joined(place)
@@ -100,7 +102,7 @@ def start(
     with _reporting(place), ExitStack() as undo:  # the store stays: others may still read there why this worker failed
         page = enter(place.progress, began, deadline=seconds)
         worker = _meet_others(place, device, seconds, announcer.say, trace=Trace(TRACES[trace]), page=page, replicate=replicate)
-        joined = _join(worker, late_after, undo, _mesh(place, mesh))
+        joined = _join(worker, late_after, undo, _mesh(place, mesh), policy)
         announcer.follow(joined.view)
         run = assemble(
             joined,
@@ -160,7 +162,7 @@ def _meet_others(
     return worker
 
 
-def _join(worker: WorkerContext, late_after: float | None, undo: ExitStack, asked: str | None) -> Joined:
+def _join(worker: WorkerContext, late_after: float | None, undo: ExitStack, asked: str | None, policy: Policy | None) -> Joined:
     known = asked is None or worker.place.joining  # one that comes later is a replica of those that were all there
     mesh = None if known or asked is None else choose(asked, worker.cluster, survives=worker.place.worker is not None)
     context, default = _context(worker, undo)
@@ -169,7 +171,8 @@ def _join(worker: WorkerContext, late_after: float | None, undo: ExitStack, aske
     divided = RunAxes.plain(context, lambda: view.cluster) if mesh is None else RunAxes.of(mesh, context, worker.cluster)
     watching = HangDetector(worker.place, divided.slice.agreement, worker.deadline, late_after, others=divided.waits)
     undo.callback(watching.stop)
-    return Joined(view, divided, watching, default, ProcessorQuota(len(worker.cluster.of(worker.place.rank).ranks)))
+    quota = ProcessorQuota(len(worker.cluster.of(worker.place.rank).ranks))
+    return Joined(view, divided, watching, default, quota, policy)
 
 
 def _close(groups: Iterable[Sender]) -> None:
@@ -270,6 +273,14 @@ def _strategy(asked: Any) -> Strategy:
     if not hasattr(found, "begin"):
         raise UsageError(f"sync={asked!r} is not a strategy; write e.g. sync=AllReduce() or sync='AllReduce(via=\"ring\")'")
     return found  # type: ignore[no-any-return]
+
+
+def _asked(place: Place, sync: Any, straggler: Policy | None) -> tuple[Strategy, Policy | None]:
+    """Return the strategy, and what is to be done about stragglers, as the command line says, or else the script."""
+    strategy = _strategy(place.sync if place.sync is not None else sync)
+    policy = straggler_policy.read(place.straggler if place.straggler is not None else straggler)
+    straggler_policy.check(policy, strategy, survives=place.worker is not None)
+    return strategy, policy
 
 
 class Announcer:

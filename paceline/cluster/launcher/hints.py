@@ -25,6 +25,7 @@ SEVERAL = (
     "--backend",
     "--mesh",
     "--cut",
+    "--straggler",
 )
 _LONGEST_SCRIPT = 1 << 20  # bytes that are read of it
 

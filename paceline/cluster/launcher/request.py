@@ -15,6 +15,7 @@ from paceline.errors import UsageError
 from paceline.formatting import choices
 
 PLACEMENTS = ("block", "round-robin")
+STRAGGLERS = ("warn", "rebalance", "drop", "evict")
 _MOST_RESTARTS = 200  # of a whole job: each of its starts is told of all earlier ones
 
 
@@ -23,7 +24,7 @@ class LaunchRequest:
     """The request of one `paceline run`. `workers` are those of this host; `deadline` is how long hosts wait for each other (seconds).
 
     `join` is HOST:PORT, the same on all hosts; `threads` is the number of threads of each worker (None: cores / workers, or
-    OMP_NUM_THREADS where it is set); `sync`, `mesh`, `cut`, `name` and `servers` reach `start()` as PACELINE_SYNC and so on.
+    OMP_NUM_THREADS where it is set); `sync`, `mesh`, `cut`, `name`, `straggler` and `servers` reach `start()` as PACELINE_SYNC and so on.
     `placement` says how ranks are dealt to hosts (see `deal`). With `min_workers` the job goes on when workers die, as long as there are
     so many; up to `restarts` of them are started again on this host. With fewer it saves, and waits so many seconds (`patience`) for
     others to come. Without `min_workers` the whole job starts again, up to `restarts` times, and waits so long for another host in the
@@ -51,6 +52,7 @@ class LaunchRequest:
     backend: str | None = None
     mesh: str | None = None
     cut: str | None = None
+    straggler: str | None = None
     bare: bool = False
 
     @property
@@ -68,6 +70,10 @@ def check(job: LaunchRequest) -> None:
             raise UsageError(f"{option} is {value}, and has to be at least 1")
     if job.placement not in PLACEMENTS:
         raise UsageError(f"--placement is {job.placement}; {choices(job.placement, PLACEMENTS)}")
+    if job.straggler is not None and job.straggler not in STRAGGLERS:
+        raise UsageError(f"--straggler is {job.straggler}; {choices(job.straggler, STRAGGLERS)}")
+    if job.straggler == "evict" and job.min_workers is None:
+        raise UsageError("--straggler evict has slow workers leave, so say how many workers the job needs: --min-workers N")
     if job.host_rank is not None and not 0 <= job.host_rank < job.hosts:
         raise UsageError(f"--host-rank is {job.host_rank}, and has to be 0 to {job.hosts - 1} (--hosts {job.hosts})")
     if job.hosts > 1 and job.join is None:

@@ -46,6 +46,10 @@ class Departure:
         """Whether this worker is to go now."""
         return self._ready or (self._orders.leaving and not self._keepers())
 
+    def let_go(self) -> None:
+        """Let this worker go between two turns, though its host stays."""
+        self._ready = True
+
     # ---- what is told
 
     @property

@@ -16,6 +16,7 @@ from paceline.comm.agreement import Agreement
 from paceline.comm.sample_queue import SampleQueue
 from paceline.errors import UsageError
 from paceline.session.balance.follower import ShareFollower
+from paceline.session.elastic.eviction import Eviction
 from paceline.session.elastic.recovery import Recovery
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.registry import Prepared
@@ -54,7 +55,10 @@ class RunRecords:
 
 
 class LogCollector:
-    """Collects on the first worker what was logged. `everyone`: all workers; `follower` has shares follow speeds, at the same meetings."""
+    """Collects on the first worker what was logged. `everyone`: all workers.
+
+    At the same meetings `follower` has shares follow speeds, and `eviction` those leave that are late.
+    """
 
     def __init__(
         self,
@@ -65,8 +69,9 @@ class LogCollector:
         *,
         recovery: Recovery | None,
         follower: ShareFollower,
+        eviction: Eviction | None = None,
     ) -> None:
-        self._follower = follower
+        self._follower, self._eviction = follower, eviction
         self._loop, self._prepared, self._everyone, self._recovery = loop, prepared, everyone, recovery
         self._history, self._log, self._meetings = records.history, records.log, records.meetings
         self._known: dict[int, bytes] = {}  # of each worker, how far its records are here, where they come by letter
@@ -112,7 +117,10 @@ class LogCollector:
         self._meetings.put(self._loop.steps + answers[0][2])
         if recovery is not None:
             recovery.hear([answer[4] for answer in answers])
-        reason = self._log.absorb([a[0] for a in answers], [a[3] for a in answers], agreement.hosts)
+        names = [a[3] for a in answers]
+        reason = self._log.absorb([a[0] for a in answers], names, agreement.hosts)
+        if self._eviction is not None:
+            self._eviction.take(names, self._log.slowness.judgement, agreement.hosts, agreement.group.rank)
         self._say(reason)
         if reason is not None or any(a[1] for a in answers):
             self._stop()

@@ -97,7 +97,7 @@ class MetricsLog:
         self._ahead = 1
         self._bad: tuple[int, int, str, str] | None = None  # my first loss that is no number: number, step, name, nan or inf
         self._reason: str | None = None  # the first of all workers, in words
-        self._slowness = StragglerSensor(mesh)
+        self.slowness = StragglerSensor(mesh)
         self.lateness = LatenessTotals(0) if book is None else book.lateness  # of all workers, where it is written
         self.total_steps: int | None = None
 
@@ -252,7 +252,7 @@ class MetricsLog:
             self._book.enter([(upto, records) for upto, _, records in parts], self.total_steps, names, hosts)
             steps = [[record for record in records if record[4] is not None] for _, _, records in parts]
             seconds, causes = ([[record[at] for record in mine] for mine in steps] for at in (4, 6))
-            slow = self._slowness.take(names or range(len(parts)), seconds, hosts, causes) if hosts else None
+            slow = self.slowness.take(names or range(len(parts)), seconds, hosts, causes) if hosts else None
             if slow is not None:
                 self._note(slow)
         return self._reason if self._on_nan == "stop" else None

@@ -44,6 +44,19 @@ class _FlushMeans(NamedTuple):
         return tuple(mine - usual for mine in self.work)
 
 
+class Judgement(NamedTuple):
+    """What one look at the last flushes has found: the ranks that are late, the seconds of own work of each rank, and the main cause."""
+
+    late: frozenset[int]
+    work: tuple[float, ...]
+    cause: str  # of CAUSES; of all that are late together
+
+    @property
+    def words(self) -> str:
+        """The cause, in words."""
+        return WORDS[self.cause]
+
+
 class StragglerSensor:
     """Judges the last flushes. Its answers are the same on all workers with the same input, as its clock is the time of the steps.
 
@@ -57,6 +70,7 @@ class StragglerSensor:
         self._clock = 0.0
         self._said = -PAUSE
         self._named: frozenset[int] = frozenset()
+        self.judgement: Judgement | None = None  # of the last flush; None where there was too little to judge by
 
     def take(
         self,
@@ -70,6 +84,7 @@ class StragglerSensor:
         All begins anew when `names`, the numbers of the workers, change. `hosts`: of each rank; `causes`: microseconds of MEASURED of the
         same steps (None: nothing but the loading of data was measured).
         """
+        self.judgement = None
         if tuple(names) != self._names:
             self._names, self._named = tuple(names), frozenset()
             self._flushes.clear()
@@ -92,15 +107,20 @@ class StragglerSensor:
         limits = [max(LEAST, (STILL_LATE if rank in self._named else LATE) * step) for rank in range(len(sure))]
         late = frozenset(rank for rank, limit in enumerate(limits) if sure[rank] > limit)
         since = self._clock - self._said
+        work = tuple(statistics.median(column) for column in zip(*(flush.work for flush in self._flushes), strict=True))
+        anew = frozenset(rank for rank, seconds in enumerate(sure) if seconds > max(LEAST, LATE * step))  # by no worker's memory
+        self.judgement = Judgement(anew, work, self._cause(anew))
         if not late:
             self._named = late
         elif since >= PAUSE and (late != self._named or since >= AGAIN):
             self._named, self._said = late, self._clock
-            work = [statistics.median(column) for column in zip(*(flush.work for flush in self._flushes), strict=True)]
-            seconds = [sum(sum(flush.late[rank][at] for rank in late) for flush in self._flushes) for at in range(len(CAUSES))]
-            cause = main_cause(dict(zip(CAUSES, seconds, strict=True)))
-            return describe(work, late, step, hosts, self._mesh, cause=cause)
+            return describe(work, late, step, hosts, self._mesh, cause=self._cause(late))
         return None
+
+    def _cause(self, ranks: frozenset[int]) -> str:
+        """Return for what these ranks were late in the last flushes."""
+        seconds = [sum(sum(flush.late[rank][at] for rank in ranks) for flush in self._flushes) for at in range(len(CAUSES))]
+        return main_cause(dict(zip(CAUSES, seconds, strict=True)))
 
 
 def _late(
@@ -130,15 +150,20 @@ def describe(
     """
     others = [mine for rank, mine in enumerate(work) if rank not in late]
     more = statistics.median(work[rank] for rank in late) - statistics.median(others)
-    where = dict.fromkeys(hosts[rank] for rank in sorted(late))
-    named = [str(rank) if mesh is None else f"{rank} ({mesh.place(rank)})" for rank in sorted(late)]
-    who = f"rank{'s' * (len(late) > 1)} {', '.join(named)} on {', '.join(where)}"
-    if len(late) > 1 and {rank for rank, host in enumerate(hosts) if host in where} == late:
-        who = f"the workers of {', '.join(where)} (ranks {', '.join(named)})"
+    who = named(late, hosts, mesh)
     make = "makes" if len(late) == 1 else "make"
     what_helps = REMEDIES.get(cause) or remedy(work_by_share(work, mesh), staged=mesh is not None and mesh.extent("stage") > 1)
     took = f"{more * 1e3:.1f} ms in each step, {more / step:.0%} of it, for {WORDS[cause]}"
     return f"{who} {make} the others wait: {took}. {what_helps}"
+
+
+def named(ranks: frozenset[int], hosts: Sequence[str], mesh: Mesh | None = None) -> str:
+    """Name these ranks with their hosts, together where they are all of them; `hosts` has that of each rank."""
+    where = dict.fromkeys(hosts[rank] for rank in sorted(ranks))
+    each = ", ".join(str(rank) if mesh is None else f"{rank} ({mesh.place(rank)})" for rank in sorted(ranks))
+    if len(ranks) > 1 and {rank for rank, host in enumerate(hosts) if host in where} == ranks:
+        return f"the workers of {', '.join(where)} (ranks {each})"
+    return f"rank{'s' * (len(ranks) > 1)} {each} on {', '.join(where)}"
 
 
 def unequal(steps: Sequence[Mapping[int, float]]) -> list[dict[str, float]]:

@@ -176,7 +176,14 @@ def test_the_line_for_another_host_starts_the_same_job(monkeypatch):
     """Read as a user would type it there."""
     given = LaunchRequest(
         *("x y.py", ("--lr", "0.1 "), 3, 2, "10.0.0.1:29400", 0, "s.secret"),
-        **{"sync": "LocalSGD(every=4)", "mesh": "data=2, shard=3", "cut": "shard('blocks.*')", "backend": "paceline", "servers": 2},
+        **{
+            "sync": "LocalSGD(every=4)",
+            "mesh": "data=2, shard=3",
+            "cut": "shard('blocks.*')",
+            "backend": "paceline",
+            "servers": 2,
+            "straggler": "drop",
+        },
         **{"placement": "round-robin", "min_workers": 2},
     )
     may_differ = {"host_rank", "threads", "deadline", "name", "restarts", "patience", "bare"}

@@ -15,7 +15,7 @@ from tests.harness.runs import workers
 PLAIN = """\
 training_begins: begin_comparing
 epoch_began: LogCollector.part
-lead_taken: TotalSteps.led
+lead_taken: PolicyCheck.led, TotalSteps.led
 first_step: ModelCuts.check_used, MemoryWatch.predict, StartupHints.prepared
 doubled: MemoryWatch.measure
 step_ended: MetricsLog.step, ReplicaComparer.step_ended, ShareFollower.step_ended, LogCollector.step_ended
