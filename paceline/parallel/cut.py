@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from paceline.cluster.mesh import Mesh
 from paceline.comm.axes import AxisGroups
@@ -79,6 +80,7 @@ class CutContext:
     sources: list[CutGradients] = field(default_factory=list)  # gradients that autograd doesn't add to the parameters that are stepped
     endings: list[Callable[[], None]] = field(default_factory=list)  # what is called when the run ends
     pipelines: list[tuple[nn.Module, PipelinedModel]] = field(default_factory=list)  # models whose layers are on several workers
+    repeated: list[SplitAgain] = field(default_factory=list)  # splits that are to be found again at the end of each epoch
     valued: list[Callable[[], None]] = field(default_factory=list)  # what is called when the parts of all cuts have their values
     tied: list[Parameter] = field(default_factory=list)  # what other workers have as well, along an axis that it is cut along
     followers: list[Callable[[], None]] = field(default_factory=list)  # each makes whole parameters what their pieces are; collective
@@ -91,6 +93,14 @@ class CutContext:
         """Have optimizers step `new`, which holds what `placement` says, in the place of `old`."""
         self.placements.move(old, new, placement)
         self.renewed[old] = new
+
+
+class SplitAgain(Protocol):
+    """Whatever moves layers between workers while a model trains."""
+
+    def improve(self, optimizers: Sequence[Optimizer]) -> str | None:
+        """Measure layers, and move them where that pays; return what has changed, in words, or None. Collective, for all workers."""
+        ...
 
 
 class ModelCut(Protocol):

@@ -16,19 +16,17 @@ from itertools import accumulate
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.nn import Parameter
-from torch.utils._pytree import tree_map_only
+from torch import nn
 
 from paceline.comm.pairs import pairs
 from paceline.errors import UsageError
 from paceline.formatting import spell
 from paceline.parallel.cut import CutContext
-from paceline.parallel.pipelining.auto_split import agree_problem
-from paceline.parallel.pipelining.batches import Loss, one_number
+from paceline.parallel.dealing.repeated_split import RepeatedSplit, SplitMeasurement
+from paceline.parallel.dealing.stages import StageDealer
+from paceline.parallel.pipelining.batches import Loss
 from paceline.parallel.pipelining.chain import LayerGraph, own_parameters, trace_layers
-from paceline.parallel.pipelining.measuring import count_layers, measure_layers
-from paceline.parallel.pipelining.model import PipelinedModel, PipelineTerms, SharedParameter, StageSplit
+from paceline.parallel.pipelining.model import PipelinedModel, PipelineTerms, StageSplit
 from paceline.parallel.pipelining.profiler import PipelineProfiler
 from paceline.parallel.pipelining.schedule import PipelineSchedule
 from paceline.parallel.pipelining.schedules import check, make_schedule
@@ -49,7 +47,8 @@ class pipeline:
     schedule takes least, on workers of any speed.
     `trace=False` calls the layers one after the other, and not as the model's forward does. `inputs`: those arguments of the forward that a
     batch gives, where it isn't those without a default. `loss`: what run.step will be given, so that split="auto" measures it as well; it
-    counts where it takes long, as over a large vocabulary.
+    counts where it takes long, as over a large vocabulary. `again`: measure at the end of each epoch, too, with the loss of the steps, and
+    have layers move to other workers where that makes steps faster by a twentieth.
     """
 
     layers: str | Sequence[str] = "auto"
@@ -60,59 +59,41 @@ class pipeline:
     trace: bool = True
     inputs: Sequence[str] | None = None
     loss: Loss | None = None
+    again: bool = False
     axis: ClassVar[str] = "stage"
 
     __repr__ = spell
 
     def __post_init__(self) -> None:
         check_loss("pipeline", self.loss, self.split)
+        check_again("pipeline", self.again, self.split)
 
     @property
     def travels(self) -> str:
         return "activations go to the next stage, and their gradients come back, for each micro-batch"
 
     def apply(self, model: nn.Module, context: CutContext) -> None:
+        if self.again and context.mesh.extent("shard") > 1:
+            raise UsageError(
+                "pipeline(again=True) moves parameters, and shard() cuts them into pieces that can't move so far: leave out one of them"
+            )
         group = context.groups.another(self.axis)
         count = PER_WORKER * group.size if self.micro_batches is None else self.micro_batches
         chunks = check(self.schedule, group.size, count, self.chunks)
         schedule = make_schedule(self.schedule, group.size, count, self.chunks)
-        placed = schedule.placed
         graph = trace_layers(model, self.layers, trace=self.trace, inputs=self.inputs)
-        asked = _measured(graph, schedule, context, self.loss) if self.split == "auto" and len(graph.layers) >= len(placed) else self.split
-        split = StageSplit(stage_bounds(model, graph, asked, schedule, chunks), placed)
-        users = graph.users(split.bounds[:-1])
-        ties, mine, elsewhere = list[SharedParameter](), dict[str, Parameter](), dict[str, Parameter]()
-        rank = context.groups.along(self.axis).rank
-        for name, parameter in list(model.named_parameters()):
-            stages = users[parameter]
-            places, placement = sorted({placed[stage] for stage in stages}), context.placements.of(parameter, name)
-            among = context.groups.part(group, places, self.axis) if len(places) > 1 else None
-            if rank in places:
-                context.placements.add(parameter, placement.along(self.axis, copy=places[0] != rank))
-                mine[name] = parameter
-                ties += [SharedParameter(parameter, among)] * (len(stages) > 1)
-                context.tied.extend([parameter] * (len(places) > 1))
-            else:
-                empty = _empty(parameter)
-                _replace(model, parameter, empty)
-                context.renew(parameter, empty, placement.elsewhere(self.axis))
-                elsewhere[name] = empty
+        measurement = SplitMeasurement(graph, schedule, context)
+        asked = _measured(measurement, self.loss) if self.split == "auto" and len(graph.layers) >= schedule.stages else self.split
+        split = StageSplit(stage_bounds(model, graph, asked, schedule, chunks), schedule.placed)
+        dealer = StageDealer(model, graph, group, context, self.axis)
+        holding = dealer.deal(split)
         terms = PipelineTerms(self.schedule, count, self.chunks, pads=context.mesh.extent("shard") > 1)
         messages = pairs(group, device=_device(model))
         context.groups.count(self.axis, messages)
-        made = PipelinedModel(
-            model,
-            graph,
-            split,
-            terms,
-            group=group,
-            pairs=messages,
-            ties=ties,
-            mine=mine,
-            elsewhere=elsewhere,
-            trained=context.known,
-            profiler=PipelineProfiler(context.groups.meter(self.axis), context.record),
-        )
+        profiler = PipelineProfiler(context.groups.meter(self.axis), context.record)
+        made = PipelinedModel(model, graph, holding, terms, group=group, pairs=messages, trained=context.known, profiler=profiler)
+        if self.again:
+            context.repeated.append(RepeatedSplit(made, dealer, measurement, messages, self.loss))
         context.pipelines.append((model, made))
         context.endings.append(made.close)
 
@@ -126,19 +107,18 @@ def check_loss(cut: str, loss: Loss | None, split: Sequence[int] | str) -> None:
         )
 
 
-def _measured(graph: LayerGraph, schedule: PipelineSchedule, context: CutContext, loss: Loss | None) -> list[int]:
-    """Measure layers on this worker, and find the split that all workers agree on. Collective, for all workers."""
-    groups = context.groups
-    parts = groups.along("data", "shard").size * schedule.micro_batches
-    unborn, device = any(parameter.is_meta for parameter in graph.model.parameters()), _device(graph.model)
-    *inputs, target = tree_map_only(Tensor, lambda x: x.to("meta" if unborn else device), context.sample(parts))
-    criterion = None if loss is None else lambda output: one_number(loss(output, target), "pipeline")
-    costs = (count_layers if unborn else measure_layers)(graph, inputs, loss=criterion)
-    memory = float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None  # a host's is shared by its workers
-    problem = agree_problem(groups.everyone, groups.along("stage").rank, schedule, costs, memory=memory)
+def check_again(cut: str, again: bool, split: Sequence[int] | str) -> None:
+    """Raise `UsageError` where a split that was written would be found again."""
+    if again and split != "auto":
+        raise UsageError(f"{cut}(again=True) measures the split again at the end of each epoch: say split='auto', or leave it out")
+
+
+def _measured(measurement: SplitMeasurement, loss: Loss | None) -> list[int]:
+    """Find the split by which the schedule takes least. Collective, for all workers."""
+    problem = measurement.problem(loss)
     counts = best_split(problem)
     without = "" if loss is not None else " (without the loss, which loss=... has it count)"
-    context.announce(f"the split that was measured, {counts}{without}:\n{describe_split(problem, counts)}")
+    measurement.context.announce(f"the split that was measured, {counts}{without}:\n{describe_split(problem, counts)}")
     return counts
 
 
@@ -169,17 +149,3 @@ def _numel(model: nn.Module, graph: LayerGraph, layer: int) -> int:
 def _device(model: nn.Module) -> torch.device:
     """Return where a model is; the processor, for one without memory."""
     return next((parameter.device for parameter in model.parameters() if not parameter.is_meta), torch.device("cpu"))
-
-
-def _empty(parameter: Parameter) -> Parameter:
-    """Make what stands for a parameter that is elsewhere."""
-    return Parameter(
-        torch.empty(0, dtype=parameter.dtype, device="cpu" if parameter.is_meta else parameter.device), parameter.requires_grad
-    )
-
-
-def _replace(model: nn.Module, old: Parameter, new: Parameter) -> None:
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is old:
-                module._parameters[name] = new

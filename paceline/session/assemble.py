@@ -40,6 +40,7 @@ from paceline.session.elastic.transaction import RecoverableTransaction
 from paceline.session.ending import RunConclusion, RunEnding
 from paceline.session.groups import CurrentView, Subgroups, first_members
 from paceline.session.loop import collectives
+from paceline.session.loop.epoch_splits import EpochSplits
 from paceline.session.loop.observers import LoopObservers
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.abilities import resolve
@@ -117,9 +118,9 @@ class _Assembly:
         self.loop = TrainingLoop(self.sync, context, self.abilities, worker.page)
         arguments = f"seed={seed}, sync={spell(strategy)}, {comparison}, replicate={worker.replicate!r}"
         self.history = RunHistory(collectives.seed(axes.everyone, seed, arguments), began, context.announce)
-        cuts = ModelCuts(axes, self.history.seed, worker.place.cut)
+        cuts = ModelCuts(axes, self.history.seed, worker.place.cut, self.history.note)
         self.prepared = Prepared(axes, self.loop.backward, self.loop, worker.device, subgroups, cuts=cuts)
-        self.layout = StateLayout(axes.mesh, axes.everyone.group.rank, cuts.placements, cuts.renewed, cuts.level)
+        self.layout = StateLayout(axes.mesh, axes.everyone.group.rank, cuts.placements, cuts.renewed, cuts.splits, cuts.level)
         check_comparison(comparison, self.sync, self.abilities.replicated)
         if self.elastic:
             check_elastic(worker.device, self.abilities)
@@ -156,6 +157,7 @@ class _Assembly:
         self.tally = StepCount(lambda: loop.steps, waits=self.view.waits)
         by_hand = ManualGradients(loop, self.records.meetings, self.axes.twin)
         self.watch = OptimizerWatch(prepared, loop, by_hand, self.tally, self.hints.strange)
+        self.splits = EpochSplits(loop, prepared.cuts, prepared.optimizers, prepared.state)
         self.memory = MemoryWatch(prepared, self.abilities.remote)
         conclusion = RunConclusion(
             self.strategy, self.axes, self.abilities, self.view, loop, prepared, self.saving, history, self.folder, self.log, self.memory
@@ -191,7 +193,7 @@ class _Assembly:
         loop.observe(
             LoopObservers(
                 training_begins=(*instead, *restart, *(() if survival is None else (survival.begin,)), begin_comparing),
-                epoch_began=(collector.part,),
+                epoch_began=(collector.part, self.splits.epoch_began),
                 lead_taken=(policy.led, plan.led),
                 first_step=(*instead, self.prepared.cuts.check_used, self.memory.predict, self.hints.prepared),
                 stepped=() if observer is None else (observer.stepped,),

@@ -129,15 +129,15 @@ class GradientTracker(JoiningTracker):
         self._sources.append(source)
         source.deliver_to(self)
 
-    def unwatch(self) -> None:
-        """Remove all hooks."""
+    def unwatch(self) -> list[Slot]:
+        """Remove all hooks, and return what was watched."""
         self._guard.leave()
-        for hook in self.hooks:
-            for handle in hook.handles:
-                handle.remove()
-        self.hooks.clear()
-        self._by_id.clear()
-        self._mixed.clear()
+        for handle in [handle for hook in self.hooks for handle in hook.handles]:
+            handle.remove()
+        for kept in (self.hooks, self._by_id, self._mixed):
+            kept.clear()
+        watched, self.slots = self.slots, []
+        return watched
 
     # ---- while backward runs
 

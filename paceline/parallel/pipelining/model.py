@@ -9,7 +9,6 @@ step    all say what they were given          rows, and what is wrong with it
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from torch.nn import Parameter
 from paceline.comm.group import Group
 from paceline.comm.pairs import Pairs
 from paceline.errors import DataError, PacelineError, UsageError
-from paceline.parallel.pipelining.batches import Share, cut_batch
+from paceline.parallel.pipelining.batches import Loss, Share, cut_batch
 from paceline.parallel.pipelining.chain import LayerGraph, StagePart
 from paceline.parallel.pipelining.executor import MicroBatch, Passes, PipelineExecutor, PipelinePass
 from paceline.parallel.pipelining.profiler import PipelineProfiler
@@ -84,6 +83,16 @@ class SharedParameter:
     group: Group | None
 
 
+@dataclass(frozen=True)
+class StageHolding:
+    """What one worker has under a split: `mine`, by name, and `elsewhere`, what stands for the parameters of other stages."""
+
+    split: StageSplit
+    ties: tuple[SharedParameter, ...]
+    mine: Mapping[str, Parameter]
+    elsewhere: Mapping[str, Parameter]
+
+
 @dataclass
 class PipelineTerms:
     """How a pipeline runs: the schedule's name, how many micro-batches a batch is cut into, and stages on each worker."""
@@ -108,7 +117,7 @@ class PipelineTerms:
 class PipelinedModel:
     """The stages that one worker has of `model`, whose forward runs them from now on, and refuses all other calls.
 
-    `mine` and `elsewhere`: its parameters by name, and what stands for those of other stages. `group` and `pairs` join the workers along
+    `holding`: what it has; `hold` says so of another split. `group` and `pairs` join the workers along
     `stage`, and nothing else uses them. `trained` says what is trained in the place of a parameter.
     """
 
@@ -116,34 +125,31 @@ class PipelinedModel:
         self,
         model: nn.Module,
         graph: LayerGraph,
-        split: StageSplit,
+        holding: StageHolding,
         terms: PipelineTerms,
         *,
         group: Group,
         pairs: Pairs,
-        ties: Sequence[SharedParameter],
-        mine: Mapping[str, Parameter],
-        elsewhere: Mapping[str, Parameter],
         trained: Callable[[Parameter], Parameter],
         profiler: PipelineProfiler,
     ) -> None:
-        self._model, self._graph, self.split, self.terms = model, graph, split, terms
-        self._group, self._pairs, self.ties, self._mine, self._elsewhere, self._trained = (
-            group,
-            pairs,
-            list(ties),
-            dict(mine),
-            dict(elsewhere),
-            trained,
-        )
+        self._model, self._graph, self.terms, self._group, self._pairs, self._trained = model, graph, terms, group, pairs, trained
         self._profiler = profiler
-        parts = {stage: _StageOfModel(model, graph, stage, split.range(stage), profiler) for stage in split.held(group.rank)}
-        self.stages = parts
-        self._executor = PipelineExecutor(parts, pairs, group.rank, profiler)
+        self.loss: Loss | None = None  # of the last step that trained
+        self.hold(holding)
         self._inside = list[bool]()
         model.forward = _StageForward(self._inside)
         self._zone, self._drawn = RandomZone(group.rank) if _may_draw(model) else None, False
         self.steps = 0
+
+    def hold(self, holding: StageHolding) -> None:
+        """Have these stages from now on."""
+        self.split, self.ties, self._mine, self._elsewhere = holding.split, list(holding.ties), holding.mine, holding.elsewhere
+        split, rank, profiler = holding.split, self._group.rank, self._profiler
+        self.stages = {stage: _StageOfModel(self._model, self._graph, stage, split.range(stage), profiler) for stage in split.held(rank)}
+        self._executor = PipelineExecutor(self.stages, self._pairs, rank, profiler)
+        self._stepped: list[tuple[bool, Parameter]] | None = None
+        profiler.begin()
 
     def profile(self) -> dict[str, Any]:
         """Return what was measured of this worker's stages, and what they are, as plain data, for `session/record/pipeline_profile.py`."""
@@ -176,6 +182,7 @@ class PipelinedModel:
         """
         train = torch.is_grad_enabled()
         batches, where = self._begin(share, train=train, why="run.step")
+        self.loss = share.loss if train else self.loss
         schedule = self.terms.of(self._group.size, len(batches))
         with self._alone(), contextlib.ExitStack() as around:
             passes = around.enter_context(joined()) if train else None
@@ -243,20 +250,22 @@ class PipelinedModel:
         loss = None
         if done.losses:
             loss = math.fsum(value * share.worth(batches[number]) for number, value in done.losses.items())
-        mine = bytes(there and here.grad is not None for there, here in self._stepped) if train else b""
+        stepped = self._all_stepped()
+        mine = bytes(there and here.grad is not None for there, here in stepped) if train else b""
         answers = [msgpack.unpackb(answer) for answer in self._group.agree(msgpack.packb([loss, mine, self._drawn]))]
         self._move_on(drawn=any(drawn for _, _, drawn in answers))
         if train:
-            for (there, here), reached in zip(self._stepped, zip(*(found for _, found, _ in answers), strict=True), strict=True):
+            for (there, here), reached in zip(stepped, zip(*(found for _, found, _ in answers), strict=True), strict=True):
                 if not there and any(reached) and here.grad is None:
                     here.grad = torch.zeros_like(here)
         return next(float(value) for value, _, _ in answers if value is not None)
 
-    @functools.cached_property
-    def _stepped(self) -> list[tuple[bool, Parameter]]:
-        """Whether this worker has each parameter of the model, and what optimizers step of it here, in an order that all workers have."""
-        known = sorted({**self._mine, **self._elsewhere}.items())
-        return [(name in self._mine, self._trained(parameter)) for name, parameter in known]
+    def _all_stepped(self) -> list[tuple[bool, Parameter]]:
+        """Return whether this worker has each parameter, and what optimizers step of it here, in an order that all workers have."""
+        if self._stepped is None:
+            known = sorted({**self._mine, **self._elsewhere}.items())
+            self._stepped = [(name in self._mine, self._trained(parameter)) for name, parameter in known]
+        return self._stepped
 
     def _sum_ties(self, passes: JoinablePasses) -> None:
         """Sum the gradients of tied weights over the stages that have them."""
@@ -327,11 +336,16 @@ class _StageCall:
     values: Values
 
 
+def is_copy(model: nn.Module) -> bool:
+    """Whether a model has in it a copy of one whose layers are on several workers, such as an average of its parameters."""
+    return any(isinstance(found := vars(module).get("forward"), _StageForward) and found.copied for module in model.modules())
+
+
 class _StageForward:
     """The forward of a model, which runs one of its parts for its pipeline and refuses all other calls; those of copies, too."""
 
     def __init__(self, inside: list[bool], *, copied: bool = False) -> None:
-        self._inside, self._copied = inside, copied  # something is in the list while the pipeline calls
+        self._inside, self.copied = inside, copied  # something is in the list while the pipeline calls
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _StageForward:
         return _StageForward([], copied=True)
@@ -342,7 +356,7 @@ class _StageForward:
     def __call__(self, *args: Any, **options: Any) -> Any:
         if len(args) == 1 and isinstance(args[0], _StageCall) and self._inside:
             return args[0].program(args[0].values)
-        if self._copied:
+        if self.copied:
             raise UsageError(
                 "this is a copy of a model that has layers on other workers (pipeline), and can't be called: copy its parameters into the "
                 "model that was prepared, as for p, q in zip(model.parameters(), copied.parameters()): p.data.copy_(q), and call "

@@ -36,6 +36,10 @@ class PipelineProfiler:
 
     def __init__(self, meter: AxisMeter, record: Callable[[str, int, int], None]) -> None:
         self._meter, self._record = meter, record
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was measured, as the worker has other stages from now on."""
         self._steps = -1  # the number of the step under way, of those that train
         self._training = False
         self._actions: list[Times] = []

@@ -24,6 +24,7 @@ class StateLayout:
     rank: int
     placements: Placements
     renewed: Callable[[Parameter], Parameter | None] = lambda parameter: None
+    splits: Callable[[], list[list[int]]] = list  # of pipelines: the first layer of each stage, and the end
     level: Callable[[], None] = lambda: None  # has all workers know what a state has of all; collective
 
     @property
@@ -47,7 +48,7 @@ class StateLayout:
     def fingerprint(self) -> str:
         """Return a text that is equal on all workers, and in all runs whose workers hold the same parts."""
         cuts = sorted([placement.name, list(placement.axes), placement.is_flat] for placement in self.placements if placement.axes)
-        return hashlib.sha256(json.dumps([str(self.mesh), self.mesh.grid, cuts]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([str(self.mesh), self.mesh.grid, cuts, self.splits()]).encode()).hexdigest()
 
     def _is_first(self, rank: int, axes: tuple[str, ...]) -> bool:
         return all(at == 0 for axis, at in self.mesh.coordinates(rank).items() if axis not in axes)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from paceline import notation
 from paceline.errors import UsageError
 from paceline.formatting import spell
-from paceline.parallel.cut import CutContext, CutGradients, ModelCut
+from paceline.parallel.cut import CutContext, CutGradients, ModelCut, SplitAgain
 from paceline.parallel.placement import Placements
 from paceline.parallel.repoint import refuse_memory, repoint
 from paceline.session.axes import RunAxes
@@ -32,10 +32,13 @@ ORDER = ("tensor", "stage", "shard")  # layers are cut first, then dealt, and wh
 
 
 class ModelCuts:
-    """Applies cuts, and keeps what became of each parameter. `override`: those of `paceline run --cut`, in the place of the script's."""
+    """Applies cuts, and keeps what became of each parameter. `override`: those of `paceline run --cut`, in the place of the script's.
 
-    def __init__(self, axes: RunAxes, seed: int, override: str | None = None) -> None:
-        self._axes = axes
+    `note` is told of what happens while models train.
+    """
+
+    def __init__(self, axes: RunAxes, seed: int, override: str | None = None, note: Callable[[str], None] = lambda what: None) -> None:
+        self._axes, self._note_event = axes, note
         self._override = None if override is None else read(override)
         self.placements = Placements()
         self.seed = seed
@@ -45,6 +48,7 @@ class ModelCuts:
         self.pipelines: list[tuple[nn.Module, PipelinedModel]] = []
         self.sample: Callable[[int], tuple[Any, ...]] = functools.partial(sample_batch, ())  # of the loaders that are prepared
         self._statistics: str | None = None
+        self.repeated: list[SplitAgain] = []
         self._spread: list[nn.Module] = []  # models that are on several devices of each worker
         self._used: set[str] = set()
         self._endings: list[Callable[[], None]] = []
@@ -107,6 +111,7 @@ class ModelCuts:
                 self.applied += [] if cut in self.applied else [cut]
                 self._endings += context.endings
                 valued += context.valued
+                self.repeated += context.repeated
                 self._spread += [model] if not cut.axis else []
                 self._followers += context.followers
                 self.pipelines += context.pipelines
@@ -171,6 +176,11 @@ class ModelCuts:
                 placement, optimizer = self.placements.of(parameter, slot.name), slot.optimizer or owners.get(id(parameter))
                 yield slot._replace(name=placement.name, parameter=parameter, optimizer=optimizer, shard=placement.axes)
 
+    def tell(self, what: str) -> None:
+        """Say what has changed, and note the first line of that."""
+        self._note_event(what.partition("\n")[0])
+        self._axes.slice.announce(what)
+
     def _record(self, what: str, began: int, ended: int) -> None:
         self._axes.slice.trace.record(what, "stage", began, ended)
 
@@ -187,6 +197,10 @@ class ModelCuts:
         found.level_ties()
         for follow in self._followers if any(tie.group is not None for tie in found.ties) else ():
             follow()
+
+    def splits(self) -> list[list[int]]:
+        """Return how layers are dealt to stages: the first layer of each, and the end."""
+        return [list(found.split.bounds) for _, found in self.pipelines]
 
     def level(self) -> None:
         """Let all workers know what only those of a stage do, and a state has of all: buffers. Collective."""
