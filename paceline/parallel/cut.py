@@ -98,8 +98,11 @@ class CutContext:
 class SplitAgain(Protocol):
     """Whatever moves layers between workers while a model trains."""
 
-    def improve(self, optimizers: Sequence[Optimizer]) -> str | None:
-        """Measure layers, and move them where that pays; return what has changed, in words, or None. Collective, for all workers."""
+    def improve(self, optimizers: Sequence[Optimizer], copies: Callable[[nn.Module], Sequence[nn.Module]]) -> str | None:
+        """Measure layers, and move them where that pays; return what has changed, in words, or None. Collective, for all workers.
+
+        What `optimizers` keep moves along, and so do `copies` of the model.
+        """
         ...
 
 

@@ -157,7 +157,7 @@ class _Assembly:
         self.tally = StepCount(lambda: loop.steps, waits=self.view.waits)
         by_hand = ManualGradients(loop, self.records.meetings, self.axes.twin)
         self.watch = OptimizerWatch(prepared, loop, by_hand, self.tally, self.hints.strange)
-        self.splits = EpochSplits(loop, prepared.cuts, prepared.optimizers, prepared.state)
+        self.splits = EpochSplits(loop, prepared.cuts, prepared.optimizers)
         self.memory = MemoryWatch(prepared, self.abilities.remote)
         conclusion = RunConclusion(
             self.strategy, self.axes, self.abilities, self.view, loop, prepared, self.saving, history, self.folder, self.log, self.memory

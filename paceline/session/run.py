@@ -215,10 +215,14 @@ class Run:
         return ready[0] if len(ready) == 1 else tuple(ready)
 
     def keep(self, name: str, thing: Stateful) -> None:
-        """Let `thing` (anything with state_dict and load_state_dict, alike on all workers) be part of the run's state: saved, resumed."""
+        """Let `thing` (anything with state_dict and load_state_dict, alike on all workers) be part of the run's state: saved, resumed.
+
+        Copies of a model that is cut, such as an `AveragedModel` of it, are cut as it is.
+        """
         if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
             raise UsageError(f"run.keep({name!r}) got a {type(thing).__qualname__}, which lacks state_dict or load_state_dict; write both")
         self.state.add(f"kept.{name}", thing)
+        self._prepared.cuts.copies.find(f"kept.{name}", thing, [model for _, model in self._prepared.models])
 
     # ---- in the loop
 

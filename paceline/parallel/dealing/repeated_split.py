@@ -91,10 +91,11 @@ class RepeatedSplit:
     pairs: Pairs
     loss: Loss | None = None
 
-    def improve(self, optimizers: Sequence[Optimizer]) -> str | None:
+    def improve(self, optimizers: Sequence[Optimizer], copies: Callable[[nn.Module], Sequence[nn.Module]]) -> str | None:
         """Measure layers, and move them where a step takes less by a twentieth or more. Collective, for all workers.
 
-        Returns what has changed, in words; None where everything stays. `optimizers`: those that step the model.
+        Returns what has changed, in words; None where everything stays. `optimizers`: those that step the model;
+        `copies` says what else moves as it does.
         """
         split = self.model.split
         around = partial(_stand_ins, self.measurement.graph, self.dealer.stand_in)
@@ -104,8 +105,9 @@ class RepeatedSplit:
         after = StageSplit((0, *accumulate(counts)), split.placed)
         if takes < GAIN * would or not self._possible(after):
             return None
-        self.model.share_buffers()
-        holding, sent = self.dealer.move(split, after, optimizers, self.pairs)
+        beside = copies(self.measurement.graph.model)
+        self.model.share_buffers(beside)
+        holding, sent = self.dealer.move(split, after, optimizers, self.pairs, beside)
         self.model.hold(holding)
         total = sum(self.measurement.context.groups.everyone.gather_objects(sent, name="split"))
         gain = f"steps are predicted to be {takes / would:.2f} times as fast ({sized(total)} have moved)"

@@ -40,11 +40,19 @@ class StageDealer:
         self._context.tied.extend(tie.parameter for tie in holding.ties if tie.group is not None)
         return holding
 
-    def move(self, before: StageSplit, after: StageSplit, optimizers: Sequence[Optimizer], pairs: Pairs) -> tuple[StageHolding, int]:
-        """Let parameters go to where another split has them. Returns what this worker has then, and the bytes it has sent. Collective."""
+    def move(
+        self, before: StageSplit, after: StageSplit, optimizers: Sequence[Optimizer], pairs: Pairs, copies: Sequence[nn.Module] = ()
+    ) -> tuple[StageHolding, int]:
+        """Let parameters, and those of copies of the model, go to where another split has them. Collective.
+
+        Returns what this worker has then, and the bytes that it has sent.
+        """
         then = {name: _places(before, stages) for name, _, stages in self._places(before)}
         dealt = list(self._places(after))
         routes = [Route(name, parameter, then[name], _places(after, stages)) for name, parameter, stages in dealt]
+        for number, copy in enumerate(copies):
+            mine = dict(zip((name for name, _, _ in dealt), copy.parameters(), strict=True))
+            routes += [Route(f"{name} of copy {number}", mine[name], then[name], _places(after, stages)) for name, _, stages in dealt]
         sent = relocate(sorted(routes, key=lambda route: route.name), optimizers, self._group, pairs, 2 * len(after.placed) + 1)
         for name, parameter, stages in dealt:
             if self._group.rank not in _places(after, stages):

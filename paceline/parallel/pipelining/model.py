@@ -9,6 +9,7 @@ step    all say what they were given          rows, and what is wrong with it
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -285,10 +286,10 @@ class PipelinedModel:
             if tie.group is not None and (values := self._trained(tie.parameter).data).numel():  # of some, workers have no piece
                 tie.group.broadcast(values, root=0, name="tied weights").wait()
 
-    def share_buffers(self) -> None:
-        """Give all workers the buffers of all stages, such as running statistics, as a state has them all. Collective along `stage`."""
-        for stage, place in enumerate(self.split.placed):
-            for buffer in _buffers(self._model, self._graph.part(*self.split.range(stage))):
+    def share_buffers(self, copies: Sequence[nn.Module] = ()) -> None:
+        """Give all workers the buffers of all stages, of copies of the model too, as a state has them all. Collective along `stage`."""
+        for (stage, place), model in itertools.product(enumerate(self.split.placed), (self._model, *copies)):
+            for buffer in _buffers(model, self._graph.part(*self.split.range(stage))):
                 self._group.broadcast(buffer, root=place, name="buffers of a stage").wait()
 
     @contextlib.contextmanager
@@ -336,16 +337,11 @@ class _StageCall:
     values: Values
 
 
-def is_copy(model: nn.Module) -> bool:
-    """Whether a model has in it a copy of one whose layers are on several workers, such as an average of its parameters."""
-    return any(isinstance(found := vars(module).get("forward"), _StageForward) and found.copied for module in model.modules())
-
-
 class _StageForward:
     """The forward of a model, which runs one of its parts for its pipeline and refuses all other calls; those of copies, too."""
 
     def __init__(self, inside: list[bool], *, copied: bool = False) -> None:
-        self._inside, self.copied = inside, copied  # something is in the list while the pipeline calls
+        self._inside, self._copied = inside, copied  # something is in the list while the pipeline calls
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _StageForward:
         return _StageForward([], copied=True)
@@ -356,7 +352,7 @@ class _StageForward:
     def __call__(self, *args: Any, **options: Any) -> Any:
         if len(args) == 1 and isinstance(args[0], _StageCall) and self._inside:
             return args[0].program(args[0].values)
-        if self.copied:
+        if self._copied:
             raise UsageError(
                 "this is a copy of a model that has layers on other workers (pipeline), and can't be called: copy its parameters into the "
                 "model that was prepared, as for p, q in zip(model.parameters(), copied.parameters()): p.data.copy_(q), and call "

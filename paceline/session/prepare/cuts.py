@@ -20,6 +20,7 @@ from paceline.parallel.cut import CutContext, CutGradients, ModelCut, SplitAgain
 from paceline.parallel.placement import Placements
 from paceline.parallel.repoint import refuse_memory, repoint
 from paceline.session.axes import RunAxes
+from paceline.session.prepare.copies import ModelCopies
 from paceline.session.prepare.initial import InitialValues
 from paceline.session.prepare.sample import sample_batch
 from paceline.sync.base import Slot
@@ -48,6 +49,7 @@ class ModelCuts:
         self.pipelines: list[tuple[nn.Module, PipelinedModel]] = []
         self.sample: Callable[[int], tuple[Any, ...]] = functools.partial(sample_batch, ())  # of the loaders that are prepared
         self._statistics: str | None = None
+        self.copies = ModelCopies(self.placements)
         self.repeated: list[SplitAgain] = []
         self._spread: list[nn.Module] = []  # models that are on several devices of each worker
         self._used: set[str] = set()
@@ -204,8 +206,8 @@ class ModelCuts:
 
     def level(self) -> None:
         """Let all workers know what only those of a stage do, and a state has of all: buffers. Collective."""
-        for _, found in self.pipelines:
-            found.share_buffers()
+        for model, found in self.pipelines:
+            found.share_buffers(self.copies.of(model))
 
     def end(self) -> None:
         """End what cuts have begun, as the run is over."""

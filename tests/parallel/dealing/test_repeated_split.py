@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 import paceline as pl
@@ -205,15 +205,32 @@ def test_a_checkpoint_of_after_a_move_is_that_of_the_model(tmp_path: Any) -> Non
         assert first + rest == pytest.approx(wanted, rel=1e-9)
 
 
-class Kept:
-    """What says that a copy of the model is part of the run's state."""
+@pytest.mark.usefixtures("heavy")
+def test_averages_that_are_kept_move_along() -> None:
+    def body(run: Run, cut: Any) -> tuple[Tensor, list[Any]]:
+        model = normed()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer, loader = run.prepare(model, optimizer, DataLoader(Numbered(24), batch_size=8), cut=cut)
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)  # type: ignore[no-untyped-call]
+        run.keep("average", average)
+        bounds = []
+        for _ in run.epochs(EPOCHS):
+            for x, y in loader:
+                optimizer.zero_grad()
+                run.step(model, x, y, loss=F.mse_loss)
+                optimizer.step()
+                average.update_parameters(model)
+            bounds.append(str(run._prepared.cuts.splits()))
+        run._prepared.cuts.level()
+        copy = average.module
+        values = put_together(copy, run.group, run._prepared.cuts.placements, lambda parameter: parameter)
+        return torch.cat([values, *(b.double().reshape(-1) for b in copy.buffers())]), bounds
 
-    def __call__(self, run: Run) -> None:
-        model = gpt()
-        loader = DataLoader(Sentences(), batch_size=8)
-        model, loader = run.prepare(model, loader, cut=CUT)
-        run.keep("average", AveragedModel(model))
-        next(iter(loader))
+    cuts = [pipeline("0, 1, 2, 3, 4", micro_batches=2, split="auto" if again else [3, 2], again=again) for again in (True, False)]
+    wanted = workers(2, lambda run: body(run, cuts[1]), mesh="stage=2")[0][0]
+    for found, bounds in workers(2, lambda run: body(run, cuts[0]), mesh="stage=2"):
+        assert len(set(bounds)) == 2
+        assert float((found - wanted).abs().max()) < 1e-9
 
 
 class Rows(torch.optim.SGD):
@@ -234,7 +251,6 @@ def keeping(parameters: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("mesh", "strategy", "act", "words"),
     [
-        ("stage=2", None, Kept(), r"kept.average has a copy of a model whose split is found again"),
         (
             "stage=2",
             None,

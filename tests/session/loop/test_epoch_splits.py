@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ class Improving:
     def __init__(self, run: Run) -> None:
         self._run, self.asked = run, list[tuple[int, int]]()
 
-    def improve(self, optimizers: Sequence[Optimizer]) -> str | None:
+    def improve(self, optimizers: Sequence[Optimizer], copies: Any) -> str | None:
         self.asked.append((self._run.steps, len(optimizers)))
         return "layers have moved" if len(self.asked) == 1 else None
 
