@@ -7,7 +7,8 @@
 Buckets leave in one order everywhere, that of the units backwards, and their sums are handed on in it. A worker in whose pass a parameter
 has no gradient keeps its bucket, and all later ones, to the end of the pass, when all workers say what they have used.
 
-A worker that is ahead waits until few buckets are on their way: each has the memory of a unit, and it would fill the memory of all.
+A worker that is ahead waits until few buckets are on their way: each has the memory of a unit, and it would fill the memory of all. Before
+it copies a gradient that is most of a unit, it waits for those that are: that gradient and its copy are two more.
 """
 
 from __future__ import annotations
@@ -208,6 +209,8 @@ class ShardGradients:
             )
         if self._sink is None:
             raise UsageError(f"backward reached the parameter {name}, which no run follows; give its model and optimizer to run.prepare")
+        if 2 * grad.numel() > bucket.memory.layout.padded:
+            self._make_room(0)
         bucket.put(index, grad, self._sink.weigh())
         del grad  # its memory is free while others are waited for
         self._used[number][index] = True
@@ -216,17 +219,17 @@ class ShardGradients:
         while self._next < len(self.buckets) and self.buckets[self._next].full:
             self.buckets[self._next].send(self._group)
             self._next += 1
-        self._make_room()
+        self._make_room(ON_THE_WAY)
         while self._handed < self._next and self.buckets[self._handed].arrived:
             self._hand_on(self._used[self._handed])
 
-    def _make_room(self) -> None:
-        """Wait until few buckets are on their way, and hand on those that have arrived.
+    def _make_room(self, most: int) -> None:
+        """Wait until at most so many buckets are on their way, and hand on those that have arrived.
 
         A worker that doesn't use a parameter keeps its buckets to the end of the pass, and may need this worker to get there (zero=3): so
         no wait is long, and there are none once workers have used different parameters.
         """
-        while self._even and self._waits and self._next - self._handed > ON_THE_WAY and not self.buckets[self._handed].keeps:
+        while self._even and self._waits and self._next - self._handed > most and not self.buckets[self._handed].keeps:
             bucket = self.buckets[self._handed]
             if not bucket.arrived and not bucket.arrives(self._patience, self._meter):
                 self._patience, self._waits = self._patience / 2, False

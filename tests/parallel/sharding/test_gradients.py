@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -191,3 +192,36 @@ def test_workers_that_sum_different_units_are_told_which() -> None:
         group.close()
 
     threads(2, body)
+
+
+def test_a_large_gradient_is_copied_when_no_bucket_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It and its copy are as large as a unit; rank 1 has no gradients before rank 0 waits, or has copied one too early."""
+    ahead, under_way, found = threading.Event(), set[str](), list[int]()
+
+    class Watched(GradientBucket):
+        def put(self, index: int, grad: Tensor, scale: float) -> None:
+            if self.memory.rank == 0 and 2 * grad.numel() > self.memory.layout.padded:
+                found.append(len(under_way))
+                if under_way:
+                    ahead.set()
+            assert self.memory.rank == 0 or ahead.wait(PATIENCE)
+            super().put(index, grad, scale)
+
+        def send(self, group: Group) -> None:
+            super().send(group)
+            if group.rank == 0:
+                under_way.add(self.memory.unit)
+
+        def arrives(self, seconds: float, meter: AxisMeter) -> bool:
+            ahead.set()
+            return super().arrives(seconds, meter)
+
+        def reset(self) -> None:
+            if self.memory.rank == 0:
+                under_way.discard(self.memory.unit)
+            super().reset()
+
+    monkeypatch.setattr(gradients, "GradientBucket", Watched)
+    layers = [nn.Linear(7, 9), *(nn.Linear(9, 9) for _ in range(3)), nn.Linear(9, 3)]
+    same(lambda: fill(nn.Sequential(*(copy.deepcopy(layer) for layer in layers)).double()), fitting(vectors), shard("*", zero=3), 2)
+    assert len(found) == 5 * 4 and not any(found), found
