@@ -34,7 +34,7 @@ from paceline.lab.enter import enter
 from tests.harness import preloaded
 
 ROOM = 1 << 16  # for the arguments, and the environment, of what is forked: bytes
-SECONDS = 60.0  # in which it has forked, if it had to begin first on a busy machine
+SECONDS = 120.0  # in which it has forked, if it had to begin first on a busy machine
 DESCRIPTORS = 16  # at most: input, output, errors, and namespaces
 USUAL = (  # what many jobs load as they go: here it is there for all
     "encodings.idna",
