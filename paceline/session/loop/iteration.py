@@ -7,8 +7,14 @@ from dataclasses import dataclass, field
 
 from paceline.data.loader import ShareLoader, Turn
 from paceline.errors import PacelineError, UsageError
+from paceline.session.balance.memory import is_out_of_memory
 from paceline.session.loop.ghost import Buffers
 from paceline.session.loop.idle_epochs import EpochActivity
+
+MEMORY = (
+    'Memory ran out. run.prepare(..., accumulate="auto") cuts batches into micro-batches that fit; and with run.step(model, x, y, '
+    "loss=...) a worker on which the first steps don't fit takes its part in halves"
+)
 
 
 @dataclass(slots=True)
@@ -51,7 +57,9 @@ def innermost(progresses: list[LoaderProgress]) -> Turn | None:
 
 
 def explain(error: BaseException | None, progresses: list[LoaderProgress]) -> None:
-    """Note on an error of the script that it happened on a batch of no rows, which scripts for one process never see."""
+    """Note on an error of the script what would help where memory ran out, or that it happened on a batch of no rows."""
+    if is_out_of_memory(error) and error is not None and any(progress.turn is not None and progress.turn.train for progress in progresses):
+        error.add_note(MEMORY)
     found = next(
         (
             progress

@@ -7,7 +7,9 @@ is what `loss = F.cross_entropy(model(x), y); loss.backward()` is, and the only 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from torch import Tensor, nn
 from paceline.data.spec import Weigh
 from paceline.errors import UsageError
 from paceline.parallel.pipelining.batches import Loss, Share
+from paceline.session.loop.ghost import buffers, put_back
+from paceline.session.loop.halving import FIRST, HalvedSteps, StepBatch
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.cuts import ModelCuts
 from paceline.sync.autograd_engine import STEPPED
@@ -26,6 +30,12 @@ class SteppedModels:
 
     def __init__(self, loop: TrainingLoop, cuts: ModelCuts) -> None:
         self._loop, self._cuts = loop, cuts
+        self._halved = HalvedSteps(lambda: loop.context.group.rank)
+
+    @property
+    def _whole(self) -> bool:
+        """Whether all of the models is on each worker, and so are their gradients."""
+        return not self._cuts.applied and not self._loop.apart
 
     def step(self, model: nn.Module, given: tuple[Any, ...], options: Mapping[str, Any], loss: Loss | None, weigh: Weigh | None) -> Tensor:
         """Go forward with all of `given` but the last, and back from `loss(output, last)`; return that."""
@@ -36,7 +46,7 @@ class SteppedModels:
         *inputs, target = given
         found = self._cuts.pipeline_of(model)
         if found is None:
-            return self._here(model, lambda: loss(model(*inputs, **options), target))
+            return self._here(StepBatch(model, given, options), loss, weigh)
         loop = self._loop
         loop.forward(tuple(inputs), dict(options))
         terms, turn = loop.terms, loop.training if torch.is_grad_enabled() else loop.turn
@@ -48,10 +58,43 @@ class SteppedModels:
             self._cuts.level_ties(found)
         return _stepped(torch.tensor(found.step(share, loop.backward.joined), dtype=torch.float64))
 
-    def _here(self, model: nn.Module, act: Callable[[], Tensor]) -> Tensor:
-        value = act()
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            raise UsageError(f"run.step: the loss is a {type(value).__qualname__} that isn't one number; give e.g. loss=F.cross_entropy")
+    def _here(self, batch: StepBatch, loss: Loss, weigh: Weigh | None) -> Tensor:
+        loop, halved = self._loop, self._halved
+        first = loop.steps < FIRST
+        count = batch.rows() if torch.is_grad_enabled() and self._whole and (first or halved.most is not None) else None
+        if count is None:
+            return self._back(_value(batch, loss))
+        if (halved.most or count) >= count and not (first and count > 1 and next(batch.model.parameters()).is_cuda):
+            before, kept = self._touched(batch), buffers([batch.model]) if first else []
+            try:
+                return self._back(_value(batch, loss))
+            except Exception as error:
+                if not (first and halved.may_halve(error, count) and self._touched(batch) == before):  # else a gradient is on its way
+                    raise
+            put_back(kept)
+            halved.halve(count)
+
+        def weights(parts: Sequence[StepBatch]) -> Sequence[float]:
+            return self._weights([part.given for part in parts], [part.rows() or 0 for part in parts], weigh)
+
+        value = functools.partial(_value, loss=loss)
+        return _stepped(halved.step(batch, count, value, weights, lambda x: self._loss_scale(x.device), first=first))
+
+    def _touched(self, batch: StepBatch) -> list[Any]:
+        """Return what changes as soon as a backward comes to a parameter."""
+        grads = [parameter.grad for parameter in batch.model.parameters()]
+        return [self._loop.backward.begun, *((id(grad), None if grad is None else grad._version) for grad in grads)]
+
+    def _weights(self, parts: Sequence[tuple[Any, ...]], sizes: Sequence[int], weigh: Weigh | None) -> Sequence[float]:
+        """Return what the losses of the parts of a batch count in its loss, which is a sum, or a mean over samples or what is weighed."""
+        terms = self._loop.terms
+        if terms is not None and terms.loss == "sum":
+            return [1.0] * len(parts)
+        counts = weigh or (None if terms is None else terms.weigh)
+        found = [float(size) for size in sizes] if counts is None else [float(counts(part)) for part in parts]
+        return [each / math.fsum(found) if any(found) else 0.0 for each in found]
+
+    def _back(self, value: Tensor) -> Tensor:
         if value.requires_grad and torch.is_grad_enabled():
             (value * self._loss_scale(value.device)).backward()
         return _stepped(value.detach())
@@ -62,6 +105,15 @@ class SteppedModels:
         for scaler in scalers:
             scaler.scale(torch.zeros((), device=device))  # a scaler has no state before its first loss
         return self._loop.context.step_state.loss_scale() if scalers else 1.0
+
+
+def _value(batch: StepBatch, loss: Loss) -> Tensor:
+    """Go forward, and return the loss."""
+    *inputs, target = batch.given
+    value: Any = loss(batch.model(*inputs, **batch.options), target)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise UsageError(f"run.step: the loss is a {type(value).__qualname__} that isn't one number; give e.g. loss=F.cross_entropy")
+    return value
 
 
 def _stepped(loss: Tensor) -> Tensor:

@@ -1,0 +1,145 @@
+"""Steps of `run.step` that run out of memory, taken again in two halves by the worker on which that happened.
+
+batch    forward: out of memory
+halves   forward, gradients | forward, gradients | the sum by their weights is given to the parameters, in a backward that is exchanged
+
+Until that backward nothing has touched p.grad, so halves that are too large are halved again. The other workers see one exchange.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from paceline.data.batches import cut, rows
+from paceline.errors import DataError
+from paceline.formatting import counted
+from paceline.parallel.batchnorm import is_synchronous
+from paceline.parallel.embedding import SparseEmbedding
+from paceline.session.balance.memory import is_out_of_memory
+from paceline.session.loop.ghost import buffers, put_back
+
+FIRST = 10  # steps in which memory may turn out to be too small: optimizers have all of their state after the first
+
+
+class StepBatch(NamedTuple):
+    """What `run.step` is given: the model, its inputs and the target, and options of the model."""
+
+    model: nn.Module
+    given: tuple[Any, ...]
+    options: Mapping[str, Any]
+
+    def rows(self) -> int | None:
+        """Return how many rows all tensors have; None where the step can't be taken in parts.
+
+        Layers would exchange statistics in each part, rows of sparse tables have gradients elsewhere, and hooks of parameters would be
+        called for each part and for their sum.
+        """
+        if any(is_synchronous(module) or isinstance(module, SparseEmbedding) for module in self.model.modules()):
+            return None
+        if any(parameter._backward_hooks for parameter in self.model.parameters()):
+            return None
+        try:
+            return rows((self.given, dict(self.options)))
+        except DataError:
+            return None
+
+    def part(self, start: int, stop: int, count: int) -> StepBatch:
+        """Return rows `start` to `stop` of `count`."""
+        return StepBatch(self.model, cut(self.given, start, stop, count), cut(dict(self.options), start, stop, count))
+
+
+Value = Callable[[StepBatch], Tensor]  # goes forward, and returns the loss
+Weights = Callable[[Sequence[StepBatch]], Sequence[float]]  # what the losses of parts count in the loss of the whole
+
+
+def _tell(text: str) -> None:
+    print(f"paceline: {text}", file=sys.stderr, flush=True)  # on each worker: others may have memory enough
+
+
+class HalvedSteps:
+    """Remembers how many rows fit into the memory of worker `rank`."""
+
+    def __init__(self, rank: Callable[[], int], tell: Callable[[str], None] = _tell) -> None:
+        self._rank, self._tell = rank, tell
+        self.most: int | None = None  # rows at a time; None: all, so far
+
+    def step(
+        self, batch: StepBatch, count: int, value: Value, weights: Weights, scale: Callable[[Tensor], float], *, first: bool
+    ) -> Tensor:
+        """Go forward and back in parts of at most `most` of `count` rows, and return the loss, which is gone back from times `scale`.
+
+        In the `first` steps parts become smaller where memory runs out.
+        """
+        kept = buffers([batch.model]) if first else []
+        while True:
+            try:
+                return self._parts(batch, count, value, weights, scale)
+            except Exception as error:
+                if not (first and self.may_halve(error, min(count, self.most or count))):
+                    raise
+            put_back(kept)
+            self.halve(min(count, self.most or count))
+
+    def may_halve(self, error: Exception, count: int) -> bool:
+        """Whether memory has run out, and so many rows can be halved."""
+        return is_out_of_memory(error) and count > 1
+
+    def halve(self, count: int) -> None:
+        """Take at most half of so many rows at a time from now on, and say so."""
+        self.most = (count + 1) // 2
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        self._tell(f"rank {self._rank()} ran out of memory on {counted(count, 'sample')}, and takes {self.most} at a time from now on")
+
+    def _parts(self, batch: StepBatch, count: int, value: Value, weights: Weights, scale: Callable[[Tensor], float]) -> Tensor:
+        most = self.most or count
+        pieces = math.ceil(count / most)
+        edges = [count * number // pieces for number in range(pieces + 1)]
+        parts = [batch.part(start, stop, count) for start, stop in pairwise(edges)]
+        trained = [parameter for parameter in batch.model.parameters() if parameter.requires_grad]
+        sums: list[Tensor | None] = [None] * len(trained)
+        total: Tensor | None = None
+        for part, weight in zip(parts, weights(parts), strict=True):
+            loss = value(part)
+            mine = loss.detach() * weight
+            total = mine if total is None else total + mine
+            if loss.requires_grad:
+                found = torch.autograd.grad(loss * (weight * scale(loss)), trained, allow_unused=True)
+                sums = [_added(before, grad) for before, grad in zip(sums, found, strict=True)]
+                del found
+            del loss
+        give(trained, sums)
+        assert total is not None
+        return total
+
+
+def _added(before: Tensor | None, grad: Tensor | None) -> Tensor | None:
+    return before if grad is None else grad if before is None else before + grad
+
+
+def give(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Let a backward find these gradients, as if it had made them."""
+    there = [(parameter, grad) for parameter, grad in zip(parameters, gradients, strict=True) if grad is not None]
+    if there:
+        made: Tensor = _Given.apply([grad for _, grad in there], *(parameter for parameter, _ in there))  # type: ignore[no-untyped-call]
+        made.backward()
+
+
+class _Given(torch.autograd.Function):
+    """A number whose gradients are given."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(*gradients)
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
+        return (None, *ctx.saved_tensors)
