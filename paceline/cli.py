@@ -68,6 +68,7 @@ def run(
     sync: options.Sync = None,
     mesh: options.Mesh = None,
     cut: options.Cut = None,
+    shares: options.Shares = None,
     name: options.Name = None,
     placement: options.Dealing = "block",
     min_workers: options.MinWorkers = None,
@@ -90,6 +91,7 @@ def run(
         sync=sync,
         mesh=mesh,
         cut=cut,
+        shares=shares,
         name=name,
         placement=placement,
         min_workers=min_workers,
@@ -108,6 +110,8 @@ def _start(job: LaunchRequest, given: Mapping[str, str] | None = None) -> int:
         notation.prove(job.sync)  # here, once, rather than by every worker
     if job.cut is not None:
         notation.prove_cuts(job.cut)
+    if job.shares is not None:
+        notation.shares(job.shares)
     if job.name is not None:
         folders.prove(job.name)
     return launch.run(job, {**environment(), **(given or {})})
@@ -314,6 +318,7 @@ def run_in_lab(
     sync: options.Sync = None,
     mesh: options.Mesh = None,
     cut: options.Cut = None,
+    shares: options.Shares = None,
     name: options.Name = None,
     placement: Annotated[str | None, typer.Option(help="How ranks are dealt to hosts; default: what the cluster says.")] = None,
     min_workers: options.MinWorkers = None,
@@ -335,6 +340,7 @@ def run_in_lab(
         patience=patience,
         mesh=mesh,
         cut=cut,
+        shares=shares,
         show=True,
     )
     raise typer.Exit(terminal.run(cluster, placement, start))

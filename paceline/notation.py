@@ -113,6 +113,16 @@ def prove_cuts(text: str) -> None:
     _attempt(cuts, text)
 
 
+def shares(text: str) -> Literal["auto"] | tuple[float, ...]:
+    """Return the shares that `text` means: "auto", or one number for each worker. Raises `NotationError`."""
+    if text.strip() == "auto":
+        return "auto"
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise NotationError(f"--shares {text} can't be read: say auto, or one number per worker, such as 2,1") from None
+
+
 def _attempt(make: Callable[[str], Any], text: str) -> None:
     if "torch" in sys.modules:
         make(text)

@@ -96,6 +96,7 @@ def test_the_exit_code_is_the_scripts(monkeypatch: pytest.MonkeyPatch, launcher:
         (["run", "--sync", "int8()", "train.py"], "int8() is not a strategy"),
         (["run", "--cut", "shrad('blocks.*')", "train.py"], "shrad is not a word of the notation"),
         (["run", "--cut", "shard(", "train.py"], "can't be read"),
+        (["run", "--shares", "fast", "train.py"], "--shares fast can't be read: say auto, or one number per worker, such as 2,1"),
         (["bench", "training", "--sync", "LocalSGD(0)"], "every=0 is not a number of steps"),
         (["demo", "--workers", "1"], "give 2 or more"),
         (["demo", "--alone", "1"], "give 2 <= alone <= steps"),

@@ -70,6 +70,7 @@ class Place:
     sync: str | None = None  # a strategy in text that replaces the script's own
     mesh: str | None = None  # the workers as a grid, in text
     cut: str | None = None  # cuts in text that replace the script's own
+    shares: str | None = None  # shares in text that replace the script's own
     layout: str | None = None  # the folder for what each worker would hold, which is written instead of training
     straggler: str | None = None  # what is done about slow workers, in place of what the script says
     servers: int | None = None  # of a strategy that doesn't say how many it wants; None: one on each host
@@ -311,6 +312,7 @@ def _personal(place: Place, environ: Environ) -> Place:
         sync=environ.get("PACELINE_SYNC") or None,
         mesh=environ.get("PACELINE_MESH") or None,
         cut=environ.get("PACELINE_CUT") or None,
+        shares=environ.get("PACELINE_SHARES") or None,
         layout=environ.get("PACELINE_LAYOUT") or None,
         straggler=environ.get("PACELINE_STRAGGLER") or None,
         servers=_servers(environ),

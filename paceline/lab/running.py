@@ -26,7 +26,7 @@ from paceline.lab.chaos import absent
 from paceline.lab.chaos import script as plot
 from paceline.lab.injector import Chaos, FaultTarget, record
 from paceline.lab.output import LauncherOutput, OutputSorter
-from paceline.notation import prove, prove_cuts
+from paceline.notation import prove, prove_cuts, shares
 from paceline.session.record import folder
 
 PORT: Final = 29400  # where the launchers meet, on the first host that is there from the start
@@ -42,7 +42,7 @@ _NOT_INHERITED: Final = ("PACELINE_INTERFACE", "PACELINE_NAME", "PACELINE_SECRET
 class LabRequest:
     """A request for a run. `folder` is where (None: here), `deadline` ends a longer run (seconds), `show` shows it on this screen.
 
-    `sync`, `mesh`, `cut`, `name`, `threads`, `min_workers`, `restarts` and `patience` are those of `paceline run`.
+    `sync`, `mesh`, `cut`, `shares`, `name`, `threads`, `min_workers`, `restarts` and `patience` are those of `paceline run`.
     `environ` holds variables that are added to those of this process.
     `faults` are objects, texts, or lists of both.
     """
@@ -58,6 +58,7 @@ class LabRequest:
     patience: float = 600.0
     mesh: str | None = None
     cut: str | None = None
+    shares: str | None = None
     folder: str | Path | None = None
     deadline: float | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -165,6 +166,8 @@ def check(start: LabRequest) -> None:
         prove(start.sync)
     if start.cut is not None:
         prove_cuts(start.cut)
+    if start.shares is not None:
+        shares(start.shares)
     if start.name is not None:
         folder.prove(start.name)
     if start.deadline is not None and not start.deadline > 0:
@@ -267,7 +270,8 @@ class _Run:
         kept = {name: value for name, value in environment().items() if name not in _NOT_INHERITED}
         if all(host.processors is None for host in self._cluster.description.hosts):
             kept.setdefault("OMP_NUM_THREADS", str(max(1, machine.cores() // self._cluster.description.workers)))
-        asked = {"PACELINE_SYNC": self._start.sync, "PACELINE_MESH": self._start.mesh, "PACELINE_CUT": self._start.cut}
+        start = self._start
+        asked = {"PACELINE_SYNC": start.sync, "PACELINE_MESH": start.mesh, "PACELINE_CUT": start.cut, "PACELINE_SHARES": start.shares}
         given = {name: text for name, text in asked.items() if text is not None}  # proved once, and not by each launcher
         return kept | {"PACELINE_PROGRESS": str(self._folder)} | given | dict(self._start.environ)
 

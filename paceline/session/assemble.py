@@ -119,7 +119,7 @@ class _Assembly:
         arguments = f"seed={seed}, sync={spell(strategy)}, {comparison}, replicate={worker.replicate!r}"
         self.history = RunHistory(collectives.seed(axes.everyone, seed, arguments), began, context.announce)
         cuts = ModelCuts(axes, self.history.seed, worker.place.cut, self.history.note)
-        self.prepared = Prepared(axes, self.loop.backward, self.loop, worker.device, subgroups, cuts=cuts)
+        self.prepared = Prepared(axes, self.loop.backward, self.loop, worker.device, subgroups, cuts=cuts, shares=worker.place.shares)
         self.layout = StateLayout(axes.mesh, axes.everyone.group.rank, cuts.placements, cuts.renewed, cuts.splits, cuts.level)
         check_comparison(comparison, self.sync, self.abilities.replicated)
         if self.elastic:

@@ -156,6 +156,7 @@ def test_what_a_user_sets():
             "PACELINE_SYNC": "AllReduce()",
             "PACELINE_MESH": "data, tensor=2",
             "PACELINE_CUT": "shard()",
+            "PACELINE_SHARES": "auto",
             "PACELINE_INTERFACE": "eth0",
             "PACELINE_DEADLINE": "2.5",
             "PACELINE_SERVERS": "3",
@@ -164,6 +165,7 @@ def test_what_a_user_sets():
     assert place.servers == 3 and discover({}).servers is None
     assert place.secret == b"0123456789abcdef"
     assert (place.run_name, place.sync, place.interface, place.deadline) == ("n", "AllReduce()", "eth0", 2.5)
+    assert (place.shares, discover({}).shares) == ("auto", None)
     assert (place.mesh, place.cut) == ("data, tensor=2", "shard()") and (discover({}).mesh, discover({}).cut) == (None, None)
 
 

@@ -143,14 +143,14 @@ def test_a_slow_worker_is_named_with_shares_that_fit(tmp_path: Path) -> None:
     text = report(finished(tmp_path, split(wait=0.03), work=work, workers=3))
     assert "Waiting for slower workers takes 30% of a step. The slowest is rank 1, with 100.0 ms of own work" in text
     assert "where the median is 60.0 ms" in text
-    assert "prepare(..., shares=[1, 0.5, 0.83])" in text
+    assert "prepare(..., shares='auto'), or shares=[1, 0.5, 0.83]" in text
 
 
 def test_a_slow_worker_of_a_mesh_has_its_place_and_shares_go_by_samples(tmp_path: Path) -> None:
     """Ranks 0 and 2 have the same samples, and so have 1 and 3."""
     work = works(0.05, 0.1, 0.06, 0.05, late=(0.0, 0.97, 0.3, 0.0))
     text = report(finished(tmp_path, split(wait=0.03), work=work, **MESH))
-    assert "The slowest is rank 1 (data 1, tensor 0), with" in text and "prepare(..., shares=[1, 0.6])" in text
+    assert "The slowest is rank 1 (data 1, tensor 0), with" in text and "prepare(..., shares='auto'), or shares=[1, 0.6]" in text
 
 
 LATE = [

@@ -26,6 +26,7 @@ SEVERAL = (
     "--mesh",
     "--cut",
     "--straggler",
+    "--shares",
 )
 _LONGEST_SCRIPT = 1 << 20  # bytes that are read of it
 

@@ -37,7 +37,10 @@ from paceline.timings import Timings
 
 _LATER = 1000  # a host that comes later calls its workers by its number times this, until they have ranks
 # what is the same on all hosts
-_ALIKE = ("hosts", "join", "secret_file", "workers", "sync", "mesh", "cut", "placement", "min_workers", "servers", "straggler", "backend")
+_ALIKE = (
+    *("hosts", "join", "secret_file", "workers", "sync", "mesh", "cut", "shares", "placement", "min_workers", "servers"),
+    *("straggler", "backend"),
+)
 _DESCRIPTORS = 64  # of any process of a job; more for each worker of its host, and of all
 USAGE = 2  # the exit code for a wrong request
 _NOT_INHERITED = (
@@ -421,5 +424,6 @@ def _shared_variables(job: LaunchRequest, environ: Mapping[str, str], table: tup
         # For scripts that use torch.distributed by themselves: Gloo and NCCL would guess from the host's name.
         kept.setdefault("GLOO_SOCKET_IFNAME", carrier)
         kept.setdefault("NCCL_SOCKET_IFNAME", carrier)
-    given = {"SYNC": job.sync, "MESH": job.mesh, "CUT": job.cut, "NAME": job.name, "SERVERS": job.servers, "STRAGGLER": job.straggler}
+    given = {"SYNC": job.sync, "MESH": job.mesh, "CUT": job.cut, "SHARES": job.shares, "NAME": job.name, "SERVERS": job.servers}
+    given["STRAGGLER"] = job.straggler
     return kept | {f"PACELINE_{name}": str(value) for name, value in given.items() if value is not None}

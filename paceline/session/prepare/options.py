@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from paceline import notation
 from paceline.data.checks import check_options
 from paceline.data.shares import policy
 from paceline.errors import UsageError
@@ -24,9 +25,13 @@ OF_STREAMS = frozenset({"readers", "shard"})
 
 
 class PrepareOptions:
-    """The options of all calls of `prepare`. `given` are those of one call, with None for each that it leaves out."""
+    """The options of all calls of `prepare`. `given` are those of one call, with None for each that it leaves out.
 
-    def __init__(self) -> None:
+    `shares`: those of `paceline run --shares`, in the place of the script's.
+    """
+
+    def __init__(self, shares: str | None = None) -> None:
+        self._shares = None if shares is None else notation.shares(shares)
         self._kept: dict[str, Any] = {}
 
     def hear(self, given: Mapping[str, Any], size: int, *, loaders: bool, models: bool) -> dict[str, Any]:
@@ -36,6 +41,8 @@ class PrepareOptions:
         """
         said = {name: value for name, value in given.items() if value is not None}
         found = {**DEFAULTS, **self._before(said), **said}
+        if self._shares is not None:
+            found["shares"] = self._shares
         _check(found, size)
         later = {name: value for name, value in said.items() if not (models if name in OF_MODELS else loaders)}
         self._kept = {**self._before(later), **later}

@@ -50,6 +50,7 @@ class Prepared:
         subgroups: Subgroups,
         *,
         cuts: ModelCuts,
+        shares: str | None = None,
     ) -> None:
         self.models: list[tuple[str, nn.Module]] = []
         self.optimizers: list[Optimizer] = []
@@ -60,7 +61,7 @@ class Prepared:
         self.context = context = axes.slice
         self.survives = context.survives
         self._backward, self._loop, self._device, self.subgroups = backward, loop, device, subgroups
-        self._synchronous, self._wishes = list[nn.Module](), PrepareOptions()
+        self._synchronous, self._wishes = list[nn.Module](), PrepareOptions(shares)
         self.measured = False  # some metric was prepared
         self._unstepped: set[int] = set()  # the ids of optimizers
         self._bindings = hooks.OptimizerBindings(self._begins)

@@ -203,5 +203,6 @@ def remedy(work: Sequence[float], *, staged: bool = False) -> str:
         return "See what else runs there; all workers have the same samples, so shares can't help"
     speeds = ", ".join(f"{min(work) / seconds:.2g}" for seconds in work)
     return (
-        f"See what else runs there; if it is a slower machine and the shares are equal now, deal by speed: prepare(..., shares=[{speeds}])"
+        f"See what else runs there; if it is a slower machine and the shares are equal now, deal by speed: "
+        f"prepare(..., shares='auto'), or shares=[{speeds}]"
     )

@@ -238,3 +238,12 @@ def test_servers_take_an_optimizer_of_some_of_the_parameters(which: int) -> None
     wanted = alone(body)
     for found in workers(2, body, strategy=ParameterServer()):
         assert distance(found, wanted) < 1e-12
+
+
+def test_shares_of_the_command_line_replace_those_of_the_script() -> None:
+    def heard(text: str | None) -> Any:
+        return PrepareOptions(text).hear({"shares": [1, 3]}, 2, loaders=True, models=False)["shares"]
+
+    assert [heard(None), heard("auto"), heard("2,1")] == [[1, 3], "auto", (2.0, 1.0)]
+    with pytest.raises(DataError, match="3 numbers for 2 workers"):
+        heard("2,1,1")
