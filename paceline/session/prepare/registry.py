@@ -56,8 +56,7 @@ class Prepared:
         self.optimizers: list[Optimizer] = []
         self.loaders: list[ShareLoader] = []
         self.slots: list[Slot] = []
-        self.state = Versioned()
-        self.axes, self.cuts = axes, cuts
+        self.axes, self.cuts, self.state = axes, cuts, Versioned()
         self.context = context = axes.slice
         self.survives = context.survives
         self._backward, self._loop, self._device, self.subgroups = backward, loop, device, subgroups
