@@ -24,8 +24,8 @@ class LaunchRequest:
     """The request of one `paceline run`. `workers` are those of this host; `deadline` is how long hosts wait for each other (seconds).
 
     `join` is HOST:PORT, the same on all hosts; `threads` is the number of threads of each worker (None: cores / workers, or
-    OMP_NUM_THREADS where it is set); `sync`, `mesh`, `cut`, `shares`, `name`, `straggler` and `servers` reach `start()` as PACELINE_SYNC and
-    so on.
+    OMP_NUM_THREADS where it is set); `sync`, `mesh`, `cut`, `shares`, `name`, `straggler` and `servers` reach `start()` as PACELINE_SYNC
+    and so on.
     `placement` says how ranks are dealt to hosts (see `deal`). With `min_workers` the job goes on when workers die, as long as there are
     so many; up to `restarts` of them are started again on this host. With fewer it saves, and waits so many seconds (`patience`) for
     others to come. Without `min_workers` the whole job starts again, up to `restarts` times, and waits so long for another host in the
