@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import codecs
-import contextlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ import torch
 from torch import Generator, Tensor
 
 import paceline as pl
-from paceline.apps.gpt import GPT, KeyValueCache
+from paceline.apps.gpt import GPT
 from paceline.errors import PacelineError, UsageError
 from paceline.formatting import counted
 
@@ -49,19 +48,19 @@ class Sampling:
 def generate(run: pl.Run, model: GPT, prompt: Sequence[int], count: int, sampling: Sampling) -> Iterator[int]:
     """Yield `count` tokens that go on from those of `prompt`, on all workers the same. Collective: all go through all of them.
 
-    The first worker draws, for all. With stages of a pipeline nothing is kept, and each token is drawn in a pass over all before it.
+    The first worker draws, for all.
     """
     if not prompt:
         raise UsageError("the prompt is empty: give one token or more to go on from")
     tokens, context = list(prompt), model.shape.context
     chance = Generator(run.device).manual_seed(sampling.seed)
-    keeps = run.mesh.extent("stage") == 1  # positions are counted in the model's own forward
-    with model.caching() if keeps else contextlib.nullcontext(KeyValueCache(context)) as cache:
+    with model.caching() as cache:
         for _ in range(count):
             if len(tokens) > context:
                 cache.clear()
             fresh = tokens[cache.length :] if len(tokens) <= context else tokens[-context:]
             logits = run.forward(model, torch.tensor([fresh], device=run.device))[0, -1]
+            cache.took(len(fresh))
             token = sampling.pick(logits, chance) if run.is_first else torch.zeros(1, dtype=torch.int64, device=run.device)
             tokens.append(int(run.group.broadcast(token, name="token").wait()))
             yield tokens[-1]

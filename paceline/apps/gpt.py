@@ -34,12 +34,16 @@ MEDIUM = GPTShape(d=512, layers=6, heads=8)  # 19 M parameters
 
 
 class KeyValueCache:
-    """The keys and values of the tokens so far, of each attention layer: (batch, heads that this worker has, context, d / heads)."""
+    """The keys and values of the tokens so far, of each attention layer: (batch, heads that this worker has, context, d / heads).
+
+    Each worker has those of its layers, and all count the same tokens.
+    """
 
     def __init__(self, context: int) -> None:
         self.length = 0  # tokens that all layers have
         self._context = context
         self._kept: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._extended: set[nn.Module] = set()  # since tokens were counted
 
     def extend(self, layer: nn.Module, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add those of new tokens to what a layer has, and return all of them."""
@@ -48,16 +52,33 @@ class KeyValueCache:
             self._kept[layer] = keys.new_empty(empty), values.new_empty(empty)
         stop = self.length + keys.shape[2]
         for kept, new in zip(self._kept[layer], (keys, values), strict=True):
+            if layer in self._extended and not torch.equal(kept[:, :, self.length : stop], new):
+                raise pl.UsageError(
+                    "layers were called with other rows before tokens were counted (micro-batches of a pipeline): give one row at a time "
+                    "to a GPT that keeps keys and values over stages"
+                )
             kept[:, :, self.length : stop] = new
+        self._extended.add(layer)
         return self._kept[layer][0][:, :, :stop], self._kept[layer][1][:, :, :stop]
 
     def took(self, count: int) -> None:
         """Count tokens that all layers have been given."""
         self.length += count
+        self._extended.clear()
 
     def clear(self) -> None:
         """Forget all tokens."""
         self.length = 0
+        self._extended.clear()
+
+
+class Positions(nn.Embedding):
+    """A vector for each place; places are counted from the tokens so far, while text is generated."""
+
+    cache: KeyValueCache | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input if self.cache is None else input + self.cache.length)
 
 
 def draw(layer: nn.Linear | nn.Embedding, *, added: int = 0) -> None:
@@ -142,9 +163,8 @@ class GPT(nn.Module):
         if shape.d % shape.heads:
             raise ValueError(f"d = {shape.d} can't be cut in {shape.heads} heads: choose a d that the number of heads divides")
         self.shape = shape
-        self.cache: KeyValueCache | None = None  # while text is generated
         self.tokens = nn.Embedding(shape.vocab, shape.d)
-        self.positions = nn.Embedding(shape.context, shape.d)
+        self.positions = Positions(shape.context, shape.d)
         blocks = [Block(shape) for _ in range(shape.layers)]
         self.blocks = nn.Sequential(*blocks)
         self.norm = nn.LayerNorm(shape.d)
@@ -164,17 +184,13 @@ class GPT(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         here = torch.arange(x.shape[1], device=x.device)
-        if self.cache is not None:
-            here = here + self.cache.length
         logits: Tensor = self.head(self.norm(self.blocks(self.tokens(x) + self.positions(here))))
-        if self.cache is not None:
-            self.cache.took(x.shape[1])
         return logits
 
     @contextlib.contextmanager
     def caching(self) -> Iterator[KeyValueCache]:
-        """Keep keys and values inside of the block: each call there goes on from the tokens of those before, in eval mode."""
-        layers: list[GPT | Attention] = [self, *(module for module in self.modules() if isinstance(module, Attention))]
+        """Keep keys and values inside of the block: a call there goes on from the tokens that the cache `took`, in eval mode."""
+        layers = [module for module in self.modules() if isinstance(module, Attention | Positions)]
         cache = KeyValueCache(self.shape.context)
         try:
             for layer in layers:
@@ -193,7 +209,7 @@ def maker(fields: Mapping[str, Any]) -> Callable[[], GPT]:
 
 def cuts(axes: Collection[str]) -> list[ModelCut]:
     """Return how a GPT is cut along these axes of a mesh."""
-    stages = pl.pipeline("tokens, blocks.*, norm, head")
+    stages = pl.pipeline("tokens, positions, blocks.*, norm, head")
     known: dict[str, ModelCut] = {"tensor": pl.tensor("auto"), "stage": stages, "shard": pl.shard("blocks.*")}
     return [cut for axis, cut in known.items() if axis in axes]
 

@@ -46,7 +46,16 @@ def text(run: Run, sampling: Sampling, **options: Any) -> list[int]:
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
 @pytest.mark.parametrize(
     ("size", "mesh"),
-    [(1, None), (2, "tensor=2"), (2, "shard=2"), (2, "stage=2"), (4, "tensor=4"), (4, "stage=2, tensor=2"), (4, "shard=2, tensor=2")],
+    [
+        (1, None),
+        (2, "tensor=2"),
+        (2, "shard=2"),
+        (2, "stage=2"),
+        (4, "tensor=4"),
+        (4, "stage=2, tensor=2"),
+        (4, "shard=2, tensor=2"),
+        (4, "shard=2, stage=2"),
+    ],
 )
 def test_all_layouts_write_the_same(size: int, mesh: str | None, sampling: Sampling) -> None:
     wanted = reference(sampling)
@@ -68,13 +77,41 @@ def test_the_newest_tokens_alone_are_run(monkeypatch: pytest.MonkeyPatch) -> Non
 
     alone(body)
     assert lengths == [5] + [1] * 7 + [12] * 8
-    assert model.cache is None and all(block.attention.cache is None for block in model.blocks)
+    assert model.positions.cache is None and all(block.attention.cache is None for block in model.blocks)
+
+
+def test_the_newest_tokens_alone_are_run_on_each_stage() -> None:
+    def body(run: Run) -> list[list[int]]:
+        model, lengths = copy.deepcopy(KNOWN), list[list[int]]()
+        run.prepare(model, cut=cuts(run.mesh.cut))
+        for block in model.blocks:
+            seen = list[int]()
+            block.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0].shape[1]))
+            lengths.append(seen)
+        list(generate(run, model, PROMPT, COUNT, GREEDY))
+        return lengths
+
+    run = [5] + [1] * 7 + [12] * 8
+    assert workers(2, body, mesh="stage=2") == [[run, []], [[], run]]
+
+
+def test_several_rows_are_refused_where_they_are_cut_into_micro_batches() -> None:
+    def body(run: Run) -> None:
+        model = run.prepare(copy.deepcopy(KNOWN), cut=cuts(run.mesh.cut))
+        with model.caching():
+            run.forward(model, torch.tensor([[1, 2, 3], [4, 5, 6]]))
+
+    with pytest.raises(UsageError, match="give one row at a time"):
+        workers(2, body, mesh="stage=2")
 
 
 def test_several_tokens_after_others() -> None:
     x = torch.randint(0, 24, (3, 9), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad(), KNOWN.caching():
-        parts: list[Tensor] = [KNOWN(piece) for piece in x.split((4, 3, 1, 1), dim=1)]
+    parts: list[Tensor] = []
+    with torch.no_grad(), KNOWN.caching() as cache:
+        for piece in x.split((4, 3, 1, 1), dim=1):
+            parts.append(KNOWN(piece))
+            cache.took(piece.shape[1])
     with torch.no_grad():
         torch.testing.assert_close(torch.cat(parts, 1), KNOWN(x), rtol=0, atol=1e-11)
 

@@ -74,21 +74,38 @@ def test_layers_move_between_processes(job: Jobs, tmp_path: Path) -> None:
 DROPOUT = """
 import signal
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 4)).double()
+class Halved(nn.Module):  # no attribute says that it draws
+    def __init__(self):
+        super().__init__()
+        self.masks = []
+
+    def forward(self, x):
+        return checkpoint(self.drop, x, use_reentrant=False)
+
+    def drop(self, x):
+        self.masks.append(F.dropout(torch.ones_like(x), 0.5))
+        return torch.tanh(x * self.masks[-1])
+
+halved = Halved()
+model = nn.Sequential(nn.Linear(4, 8), halved, nn.Linear(8, 4)).double()
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
 x = torch.arange(160, dtype=torch.float64).view(40, 4).sin()
 with pl.start(name=sys.argv[1]) as run:
-    model, optimizer, loader = run.prepare(
-        model, optimizer, DataLoader(TensorDataset(x, x.cos()), batch_size=8, shuffle=True), cut=pl.pipeline("0, 1, 2, 3", micro_batches=2)
-    )
+    cut = pl.pipeline("0, 1, 2", schedule="zero-bubble", micro_batches=2, split=[1, 2])
+    loader = DataLoader(TensorDataset(x, x.cos()), batch_size=8, shuffle=True)
+    model, optimizer, loader = run.prepare(model, optimizer, loader, cut=cut)
     run.resume()
     for _ in run.epochs(2):
         for a, b in loader:
             optimizer.zero_grad()
             loss = run.step(model, a, b, loss=F.mse_loss)
             optimizer.step()
+            kinds = {tuple(mask.flatten().tolist()) for mask in halved.masks}  # of two micro-batches, which are run again in backward
+            assert (len(kinds), len(halved.masks) >= 4) == ((2, True) if rank == 1 else (0, False)), (len(kinds), len(halved.masks))
+            halved.masks.clear()
             print(rank, run.steps, float(loss).hex(), float(torch.rand(())).hex(), flush=True)
             if run.steps == 5:
                 run.save()
@@ -100,7 +117,7 @@ with pl.start(name=sys.argv[1]) as run:
 
 @pytest.mark.preloaded
 def test_a_pipeline_that_starts_again_draws_and_loses_what_one_does_that_did_not(job: Jobs) -> None:
-    # only the first stage has dropout, and what scripts draw is equal on all workers all the same
+    # the last stage alone has dropout, in layers that are run again for both halves of a backward; scripts draw equal numbers everywhere
     whole = job.run(DROPOUT, 2, "--mesh", "stage=2", args=("whole", "lives")).end()
     assert whole.code == 0, whole.err
     killed = job.run(DROPOUT, 2, "--mesh", "stage=2", "--restarts", "1", args=("killed", "dies")).end()

@@ -140,7 +140,7 @@ class PipelinedModel:
         self.hold(holding)
         self._inside = list[bool]()
         model.forward = _StageForward(self._inside)
-        self._zone, self._drawn = RandomZone(group.rank) if _may_draw(model) else None, False
+        self._zone, self._drawn = RandomZone(group.rank), False
         self.steps = 0
 
     def hold(self, holding: StageHolding) -> None:
@@ -295,7 +295,7 @@ class PipelinedModel:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Let the model be called by the executor, and draw random numbers of this stage's own."""
-        zone, self._drawn = self._zone if self._model.training else None, False
+        zone, self._drawn = self._zone if self._model.training else None, False  # a forward may draw whatever its modules are
         if zone is not None:
             zone.enter(self._device)
         self._inside.append(True)
@@ -307,7 +307,7 @@ class PipelinedModel:
 
     def _move_on(self, *, drawn: bool) -> None:
         """Let the next step draw other numbers, if some stage has `drawn` any: generators are in the same state on all workers."""
-        if drawn and self._zone is not None:
+        if drawn:
             self._zone.move_on(self._device)
 
     @property
@@ -372,13 +372,3 @@ def _buffers(model: nn.Module, part: StagePart) -> Iterator[Tensor]:
         owner, _, name = path.rpartition(".")
         if name in (module := model.get_submodule(owner))._buffers:
             yield module.get_buffer(name)
-
-
-def _may_draw(model: nn.Module) -> bool:
-    """Whether a model has layers that draw random numbers in training."""
-    for module in model.modules():
-        if isinstance(module, nn.RReLU) or (isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0):
-            return True
-        if any("dropout" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items()):
-            return True
-    return False
