@@ -1,7 +1,7 @@
 """Measures a cluster, together with all workers of a run: `pl.probe(run)`.
 
 1. each worker says what it is, and how large matrices should be     all at once
-2. products of matrices, copies                                      all workers of a host at once, hosts of one machine in turns
+2. products of matrices, copies                                      all workers of a host at once, hosts of one machine in turns: two
 3. links inside hosts, one pair at a time, then all pairs            hosts of one machine in turns
 4. links between hosts, one pair of hosts at a time                  in turns
 5. links between hosts, each host sends and receives                 all at once
@@ -29,7 +29,8 @@ from paceline.session.probe.links import LinkFigures, LinkMeter, stream_length
 from paceline.session.run import Run
 
 COMPUTING: Final = 6.0  # seconds for all products and copies, where hosts share a machine
-MOST_COMPUTING: Final = 1.2  # seconds of each host
+MOST_COMPUTING: Final = 0.9  # seconds of each host, each time
+TWICE: Final = 4  # hosts of a machine at most that have two turns each
 SOME_PERIODS: Final = 0.35  # seconds of each product where a quota holds: three periods of 100 ms, and two gaps between
 LINKING: Final = 6.0  # seconds for all links between hosts
 LEAST_LINKING, MOST_LINKING = 0.05, 0.15  # seconds of each direction
@@ -93,24 +94,24 @@ class _Probe:
         alike = [each for each, kind in zip(sizes, kinds, strict=True) if kind == self._device.type]
         sides = [max(column) for column in zip(*alike, strict=True)]  # devices of one kind are compared by the same matrices
         waves = rounds.waves(self._topology)
-        seconds = min(MOST_COMPUTING, COMPUTING / len(waves)) / (len(sides) + 1)
+        turns = waves * (2 if len(waves) <= TWICE else 1)
+        seconds = min(MOST_COMPUTING, COMPUTING / len(turns)) / (len(sides) + 1)
         if any(host.quota is not None for host in self._topology.hosts):
             seconds = max(seconds, SOME_PERIODS)
-        mine, speeds, attended, copied = self._topology.where()[self._group.rank], list[DeviceSpeed](), list[float](), 0.0
-        clock = machine.ProcessorClock(0.0, 0.0, "")
-        for wave in waves:
+        mine, clock, copies = self._topology.where()[self._group.rank], machine.ProcessorClock(0.0, 0.0, ""), list[float]()
+        tries: dict[str, list[tuple[DeviceSpeed, float]]] = {dtype: [] for dtype in self._dtypes}
+        for wave in turns:
             for dtype, side in zip(self._dtypes, sides, strict=True):
                 self._meter.meet()
                 if mine in wave:
-                    speed, used = compute.product_speed(self._device, dtype, side, seconds)
-                    speeds.append(speed)
-                    attended.append(used)
+                    tries[dtype].append(compute.product_speed(self._device, dtype, side, seconds))
                     clock = machine.clock()
             self._meter.meet()
             if mine in wave:
-                copied = compute.copy_rate(self._device, seconds)
+                copies.append(compute.copy_rate(self._device, seconds))
         self._meter.meet()
-        return self._found(speeds, copied, statistics.median(attended), clock)
+        best = [max(each, key=lambda found: found[0].flops) for each in tries.values()]  # what disturbs makes slower, never faster
+        return self._found([speed for speed, _ in best], max(copies), statistics.median(used for _, used in best), clock)
 
     def _found(self, speeds: Sequence[DeviceSpeed], copied: float, attended: float, clock: machine.ProcessorClock) -> Device:
         device = self._device

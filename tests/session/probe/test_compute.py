@@ -8,35 +8,34 @@ import pytest
 import torch
 
 from paceline.session.probe import compute
+from paceline.session.probe.cluster_probe import SOME_PERIODS
 
 CPU = torch.device("cpu")
 
 
-def throttled(quota: float, *, start: float, seconds: float = 0.4, each: float = 2e-3, period: float = 0.1) -> list[float]:
-    """When products end of a worker that may compute for a part of each period, from some time in a period on."""
-    now, ends = start, [start]
-    while now < start + seconds:
+def throttled(quota: float, *, start: int, milliseconds: int, each: int = 2000, period: int = 100_000) -> list[float]:
+    """When products of 2 ms end (seconds) of a worker that may compute for a part of each period, from a millisecond of one on."""
+    now, ends, runs = 1000 * start, [1000 * start], round(quota * period)  # microseconds
+    while now < 1000 * (start + milliseconds):
         left = each
-        while left > 1e-12:
-            into = now % period
-            if into >= quota * period - 1e-12:
-                now += period - into
-                continue
-            step = min(left, quota * period - into)
+        while left > 0:
+            if now % period >= runs:
+                now += period - now % period
+            step = min(left, runs - now % period)
             now, left = now + step, left - step
         ends.append(now)
-    return ends
+    return [1e-6 * end for end in ends]
 
 
 @pytest.mark.parametrize("quota", [0.3, 0.5, 0.6, 0.9])
-@pytest.mark.parametrize("start", [0.0, 0.013, 0.029])
-def test_a_quota_is_seen_in_the_rate_whenever_the_measurement_begins(quota: float, start: float) -> None:
-    rate, spread = compute.steady(throttled(quota, start=start))
+@pytest.mark.parametrize("start", range(0, 100, 7))
+def test_a_quota_is_seen_in_the_rate_whenever_the_measurement_begins(quota: float, start: int) -> None:
+    rate, spread = compute.steady(throttled(quota, start=start, milliseconds=round(1e3 * SOME_PERIODS)))
     assert rate == pytest.approx(quota / 2e-3, rel=0.04) and spread < 0.01
 
 
 def test_parts_of_periods_would_tell_another_rate() -> None:
-    ends = throttled(0.5, start=0.0, seconds=0.34)
+    ends = throttled(0.5, start=0, milliseconds=340)
     assert (len(ends) - 1) / (ends[-1] - ends[0]) > 1.05 * 250
     assert compute.steady(ends)[0] == pytest.approx(250, rel=0.02)
 
