@@ -158,4 +158,10 @@ def checkpoints(facts: RunFacts) -> Iterator[str]:
         yield f"Training stood still for checkpoints for {stood / facts.seconds:.0%} of the run: save less often"
 
 
-WHOLE: tuple[Callable[[RunFacts], Iterator[str]], ...] = (outside, checkpoints, pipelines.advise)
+def links(facts: RunFacts) -> Iterator[str]:
+    """Advise where a link between hosts became slow."""
+    if facts.links and facts.links[-1][2]:
+        yield facts.links[-1][2]
+
+
+WHOLE: tuple[Callable[[RunFacts], Iterator[str]], ...] = (outside, checkpoints, links, pipelines.advise)

@@ -83,6 +83,7 @@ class RunFacts:
     steady: SteadyTimes | None = None  # None where the steps are too few to tell
     work: tuple[OwnWork, ...] = ()  # of each rank
     late: tuple[dict[str, float], ...] = ()  # of each rank: seconds of a mean step by which it was late, by cause
+    links: tuple[tuple[int, str, str], ...] = ()  # that became slow: at which step, in words, and what would help
     untold: tuple[str, ...] = ()  # causes that could not be told on some worker
     dealing: DealingFacts | None = None  # None where it isn't known
     bytes_sent: dict[str, float] | None = None
@@ -170,6 +171,7 @@ def _from_summary(folder: RunFolder) -> RunFacts:
             hosts=int(fields["hosts"]),
             work=tuple(OwnWork(float(rank["seconds"]), float(rank["late"])) for rank in fields.get("rank_work", [])),
             late=tuple({str(cause): float(value) for cause, value in rank.items()} for rank in fields.get("rank_late", [])),
+            links=tuple((int(link["step"]), str(link["words"]), str(link["advice"])) for link in fields.get("links", [])),
             untold=tuple(map(str, fields.get("untold", []))),
             dealing=DealingFacts(int(dealt["num_workers"]), tuple(map(int, dealt["shares"]))) if dealt else None,
             bytes_sent={where: float(fields["bytes_sent"][where]) for where in ("within", "between")},

@@ -31,7 +31,7 @@ def report(folder: Path) -> str:
     if facts.steps == 0:
         return f"{_title(facts)}\n\nNo step was finished, so there is nothing to tell about time."
     served = serving.tell(facts.servers, facts.seconds or 0.0, facts.samples)
-    exchanged = (_late(facts), _traffic(facts), _axes(facts), pipelines.tell(facts), *facts.codecs, served, _memory(facts))
+    exchanged = (_late(facts), _links(facts), _traffic(facts), _axes(facts), pipelines.tell(facts), *facts.codecs, served, _memory(facts))
     blocks = [_title(facts), _times(facts), *exchanged, _checkpoints(facts), advise(facts), _events(facts)]
     return "\n\n".join(block for block in blocks if block)
 
@@ -77,6 +77,10 @@ def _late(facts: RunFacts) -> str:
     table = aligned([("", "late", *(WORDS[cause] for cause in causes)), *rows])
     untold = [f"Not told apart on this machine: {' and '.join(WORDS[cause] for cause in facts.untold)}."] if facts.untold else []
     return "\n".join([head, *table, *untold])
+
+
+def _links(facts: RunFacts) -> str:
+    return "\n".join(f"From step {step} on {words}." for step, words, _ in facts.links)
 
 
 def _traffic(facts: RunFacts) -> str:

@@ -47,6 +47,7 @@ from paceline.session.prepare.abilities import resolve
 from paceline.session.prepare.cuts import ModelCuts
 from paceline.session.prepare.optimizers import OptimizerWatch
 from paceline.session.prepare.registry import Prepared
+from paceline.session.probe.link_watch import LinkWatch
 from paceline.session.record.collector import LogCollector, LogMeetings, RunRecords
 from paceline.session.record.folder import RunFolder
 from paceline.session.record.hangs import HangDetector
@@ -159,8 +160,20 @@ class _Assembly:
         self.watch = OptimizerWatch(prepared, loop, by_hand, self.tally, self.hints.strange)
         self.splits = EpochSplits(loop, prepared.cuts, prepared.optimizers)
         self.memory = MemoryWatch(prepared, self.abilities.remote)
+        self.links = LinkWatch(loop, self.axes, self.strategy, history, survives=self.elastic)
         conclusion = RunConclusion(
-            self.strategy, self.axes, self.abilities, self.view, loop, prepared, self.saving, history, self.folder, self.log, self.memory
+            self.strategy,
+            self.axes,
+            self.abilities,
+            self.view,
+            loop,
+            prepared,
+            self.saving,
+            history,
+            self.folder,
+            self.log,
+            self.memory,
+            self.links,
         )
         self.ending = RunEnding(conclusion, self.watch, self.hints, self.joined.watching, self.joined.world)
         self.comparer = ReplicaComparer(
@@ -258,7 +271,16 @@ class _Assembly:
             check_eviction(self.abilities)
             eviction = Eviction(self.view, leaving, self.history)
         everyone, records = self.axes.everyone, self.records
-        return LogCollector(self.loop, self.prepared, everyone, records, recovery=recovery, follower=self.follower, eviction=eviction)
+        return LogCollector(
+            self.loop,
+            self.prepared,
+            everyone,
+            records,
+            recovery=recovery,
+            follower=self.follower,
+            links=self.links,
+            eviction=eviction,
+        )
 
     def _survive(self, body: ElasticRun, recovery: Recovery, leaving: Departure, collector: LogCollector) -> Survival:
         loop, saving, folder = self.loop, self.saving, self.folder

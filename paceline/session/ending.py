@@ -14,6 +14,7 @@ from paceline.session.groups import CurrentView
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.optimizers import OptimizerWatch
 from paceline.session.prepare.registry import Prepared
+from paceline.session.probe.link_watch import LinkWatch
 from paceline.session.record.folder import RunFolder
 from paceline.session.record.hangs import HangDetector
 from paceline.session.record.hints import StartupHints
@@ -40,6 +41,7 @@ class RunConclusion:
     folder: RunFolder
     log: MetricsLog
     memory: MemoryWatch
+    links: LinkWatch
 
     def write(self) -> None:
         """Write the summary and the trace. Collective."""
@@ -63,6 +65,7 @@ class RunConclusion:
             facts,
             served,
             history.results,
+            self.links.found,
         )
         conclude(outcome, self.axes, self.folder, self.log)
 

@@ -20,6 +20,7 @@ from paceline.session.elastic.eviction import Eviction
 from paceline.session.elastic.recovery import Recovery
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.registry import Prepared
+from paceline.session.probe.link_watch import LinkWatch
 from paceline.session.record.history import RunHistory
 from paceline.session.record.log import MetricsLog
 
@@ -57,7 +58,7 @@ class RunRecords:
 class LogCollector:
     """Collects on the first worker what was logged. `everyone`: all workers.
 
-    At the same meetings `follower` has shares follow speeds, and `eviction` those leave that are late.
+    At the same meetings `follower` has shares follow speeds, `links` looks after slow links, and `eviction` has those leave that are late.
     """
 
     def __init__(
@@ -69,9 +70,10 @@ class LogCollector:
         *,
         recovery: Recovery | None,
         follower: ShareFollower,
+        links: LinkWatch,
         eviction: Eviction | None = None,
     ) -> None:
-        self._follower, self._eviction = follower, eviction
+        self._follower, self._links, self._eviction = follower, links, eviction
         self._loop, self._prepared, self._everyone, self._recovery = loop, prepared, everyone, recovery
         self._history, self._log, self._meetings = records.history, records.log, records.meetings
         self._known: dict[int, bytes] = {}  # of each worker, how far its records are here, where they come by letter
@@ -118,7 +120,8 @@ class LogCollector:
         if recovery is not None:
             recovery.hear([answer[4] for answer in answers])
         names = [a[3] for a in answers]
-        reason = self._log.absorb([a[0] for a in answers], names, agreement.hosts)
+        reason = self._log.absorb([a[0] for a in answers], names, agreement.hosts, self._links.remark)
+        self._links.take(names, self._log.flushed)
         if self._eviction is not None:
             self._eviction.take(names, self._log.slowness.judgement, agreement.hosts, agreement.group.rank)
         self._say(reason)

@@ -174,6 +174,7 @@ class RunSummary:
     axes: dict[str, dict[str, float]] = field(default_factory=dict)  # a step's exchange by axis: "seconds", a mean, and all bytes sent
     memory: list[dict[str, Any]] = field(default_factory=list)  # what each rank held (`paceline.session.record.memory`)
     untold: list[str] = field(default_factory=list)  # causes of lateness that could not be told on some worker
+    links: list[dict[str, Any]] = field(default_factory=list)  # that became slow (`paceline.session.probe.link_watch`)
     pipelines: list[dict[str, Any]] = field(default_factory=list)  # of each (`paceline.session.record.pipeline_profile`)
     results: dict[str, Any] = field(default_factory=dict)  # what the script has put into `Run.results`
 

@@ -98,6 +98,7 @@ class MetricsLog:
         self._bad: tuple[int, int, str, str] | None = None  # my first loss that is no number: number, step, name, nan or inf
         self._reason: str | None = None  # the first of all workers, in words
         self.slowness = StragglerSensor(mesh)
+        self.flushed: list[list[list[float]]] = []  # the seconds of PARTS of each step in the last flush, by rank
         self.lateness = LatenessTotals(0) if book is None else book.lateness  # of all workers, where it is written
         self.total_steps: int | None = None
 
@@ -241,18 +242,22 @@ class MetricsLog:
         means = {name: [sums.total, sums.weight] for name, sums in entry.sums.items()}
         return [entry.number, entry.step, entry.time, entry.samples, entry.seconds, means, entry.causes]
 
-    def absorb(self, bodies: Sequence[bytes], names: Sequence[int] | None = None, hosts: Sequence[str] = ()) -> str | None:
+    def absorb(
+        self, bodies: Sequence[bytes], names: Sequence[int] | None = None, hosts: Sequence[str] = (), remark: str = ""
+    ) -> str | None:
         """Take in what every rank has drained, in rank order. Returns the reason to stop, if there is one: the same on all workers.
 
-        `names`: numbers of the workers, where ranks may change. `hosts`: host of each rank, to name stragglers.
+        `names`: numbers of the workers, where ranks may change. `hosts`: host of each rank, to name stragglers. `remark`: what the
+        status line ends with.
         """
         parts = [msgpack.unpackb(body) for body in bodies]
         self._judge([(upto, bad) for upto, bad, _ in parts])
+        steps = [[record for record in records if record[4] is not None] for _, _, records in parts]
+        self.flushed = [[record[4] for record in mine] for mine in steps]
         if self._book is not None:
-            self._book.enter([(upto, records) for upto, _, records in parts], self.total_steps, names, hosts)
-            steps = [[record for record in records if record[4] is not None] for _, _, records in parts]
-            seconds, causes = ([[record[at] for record in mine] for mine in steps] for at in (4, 6))
-            slow = self.slowness.take(names or range(len(parts)), seconds, hosts, causes) if hosts else None
+            self._book.enter([(upto, records) for upto, _, records in parts], self.total_steps, names, hosts, remark=remark)
+            causes = [[record[6] for record in mine] for mine in steps]
+            slow = self.slowness.take(names or range(len(parts)), self.flushed, hosts, causes) if hosts else None
             if slow is not None:
                 self._note(slow)
         return self._reason if self._on_nan == "stop" else None

@@ -42,7 +42,7 @@ class StatusLine:
         self._next = -float("inf")
         self._seconds = dict.fromkeys(PARTS, 0.0)  # since the last line
         self._samples = 0
-        self._remark = ""  # who is late
+        self._late = self._remark = ""  # who is late, and what else is to be seen
         self._marks: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
 
     def step(self, beat: FinishedStep, total: int | None) -> None:
@@ -60,7 +60,11 @@ class StatusLine:
         """Show from the next line on who is latest, on which host, where it matters in a step of so many seconds."""
         seconds = latest.seconds
         matters = seconds >= LEAST and seconds >= LATE * step
-        self._remark = f"rank {latest.rank} on {host} late {seconds / step:.0%}: {latest.cause}" if matters else ""
+        self._late = f"rank {latest.rank} on {host} late {seconds / step:.0%}: {latest.cause}" if matters else ""
+
+    def remark(self, text: str) -> None:
+        """End lines with this text from the next one on."""
+        self._remark = text
 
     def close(self, total: int | None) -> None:
         """Show the last step if it hasn't been, and release the terminal. Calling it twice is harmless."""
@@ -73,7 +77,14 @@ class StatusLine:
     def _show(self, total: int | None) -> None:
         assert self._last is not None
         self._marks.append((self._last.step, self._last.time))
-        text = describe(self._last, self._samples, self._seconds, total=total, left=self._left(total), remark=self._remark)
+        text = describe(
+            self._last,
+            self._samples,
+            self._seconds,
+            total=total,
+            left=self._left(total),
+            remark="  ".join(filter(None, (self._late, self._remark))),
+        )
         self._samples, self._seconds, self._unshown = 0, dict.fromkeys(PARTS, 0.0), False
         if not self._stream.isatty():
             print(text, file=self._stream, flush=True)

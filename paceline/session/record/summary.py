@@ -48,6 +48,7 @@ class RunOutcome(NamedTuple):
     servers: list[dict[str, Any]]  # what each has done
     served: list[Served]  # and when, on the first worker
     results: dict[str, Any]
+    links: list[dict[str, Any]]  # that became slow
 
 
 class GatheredEnds(NamedTuple):
@@ -123,6 +124,7 @@ def _write(outcome: RunOutcome, axes: RunAxes, folder: RunFolder, log: MetricsLo
         memory=found.memory,
         untold=found.untold,
         pipelines=[profile.fields() for profile in found.pipelines],
+        links=outcome.links,
         results=outcome.results,
     ).write(folder)
     if any(found.spans.values()):

@@ -59,14 +59,20 @@ class MetricsWriter:
         total: int | None,
         names: Sequence[int] | None = None,
         hosts: Sequence[str] = (),
+        *,
+        remark: str = "",
     ) -> None:
         """Take in (upto, records) of each rank and write what is complete. `names`: numbers of the workers (None: their ranks).
 
-        `hosts`: of each rank, to name on the status line who is late. Raises `ResourceError` if the disk is full.
+        `hosts`: of each rank, to name on the status line who is late; `remark`: what that line ends with.
+
+        Raises `ResourceError` if the disk is full.
         """
         for rank, (_, records) in zip(names or range(len(parts)), parts, strict=False):
             for record in records:
                 self._groups[record[0], record[1]][rank] = record
+        if self._line is not None:
+            self._line.remark(remark)
         complete = min(upto for upto, _ in parts)
         ready = sorted(key for key in self._groups if key[0] <= complete)
         self._find_late({key[1]: self._groups[key] for key in ready}, list(names or range(len(parts))), hosts)

@@ -136,6 +136,7 @@ def test_the_summary_has_every_field(tmp_path: Path) -> None:
             "axes",
             "memory",
             "untold",
+            "links",
             "pipelines",
             "results",
         ),

@@ -1,0 +1,74 @@
+"""When links are measured, whose link is found to be slow, and what a codec is predicted to gain."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+
+from paceline.session.probe.slow_links import (
+    CodecCost,
+    ExchangeSensor,
+    Slowdown,
+    SlowLink,
+    find,
+    predict,
+    rounds,
+)
+
+
+def take(sensor: ExchangeSensor, exchange: float, times: int = 1, *, late: float = 0.0, names: range = range(3)) -> list[Slowdown]:
+    """What is found in flushes of ten steps; rank 0 waits in its exchanges for the others, who are `late`."""
+    steps = [[[0.05, exchange + (late if rank == 0 else 0.0), 0.0, 0.0]] * 10 for rank in names]
+    return [found for _ in range(times) if (found := sensor.take(names, steps)) is not None]
+
+
+def test_a_slowdown_that_lasts_is_said_once() -> None:
+    sensor = ExchangeSensor()
+    assert take(sensor, 0.005, 20) == [] and not sensor.slow
+    (found,) = take(sensor, 0.06, 20)
+    assert found.usual == pytest.approx(0.005) and found.now == pytest.approx(0.06) and sensor.slow
+    assert found.step == pytest.approx(0.11)
+    assert take(sensor, 0.005, 20) == [] and not sensor.slow
+    assert len(take(sensor, 0.06, 20)) == 1
+
+
+def test_moments_little_and_waits_for_late_workers_are_none() -> None:
+    sensor = ExchangeSensor()
+    take(sensor, 0.005, 10)
+    assert [take(sensor, 0.2) + take(sensor, 0.005, 4) for _ in range(10)] == [[]] * 10
+    assert take(sensor, 0.012, 20) == []  # a tenth of a step
+    assert take(sensor, 0.005, 20, late=0.2) == []
+
+
+def test_other_workers_have_other_exchanges() -> None:
+    sensor = ExchangeSensor()
+    take(sensor, 0.005, 20)
+    assert take(sensor, 0.06, 20, names=range(2)) == []
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 8])
+def test_rounds_have_every_pair_once_and_no_host_twice(count: int) -> None:
+    found = rounds(count)
+    assert sorted(pair for pairs in found for pair in pairs) == sorted(permutations(range(count), 2))
+    assert all(len({host for pair in pairs for host in pair}) == 2 * len(pairs) for pairs in found)
+
+
+def rates(count: int, *slow: tuple[int, int]) -> dict[tuple[int, int], float]:
+    return {pair: 12e6 if pair in slow else 120e6 for pair in permutations(range(count), 2)}
+
+
+def test_the_host_whose_best_link_is_slow_is_found() -> None:
+    both = [(2, 0), (2, 1), (0, 2), (1, 2)]
+    assert find(rates(3, *both)) == SlowLink((2,), 12e6, 120e6)
+    assert find(rates(3, (2, 0), (2, 1))) == SlowLink((2,), 12e6, 120e6)  # it is only slow to send
+    assert find(rates(4, (0, 1), (1, 0))) == SlowLink((0, 1), 12e6, 120e6)  # all else is fine with both
+    assert find(rates(3)) is None
+    assert find(rates(2, (0, 1))) == SlowLink((0, 1), 12e6, None)
+
+
+def test_the_gain_is_what_the_link_has_less_to_do() -> None:
+    """10 MB over 12.5 MB/s take 800 ms, of which 700 show; a quarter of it takes 200 ms, and 20 ms of coding."""
+    found = predict(Slowdown(0.05, 0.7, 1.0), 10e6, 12.5e6, 2.5e6, CodecCost(0.25, 0.02 / 2.5e6))
+    assert found == pytest.approx(1.0 / (1.0 - 0.7 + 0.1 + 0.02))
+    assert predict(Slowdown(0.05, 0.7, 1.0), 10e6, 12.5e6, 2.5e6, CodecCost(1.0, 0.0)) == pytest.approx(1.0)
