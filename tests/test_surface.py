@@ -70,9 +70,9 @@ ARGUMENTS = (
 )
 PREPARING = "self objects loss weigh accumulate cost shares batchnorm train pad readers shard cut init"  # of Run.prepare
 COMMANDS = {
-    "run": "script args --workers --hosts --join --host-rank --secret-file --threads --interface --sync --mesh --cut --name --placement"
-    " --min-workers --restarts --patience --servers --straggler --backend",
-    "lab run": "cluster script args --fault --sync --mesh --cut --name --placement --min-workers --restarts --patience",
+    "run": "script args --workers --hosts --join --host-rank --secret-file --threads --interface --sync --mesh --cut --shares --name"
+    " --placement --min-workers --restarts --patience --servers --straggler --backend",
+    "lab run": "cluster script args --fault --sync --mesh --cut --shares --name --placement --min-workers --restarts --patience",
     "lab probe": "cluster --dtypes --out",
     "lab check": "",
     "lab shell": "host command --lab",

@@ -24,7 +24,7 @@ from paceline.trace import Trace
 
 PROC: Final = Path("/proc")
 LONG_NS: Final = 1_000_000  # a garbage collection that is worth a span
-FAULT_SECONDS: Final = 0.01  # the most that one page is taken to have been waited for
+LONGEST_FAULT: Final = 0.01  # seconds: the most that one page is taken to have been waited for
 _EVERY = 1.0  # seconds between two looks at what the host of a virtual machine takes
 _WHO = getattr(resource, "RUSAGE_THREAD", None)
 
@@ -88,7 +88,7 @@ class InterruptionMeter:
         paging = 0.0
         if now.faults > then.faults:
             idle = seconds - (now.ran - then.ran) - delayed
-            paging = max(0.0, min(idle, (now.faults - then.faults) * FAULT_SECONDS, seconds - collection - stolen))
+            paging = max(0.0, min(idle, (now.faults - then.faults) * LONGEST_FAULT, seconds - collection - stolen))
         return Interruptions(collection, stolen, paging)
 
     def close(self) -> None:

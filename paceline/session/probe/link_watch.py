@@ -27,7 +27,7 @@ from paceline.session.probe.slow_links import CodecCost, ExchangeSensor, Slowdow
 from paceline.session.record.history import RunHistory
 from paceline.sync.base import Strategy
 
-SECONDS: Final = 0.08  # of a stream of one direction, about
+STREAM: Final = 0.08  # seconds of a stream of one direction, about
 TRIED: Final = 1 << 20  # elements that are coded for the prediction
 EXPLAINS: Final = 0.5  # of the exchange that a link has to take to be the reason
 WORTH: Final = 1.1  # times as fast, from which on a codec is advised
@@ -111,7 +111,7 @@ class LinkWatch:
         connected = pairs(group, hostnames=cluster.names())
         try:
             meter = LinkMeter(connected)
-            mine = meter.alone([[(first[a], first[b]) for a, b in each] for each in rounds(len(first))], SECONDS)
+            mine = meter.alone([[(first[a], first[b]) for a, b in each] for each in rounds(len(first))], STREAM)
             meter.meet()
         except BaseException:
             connected.abort()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from paceline.session.loop.interruptions import FAULT_SECONDS, InterruptionMeter, Interruptions
+from paceline.session.loop.interruptions import LONGEST_FAULT, InterruptionMeter, Interruptions
 from paceline.trace import Trace
 
 SCHEDSTAT = Path("/proc/self/schedstat").exists()
@@ -137,7 +137,7 @@ def test_pages_that_are_waited_for(tmp_path: Path) -> None:
     found.close()
     if not faults:
         pytest.skip("this file system keeps files in memory")
-    assert 0 < taken.paging <= min(seconds, FAULT_SECONDS * faults)
+    assert 0 < taken.paging <= min(seconds, LONGEST_FAULT * faults)
 
 
 def test_a_closed_meter_measures_nothing() -> None:

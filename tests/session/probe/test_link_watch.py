@@ -26,7 +26,7 @@ def test_in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: tuple[
     for name, value in (("STEPS", 1), ("TIMES", 0.0), ("SHARE", -1.0), ("LEAST", -1.0)):
         monkeypatch.setattr(slow_links, name, value)
     monkeypatch.setattr(link_watch, "EXPLAINS", 0.0)
-    monkeypatch.setattr(link_watch, "SECONDS", 0.005)
+    monkeypatch.setattr(link_watch, "STREAM", 0.005)
     measured: Any = LinkWatch._measured
 
     def slow(watch: LinkWatch) -> dict[tuple[int, int], float]:
