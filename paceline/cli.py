@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 
 import paceline
 from paceline import notation, options
+from paceline.bench import command
 from paceline.cluster import mesh as shape
 from paceline.cluster import topology_file
 from paceline.cluster.discover import environment
@@ -35,6 +36,7 @@ lab = typer.Typer(help="A cluster on this machine: hosts, slow links and faults.
 app.add_typer(lab, name="lab")
 bench = typer.Typer(help="Measure what this machine can do.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench, name="bench")
+bench.command("scaling")(command.scaling)
 
 BENCH, APPS = Path(__file__).parent / "bench", Path(__file__).parent / "apps"
 

@@ -19,8 +19,8 @@ FLOORS = [
     {"plan"},
     {"notation"},  # below session: start(sync="...") reads it
     {"session"},
-    {"lab", "observe", "compat", "backend"},
-    {"apps", "bench", "options"},
+    {"lab", "observe", "compat", "backend", "options"},
+    {"apps", "bench"},
     {"cli"},
     {"__main__"},
 ]

@@ -80,6 +80,7 @@ OF_MORE = {  # test file without a module of its name: what it is about instead
     "lab/test_slow_hosts": "a run that names a slow host",
     "lab/test_surviving": "runs that survive on hosts of their own",
     "lab/test_probe": "a cluster of the lab, measured",
+    "lab/test_scaling": "a script with several numbers of workers on hosts of the lab",
     "lab/test_pairs": "messages between hosts, and the bytes that links count",
     "lab/test_training": "training on hosts that are apart",
     "lab/test_every_strategy": "every strategy on hosts",

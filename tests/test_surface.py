@@ -81,6 +81,7 @@ COMMANDS = {
     "generate": "folder --prompt --workers --mesh --tokens --temperature --greedy --seed --threads",
     "bench collectives": "--workers --threads --sizes --via --seconds --draw",
     "bench pipeline": "--draw --forward --backward --transfer",
+    "bench scaling": "script args --workers --kind --batch-option --lab --rounds --steps --seconds --threads --sync --folder --read",
     "bench training": "--workers --threads --model --batch --steps --sync",
     "probe": "--workers --hosts --join --host-rank --secret-file --threads --interface --placement --dtypes --out",
     "report": "folder",

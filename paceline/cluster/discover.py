@@ -73,6 +73,9 @@ class Place:
     shares: str | None = None  # shares in text that replace the script's own
     layout: str | None = None  # the folder for what each worker would hold, which is written instead of training
     straggler: str | None = None  # what is done about slow workers, in place of what the script says
+    folder: str | None = None  # where run folders go, in place of what the script says
+    most_steps: int | None = None  # after so many steps training stops
+    most_seconds: float | None = None  # and so long after its first step
     servers: int | None = None  # of a strategy that doesn't say how many it wants; None: one on each host
     interface: str | None = None  # override: a name or an IP address
     deadline: float | None = None  # seconds
@@ -315,7 +318,10 @@ def _personal(place: Place, environ: Environ) -> Place:
         shares=environ.get("PACELINE_SHARES") or None,
         layout=environ.get("PACELINE_LAYOUT") or None,
         straggler=environ.get("PACELINE_STRAGGLER") or None,
-        servers=_servers(environ),
+        folder=environ.get("PACELINE_FOLDER") or None,
+        most_steps=_count(environ, "PACELINE_STEPS", "steps after which training stops"),
+        most_seconds=seconds(environ["PACELINE_SECONDS"], "PACELINE_SECONDS") if environ.get("PACELINE_SECONDS") else None,
+        servers=_count(environ, "PACELINE_SERVERS", "parameter servers"),
         interface=environ.get("PACELINE_INTERFACE") or None,
         deadline=None if deadline is None else seconds(deadline, "PACELINE_DEADLINE"),
         hostname=socket.gethostname(),
@@ -324,12 +330,12 @@ def _personal(place: Place, environ: Environ) -> Place:
     )
 
 
-def _servers(environ: Environ) -> int | None:
-    if not environ.get("PACELINE_SERVERS"):
+def _count(environ: Environ, name: str, things: str) -> int | None:
+    if not environ.get(name):
         return None
-    count = _integer(environ, "PACELINE_SERVERS")
+    count = _integer(environ, name)
     if count < 1:
-        raise PlaceError(f"PACELINE_SERVERS is {count}: give the number of parameter servers, 1 or more")
+        raise PlaceError(f"{name} is {count}: give the number of {things}, 1 or more")
     return count
 
 

@@ -26,26 +26,34 @@ def run(cluster: str, placement: str | None, start: running.LabRequest, *, kept:
 
     `kept`: the run's folder stays, so it is named.
     """
-    from paceline.lab.hosts import Cluster
-
     description = find(cluster)
     if placement is not None:
         if placement not in PLACEMENTS:
             raise UsageError(f"--placement is {placement}; {choices(placement, PLACEMENTS)}")
         description = replace(description, placement=cast(Placement, placement))
-    chaos.script(start.faults, description)
-    running.check(start)
-    kernel.seek_rights()
     try:
-        with _endings(), Cluster(description) as built:
-            for line in (describe(description), *built.notes):
-                print(f"paceline: {line}", file=sys.stderr, flush=True)
-            outcome = built.perform(start)
+        outcome = perform(description, start)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     if kept and outcome.folder is not None:
         print(f"paceline: the run's folder is {_short(outcome.folder)}", file=sys.stderr, flush=True)
     return outcome.code
+
+
+def perform(description: Description, start: running.LabRequest) -> running.Outcome:
+    """Build the cluster, describe it on this terminal where the run is shown there, run it all, and take the cluster down.
+
+    Ctrl-C raises `KeyboardInterrupt`, SIGTERM and SIGHUP `SystemExit`, when everything has ended.
+    """
+    from paceline.lab.hosts import Cluster
+
+    chaos.script(start.faults, description)
+    running.check(start)
+    kernel.seek_rights()
+    with _endings(), Cluster(description) as built:
+        for line in (describe(description), *built.notes) if start.show else ():
+            print(f"paceline: {line}", file=sys.stderr, flush=True)
+        return built.perform(start)
 
 
 def describe(description: Description) -> str:

@@ -141,6 +141,12 @@ def read(folder: RunFolder) -> RunFacts:
     raise UsageError(f"{folder.path} is no run folder: it has neither {folder.summary.name} nor {folder.metrics.name}{inside}")
 
 
+def timed_steps(folder: RunFolder) -> list[tuple[int, dict[str, float]]]:
+    """Return the samples of each step in the metrics of a run, and the seconds of its parts."""
+    lines = _lines(folder)
+    return list(zip((int(line["samples"]) for line in lines if "seconds" in line), _steps(folder, lines), strict=True))
+
+
 def steadied(steps: Sequence[dict[str, float]]) -> SteadyTimes | None:
     """Find the times that last through these steps, each with the seconds of its parts; None where they are too few."""
     if len(steps) < FEWEST:

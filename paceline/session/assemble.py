@@ -42,6 +42,7 @@ from paceline.session.groups import CurrentView, Subgroups, first_members
 from paceline.session.loop import collectives
 from paceline.session.loop.epoch_splits import EpochSplits
 from paceline.session.loop.observers import LoopObservers
+from paceline.session.loop.run_limit import RunLimit
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.abilities import resolve
 from paceline.session.prepare.cuts import ModelCuts
@@ -198,6 +199,8 @@ class _Assembly:
         plan, policy = TotalSteps(total_steps, log.expect), PolicyCheck(self.joined.straggler)
         observer, place = self.abilities.observer, self.view.worker.place
         restart = () if place.job_start is None else (self.resumption.training_begins,)
+        unlimited = place.most_steps is None and place.most_seconds is None
+        limit = () if unlimited else (RunLimit(place, collector.stop).step_ended,)
         instead = () if place.layout is None else (ModelLayout(self.prepared, self.axes, Path(place.layout)).write,)
 
         def begin_comparing() -> None:
@@ -212,7 +215,7 @@ class _Assembly:
                 stepped=() if observer is None else (observer.stepped,),
                 doubled=(self.memory.measure,),
                 committed=() if body is None else (body.buddies.committed,),
-                step_ended=(log.step, comparer.step_ended, self.follower.step_ended, collector.step_ended, *ended),
+                step_ended=(log.step, comparer.step_ended, self.follower.step_ended, *limit, collector.step_ended, *ended),
                 ghost_ended=(self.hints.haunted,),
                 went_back=(log.fold,),
             )

@@ -110,7 +110,7 @@ def start(
             seed=_seed(place, seed),
             began=began,
             comparison=comparison,
-            open_records=Records(joined, Path(place.layout or folder), name, on_nan).open,
+            open_records=Records(joined, Path(place.layout or place.folder or folder), name, on_nan).open,
             total_steps=total_steps,
         )
         undo.pop_all()
