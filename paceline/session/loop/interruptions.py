@@ -25,6 +25,7 @@ from paceline.trace import Trace
 PROC: Final = Path("/proc")
 LONG_NS: Final = 1_000_000  # a garbage collection that is worth a span
 LONGEST_FAULT: Final = 0.01  # seconds: the most that one page is taken to have been waited for
+_SHORT = 2e-4  # seconds for which a thread didn't run that are not looked into: to ask the kernel takes a tenth of that
 _EVERY = 1.0  # seconds between two looks at what the host of a virtual machine takes
 _WHO = getattr(resource, "RUSAGE_THREAD", None)
 
@@ -48,7 +49,6 @@ class Interruptions(NamedTuple):
 class _Counters(NamedTuple):
     """The counters of a thread."""
 
-    ran: float = 0.0  # seconds
     delayed: float = 0.0  # seconds
     faults: int = 0
 
@@ -63,6 +63,7 @@ class InterruptionMeter:
         self._schedstat: FileIO | None = None
         self._closed = False
         self._then = _Counters()
+        self._clock = self._ran = 0.0  # seconds of the clock, and of this thread on a processor, at the last `take`
         self._collected = 0.0  # seconds since the last `take`
         self._collecting: tuple[float, int] | None = None  # when the one under way began, by the two clocks
         self._looked, self._ticks = 0.0, 0
@@ -80,14 +81,18 @@ class InterruptionMeter:
         if threading.get_ident() != self._thread:
             self._follow()
             return Interruptions()
+        clock, ran = time.perf_counter(), time.thread_time()
+        stood, self._clock, self._ran = (clock - self._clock) - (ran - self._ran), clock, ran
+        collection, self._collected = min(self._collected, seconds), 0.0
+        if stood < _SHORT:
+            return Interruptions(collection, min(self._from_outside(clock), seconds - collection))
         now, then = self._read(), self._then
         self._then = now
-        collection, self._collected = min(self._collected, seconds), 0.0
-        delayed = now.delayed - then.delayed
-        stolen = min(delayed + self._from_outside(), seconds - collection)
+        delayed = min(now.delayed - then.delayed, stood)
+        stolen = min(delayed + self._from_outside(clock), seconds - collection)
         paging = 0.0
         if now.faults > then.faults:
-            idle = seconds - (now.ran - then.ran) - delayed
+            idle = min(stood, seconds) - delayed
             paging = max(0.0, min(idle, (now.faults - then.faults) * LONGEST_FAULT, seconds - collection - stolen))
         return Interruptions(collection, stolen, paging)
 
@@ -111,18 +116,19 @@ class InterruptionMeter:
         with contextlib.suppress(OSError):  # `untold` says so
             self._schedstat = FileIO(str(self._proc / f"self/task/{threading.get_native_id()}/schedstat"))
         self._collected, self._then = 0.0, self._read()
-        self._looked, self._ticks = time.monotonic(), self._outside()
+        self._clock, self._ran = time.perf_counter(), time.thread_time()
+        self._looked = self._clock
+        self._ticks = self._outside()
 
     def _read(self) -> _Counters:
         delayed = 0.0
         if self._schedstat is not None:
             delayed = int(os.pread(self._schedstat.fileno(), 64, 0).split()[1]) * 1e-9
         faults = 0 if _WHO is None else resource.getrusage(_WHO).ru_majflt
-        return _Counters(time.thread_time(), delayed, faults)
+        return _Counters(delayed, faults)
 
-    def _from_outside(self) -> float:
+    def _from_outside(self, now: float) -> float:
         """Return the seconds that the host of this machine took from one processor, once a second."""
-        now = time.monotonic()
         if now - self._looked < _EVERY:
             return 0.0
         self._looked, before, self._ticks = now, self._ticks, self._outside()
