@@ -61,6 +61,10 @@ class Channel:
         self._sent, self._received = 0, 0
         self._lines: list[bytes] = []
 
+    def count_silence(self) -> None:
+        """Count from now on for how long nothing is heard of the other side."""
+        self.heard = time.monotonic()
+
     def fileno(self) -> int:
         return self.connection.fileno()
 

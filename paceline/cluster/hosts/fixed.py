@@ -39,6 +39,8 @@ class FixedPeers:
         self.state = state
         self.sequel: Sequel | None = None
         self._channels = channels  # by host rank
+        for channel in channels.values():
+            channel.count_silence()  # nobody has sent anything while the last hosts were waited for
         self._timings, self._linger = timings.rendezvous, timings.channel.linger
         self._server = server
         self._finished: set[int] = set()

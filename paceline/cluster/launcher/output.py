@@ -147,14 +147,12 @@ class OutputStream:
         if not data:
             self.close()
             return False
-        data = self._held + data
-        end = 0
-        for match in _PIECES.finditer(data):
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1  # only what is new is searched: a line may come in many parts
+        lines, self._held = (self._held + data[:end], data[end:]) if end else (b"", self._held + data)
+        for match in _PIECES.finditer(lines):
             if piece := self._hush(match[0]):
                 self._remember(piece)
                 self.screen.put(self.rank, piece)
-            end = match.end()
-        self._held = data[end:]
         self._since = time.monotonic()
         if len(self._held) > _HELD_BYTES or self.screen.at_once:
             self.show()

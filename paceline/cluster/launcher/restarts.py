@@ -18,6 +18,8 @@ from paceline.cluster.hosts.peers import Failure, RestartPeers
 from paceline.cluster.hosts.restart_messages import Cause, HostReport, RestartState, Sequel
 from paceline.cluster.launcher.worker import WorkerProcess, ending
 
+_LONGEST = 300  # characters of an error that launchers tell each other
+
 
 class JobRestarts:
     """The restarts of one job, of which there are at most `allowed`, as one launcher takes part in them.
@@ -135,7 +137,7 @@ def _cause(failure: Failure, workers: Sequence[WorkerProcess]) -> Cause | None:
         return Cause(str(own[0]["type"]), str(own[0]["message"]), bool(own[0]["is_final"]))
     if failure.code > 128 and failure.words == ending(failure.code):
         return None  # as often as restarts are allowed
-    return Cause(failure.words, failure.tail.rpartition("\n")[2], is_final=False)
+    return Cause(failure.words, failure.tail.rpartition("\n")[2][-_LONGEST:], is_final=False)
 
 
 def _digest(cause: Cause, checkpoint: str | None) -> str:

@@ -77,6 +77,14 @@ class TestCouncil:
         turn(members[0], until=lambda: members[0].verdict is not None)
         assert members[0].verdict.host == "b" and "nothing was heard" in members[0].verdict.words
 
+    def test_one_that_waited_for_the_last_one_is_not(self, councils):
+        members = councils("a", "b", "c")
+        for channel in members[0]._channels.values():
+            channel.heard -= 1000.0  # nothing is said while hosts wait to be as many as they have to be
+        peers = FixedPeers(members[0].table, members[0].host_rank, members[0]._channels, server=0)
+        peers.tick()
+        assert len(peers.descriptors()) == 2
+
     def test_heartbeats_keep_it_alive(self, councils):
         members = councils("a", "b", timings=Timings(rendezvous=RendezvousTimings(beat=0.05, silence=2.0)))
         end = time.monotonic() + 2.5

@@ -139,6 +139,9 @@ class TestScreen:
     def test_the_last_line_needs_no_end(self):
         assert self.feed((0, b"a"), (1, b"b")) == b"[0] a\n[1] b"
 
+    def test_a_long_line_comes_in_many_parts(self):
+        assert self.feed(*[(0, b"a" * 4096)] * 12, (0, b"\nb\n")) == b"[0] " + b"a" * 49152 + b"\n[0] b\n"
+
     def test_carriage_returns(self):
         assert self.feed((0, b"\r1%"), (0, b"\r2%"), (0, b"\rdone\n")) == b"\r[0] 1%\r[0] 2%\r[0] done\n"
         assert self.feed((0, b"1%\r2%\r\nx\n")) == b"[0] 1%\r[0] 2%\r\n[0] x\n"
