@@ -80,16 +80,20 @@ def balance(batch: int, curves: Sequence[SpeedCurve], most: Sequence[int | None]
     return tuple(shares)
 
 
-def _parts(total: float, curves: Sequence[SpeedCurve], limits: Sequence[float]) -> tuple[float, ...]:
-    """Return the parts, not whole, of workers that are all done at the same time; less where a limit is reached."""
+def _parts(total: float, curves: Sequence[SpeedCurve], limits: Sequence[float], least: float = 0.0) -> tuple[float, ...]:
+    """Return the parts, not whole, of workers that are all done at the same time; less where a limit is reached, and `least` for all."""
+
+    def until(seconds: float) -> tuple[float, ...]:
+        return tuple(max(min(curve.units(seconds), limit), least) for curve, limit in zip(curves, limits, strict=True))
+
     low, high = 0.0, max(curve(total) for curve in curves)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        if sum(min(curve.units(middle), limit) for curve, limit in zip(curves, limits, strict=True)) < total:
+        if sum(until(middle)) < total:
             low = middle
         else:
             high = middle
-    return tuple(min(curve.units(low), limit) for curve, limit in zip(curves, limits, strict=True))
+    return until(low)
 
 
 class SpeedShares:
@@ -100,6 +104,7 @@ class SpeedShares:
 
     def __init__(self, curves: Sequence[SpeedCurve], most: Sequence[int | None] | None = None, per_sample: float = 1.0) -> None:
         self.curves, self.most = tuple(curves), None if most is None else tuple(most)
+        self.per_sample = per_sample
         self._by_sample = [SpeedCurve(curve.fixed, curve.per_unit * per_sample) for curve in curves]
         self._balanced = lru_cache(maxsize=128)(self._balance)
 
@@ -111,8 +116,14 @@ class SpeedShares:
         return balance(batch, self._by_sample, self.most)
 
     def parts(self, total: float) -> tuple[float, ...]:
-        """Return the ideal part of each rank in `total` units, which need not be whole."""
-        found = _parts(total, self.curves, [math.inf] * len(self.curves))
+        """Return the ideal part of each rank in `total` units, which need not be whole.
+
+        Everybody has that of a usual sample if there are enough, as in `balance`: who has nothing to do is not measured, and never comes
+        back.
+        """
+        size = len(self.curves)
+        least = min(self.per_sample, total / size) if round(total / self.per_sample) >= size else 0.0
+        found = _parts(total, self.curves, [math.inf] * size, least)
         whole = math.fsum(found)
         return tuple(part * total / whole for part in found) if whole > 0 else tuple(total / len(found) for _ in found)
 

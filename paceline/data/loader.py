@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import msgpack
@@ -373,7 +373,7 @@ class ShareLoader:
         weights = [_weight(self.terms.weigh, part) for part in parts]
         answers = self.terms.agreement.meet("weights", struct.pack("<d", math.fsum(weights)))
         total = math.fsum(struct.unpack("<d", answer)[0] for answer in answers)
-        return GlobalBatch(step.global_batch, step.micros, drained(parts), weights, total, step.sources)
+        return replace(step, parts=drained(parts), weights=weights, total=total)
 
     def _turn(self, step: GlobalBatch, micro: int) -> tuple[Turn, list[Any]]:
         """Return the turn of a micro-batch, and a list of its batch: what takes it out holds it alone."""

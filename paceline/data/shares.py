@@ -97,7 +97,8 @@ def spans(shares: Sequence[int]) -> list[tuple[int, int]]:
 def probe(shares: Shares, batch: int | None) -> list[list[float]]:
     """Ask a policy for its shares of some batches, to be compared between workers; `batch` is the usual one, if there is one."""
     if isinstance(shares, SpeedShares):
-        return [*([curve.fixed, curve.per_unit] for curve in shares.curves), [-1.0 if most is None else most for most in shares.most or ()]]
+        limits = [-1.0 if most is None else most for most in shares.most or ()]
+        return [*([curve.fixed, curve.per_unit] for curve in shares.curves), limits, [shares.per_sample]]
     sizes = PROBES if batch is None else (batch, *PROBES)
     return [list(shares(size)) for size in sizes]
 

@@ -57,6 +57,13 @@ def test_parts_are_in_proportion_and_need_not_be_whole() -> None:
     assert SpeedShares([SpeedCurve(1, 1), SpeedCurve(3, 2)]).parts(0.0) == pytest.approx((0.0, 0.0))
 
 
+def test_everybody_has_a_part_of_a_usual_sample_if_there_are_enough() -> None:
+    far = SpeedShares([SpeedCurve(0.02, 0.0002), SpeedCurve(1.2, 0.012)], per_sample=100.0)
+    assert far.parts(1600.0) == pytest.approx((1500.0, 100.0)) and far(16) == (15, 1)
+    assert far.parts(190.0) == pytest.approx((95.0, 95.0)), "two samples that are a bit smaller than usual"
+    assert far.parts(100.0) == pytest.approx((100.0, 0.0)) and far(1) == (1, 0)
+
+
 @pytest.mark.parametrize("numbers", [(0.0, 0.0), (0.0, -1.0), (-1.0, 1.0), (0.0, float("inf")), (float("nan"), 1.0)])
 def test_no_speed_is_refused(numbers: tuple[float, float]) -> None:
     with pytest.raises(DataError, match="is no speed"):

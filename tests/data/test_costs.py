@@ -169,7 +169,8 @@ def shuffled(count=203, batch=32, **options):
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize(
-    ("size", "options"), [(2, {}), (3, {"accumulate": 3}), (3, {"shares": [3, 2, 1]}), (2, {"shares": [0, 1]}), (5, {})]
+    ("size", "options"),
+    [(2, {}), (3, {"accumulate": 3}), (3, {"shares": [3, 2, 1]}), (2, {"shares": [0, 1]}), (5, {}), (2, {"accumulate": 2, "weigh": len})],
 )
 @pytest.mark.parametrize("readers", [0, 2])
 def test_each_global_batch_and_micro_batch_has_the_samples_of_one_process(size, options, readers):

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.data.balance import SpeedCurve, SpeedShares
 from paceline.data.shares import equal, policy, probe, proportional, spans
 from paceline.errors import DataError
 
@@ -58,3 +59,5 @@ def test_ratios_that_make_no_sense_raise(ratios, said):
 def test_probes_tell_policies_apart():
     assert probe(policy(None, 2), 64) == probe(policy([1, 1], 2), 64)
     assert probe(policy([1, 7], 2), 8) != probe(policy([2, 6], 2), 8)
+    mine, other = (SpeedShares([SpeedCurve(0.001, 0.001), SpeedCurve(0.05, 0.002)], per_sample=units) for units in (100.0, 1.0))
+    assert mine(32) != other(32) and probe(mine, 32) != probe(other, 32)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple
 
-from paceline.data.balance import SpeedCurve, balance
+from paceline.data.balance import SpeedCurve, SpeedShares, balance
 from paceline.session.balance.work_record import StepWork, WorkMeans, WorkRecord
 
 WINDOWS: Final = ((3, 0.1), (12, 0.04), (48, 0.025))  # blocks that are looked at, and what a change has to gain, as a part of a step
@@ -43,6 +43,7 @@ class Balancer:
 
     def __init__(self, size: int, curves: Sequence[SpeedCurve] | None = None) -> None:
         self.curves = tuple(curves) if curves is not None else (SpeedCurve(0.0, 1.0),) * size
+        self._per_sample: float | None = None
         self.phase: Phase = "equal" if curves is None else "steady"
         self.disturbed = 0  # how many calibrations were given up
         self._record = WorkRecord(size)
@@ -63,8 +64,12 @@ class Balancer:
             else:
                 self._record.add(step, self.curves)
 
-    def decide(self, most: Sequence[int | None] | None = None) -> Split | None:
-        """Return what shares are to go by from now on; None where they stay."""
+    def decide(self, most: Sequence[int | None] | None = None, *, per_sample: float | None = None) -> Split | None:
+        """Return what shares are to go by from now on; None where they stay.
+
+        `per_sample`: units of a usual sample, where samples are dealt by what they cost, and parts need not be whole; else None.
+        """
+        self._per_sample = per_sample
         return self._calibrate(most) if self.phase != "steady" else self._follow(most)
 
     # ---- calibration
@@ -152,11 +157,12 @@ class Balancer:
 
     def _split(self, curves: tuple[SpeedCurve, ...], means: WorkMeans, most: Sequence[int | None] | None) -> tuple[Split, float] | None:
         """Return the change to these curves, and what it gains as a part of a step; None where nothing is to be dealt."""
-        total = round(sum(means.units))
-        if total < 1:
+        total, usual = sum(means.units), self._per_sample
+        if round(total / (usual or 1.0)) < 1:
             return None
+        parts = SpeedShares(curves, per_sample=usual).parts(total) if usual else balance(round(total), curves, most)
         now = max(curve(units) for curve, units in zip(curves, means.units, strict=True))
-        then = max(curve(units) for curve, units in zip(curves, balance(total, curves, most), strict=True))
+        then = max(curve(units) for curve, units in zip(curves, parts, strict=True))
         whole = max(means.whole, now)
         return Split(curves, whole, whole - now + then), (now - then) / whole
 

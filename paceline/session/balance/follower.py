@@ -87,13 +87,15 @@ class ShareFollower:
         if agreement.origins != self._names:
             self._names = agreement.origins
             self._balancer = Balancer(agreement.group.size, speeds.of(agreement.origins, hosts))
+            self._per_sample = speeds.per_sample  # which a newcomer knows as well as others
         balancer = self._balancer
         mine = [[OwnStep(*step) for step in steps] for steps in drained]
         balancer.take(self._merged(mine))
-        split = balancer.decide()  # a part that memory does not stand at once is taken in more micro-batches
+        usual = self._per_sample if terms.by_cost else None
+        split = balancer.decide(per_sample=usual)  # a part that memory does not stand at once is taken in more micro-batches
         self._tell_disturbed()
         if balancer.phase != "equal":
-            speeds.learn(agreement.origins, hosts, balancer.curves, self._per_sample if terms.by_cost else 1.0)
+            speeds.learn(agreement.origins, hosts, balancer.curves, usual or 1.0)
         if split is not None:
             self._change(terms, split, hosts)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from paceline.data.balance import SpeedCurve, SpeedShares, balance
+from paceline.data.costs import deal_by_cost
 from paceline.data.shares import equal
 from paceline.session.balance.balancer import Balancer
 from paceline.session.balance.work_record import StepWork
@@ -151,6 +152,23 @@ def test_a_pause_of_one_worker_changes_nothing() -> None:
         600
     )
     assert done.changes == []
+
+
+@pytest.mark.parametrize("per_sample", [100.0, 0.01], ids=str)
+def test_where_samples_are_dealt_by_cost_shares_follow_in_any_unit_and_who_was_very_slow_comes_back(per_sample: float) -> None:
+    draw, balancer = random.Random(0), Balancer(2)
+    policy, parts = SpeedShares([SpeedCurve(0, 1)] * 2, per_sample=per_sample), list[tuple[float, ...]]()
+    for step in range(900):
+        costs = [draw.uniform(0.5, 1.5) * per_sample for _ in range(16)]
+        units = tuple(sum(costs[place] for place in mine) for mine in deal_by_cost(costs, policy.parts(sum(costs))))
+        seconds = [0.02 + 0.02 * part / per_sample for part in units]
+        seconds[1] *= 60 if 100 <= step < 400 else 1
+        balancer.take([StepWork(units, tuple(seconds), max(seconds))])
+        if (split := balancer.decide(per_sample=per_sample)) is not None:
+            policy = SpeedShares(split.curves, per_sample=per_sample)
+        parts.append(tuple(part / per_sample for part in policy.parts(16 * per_sample)))
+    assert parts[99] == pytest.approx((8, 8), rel=0.1) and parts[399] == pytest.approx((15, 1), rel=0.1)
+    assert parts[-1] == pytest.approx((8, 8), rel=0.1)
 
 
 def test_known_speeds_need_no_calibration() -> None:

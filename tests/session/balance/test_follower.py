@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import paceline as pl
+from paceline.data.balance import SpeedCurve, WorkerSpeeds
 from paceline.errors import DataError, UsageError
+from paceline.session.balance.follower import ShareFollower
 from paceline.session.run import Run
 from tests.harness.pretended_speeds import PretendedSpeed, Speeds, pretended
 from tests.harness.runs import Numbered, alone, distance, parameters, workers
@@ -53,7 +56,7 @@ def train(speeds: list[PretendedSpeed] | None, *, epochs: int = 6, **options: An
     def body(run: Run) -> Outcome:
         model = net()
         data = DataLoader(Named(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3), **options.get("reading", {}))
-        said = {key: value for key, value in options.items() if key != "reading"}
+        said = {key: value for key, value in options.items() if key not in ("reading", "unit")}
         model, opt, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05), data, **said)
         seen, mine, shares = [], [], []
         for _ in run.epochs(epochs):
@@ -65,7 +68,7 @@ def train(speeds: list[PretendedSpeed] | None, *, epochs: int = 6, **options: An
                 if loader.terms.shares(BATCH) not in shares[-1:]:
                     shares.append(loader.terms.shares(BATCH))
                 if speeds is not None:
-                    speeds[run.rank].did(len(x))
+                    speeds[run.rank].did(round(run.turn.units / options.get("unit", 1.0)) or len(x))
                 F.mse_loss(model(x), y).backward()
                 opt.step()
                 opt.zero_grad()
@@ -113,13 +116,24 @@ def test_shares_by_speed_change_no_sample_and_no_weight(size: int, options: dict
     assert any(text.startswith("shares are now ") and f"rank {size - 1} on here takes " in text and " before" in text for text in said)
 
 
-def test_samples_that_differ_are_dealt_by_speed_and_cost() -> None:
+@pytest.mark.parametrize("unit", [1.0, 0.001])
+def test_samples_that_differ_are_dealt_by_speed_and_cost(unit: float) -> None:
     """Costs of the samples add up to the parts of workers; each sample counts once, and weights are those of one worker."""
-    pretending = pretended(2, by_rank)
-    found = workers(2, train(pretending, shares="auto", cost=lambda sample: 1 + sample[0] % 7), quotas=pretending.__getitem__)
+    found = balanced(2, by_rank, cost=lambda sample: unit * (1 + sample[0] % 7), unit=unit)
     assert whole(found) == [Counter(range(COUNT))] * 6 and distance(found[0][0], alone(train(None))[0]) < 1e-9
-    late = [sum(mine[-60:]) for _, _, mine, _ in found]
-    assert 0.5 < late[1] / late[0] < 0.95, "the slower one has less to do"
+    assert found[0][3][0] == (6, 6) and found[0][3][-1] == (8, 4) and found[0][3] == found[1][3]
+
+
+def test_units_of_a_sample_are_as_they_were_until_there_are_steps_that_all_took() -> None:
+    """A worker that has just come has the speeds of the others, and no step yet."""
+    speeds = WorkerSpeeds()
+    speeds.learn((0, 1), ("here", "here"), [SpeedCurve(0.001, 0.001), SpeedCurve(0.05, 0.002)], per_sample=100.0)
+    agreement = SimpleNamespace(origins=(0, 1), hosts=("here", "here"), group=SimpleNamespace(size=2))
+    terms = SimpleNamespace(speeds=speeds, alone=False, by_cost=True, agreement=agreement)
+    loop: Any = SimpleNamespace(leader=SimpleNamespace(loader=SimpleNamespace(terms=terms)))
+    history: Any = None
+    ShareFollower(loop, [], history).take([[], []])
+    assert speeds.per_sample == 100.0
 
 
 def test_equal_workers_keep_equal_shares() -> None:
