@@ -260,7 +260,8 @@ class Run:
         axis `stage` all workers along it call this with the same batch, it is cut into micro-batches along the first dimension of tensors,
         and the loss is a mean over samples, or over what the loader's `weigh` counts (or `weigh`, of a tuple of all that is given here).
         Where gradients are off, as in an evaluation, nothing goes back. The scale of a prepared GradScaler is applied here, so what is left
-        is to call `scaler.step` and `scaler.update`.
+        is to call `scaler.step` and `scaler.update`. A worker whose memory runs out in the first steps goes on with halves, where
+        only parameters of `model` have gradients and no layer takes statistics of the batch; with a loader's `weigh` it needs `weigh`.
 
         Raises `DataError` on all workers along `stage`, where they got different batches.
         """

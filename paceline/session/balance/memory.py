@@ -46,26 +46,34 @@ def predict(tries: Sequence[Tried], samples: int, fixed: int) -> int:
 def largest(attempt: Attempt, *, share: int, most: int, limit: int, fixed: int, first: int = 1) -> tuple[int, list[Tried]]:
     """Return how many samples fit into `limit` bytes, at most `most`, and the tries; 0 where not even one fits.
 
-    More than `share` samples are never tried. The smallest try is of `first` samples, where a model can't do with fewer.
+    The smallest try is of `first` samples, where a model can't do with fewer by itself, and more than these and `share` are never tried.
+    Where `first` samples don't fit, fewer are predicted, as a model may get them where other workers have samples too; a try that ran out
+    of memory says nothing of fewer, and one is taken to fit.
     """
     tries: list[Tried] = []
+    share = max(first, share)
     low, high = 0, share + 1  # what fits, and what doesn't or isn't wanted
+    failed: list[Tried] = []  # above the limit
 
     def fits(samples: int) -> bool:
         if tries and predict(tries, samples, fixed) > limit:
             return False
         nbytes = attempt(samples)
         if nbytes is None or nbytes > limit:
+            failed.extend([] if nbytes is None else [Tried(samples, nbytes)])
             return False
         tries.append(Tried(samples, nbytes))
         return True
 
-    samples = min(first, share)
+    samples = first
     while samples < high:
         if fits(samples):
             low, samples = samples, max(samples + 1, min(2 * samples, share))
         else:
             high = samples
+    if not tries and first > 1:
+        fewer = [one for one in range(1, first) if predict(failed, one, fixed) <= limit] if failed else [1]
+        return max(fewer, default=0), tries
     while low and high - low > 1 and (high - low) * CLOSE > low:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -3,15 +3,16 @@
 forward and backward on 1, 2, 4 ... samples, each worker by itself    ->  the workers tell each other how many fit
 a global batch is cut into as few micro-batches as let each part fit      the same number on all workers
 
-Gradients, buffers and random numbers are left as they are, and nothing is exchanged. What stands for the loss, which isn't known yet, is
-the mean of the squares of what the model gives.
+Gradients, buffers and random numbers are left as they are, hooks of parameters aren't called, and nothing is exchanged. What stands for
+the loss, which isn't known yet, is the mean of the squares of what the model gives.
 """
 
 from __future__ import annotations
 
+import functools
 import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -70,6 +71,9 @@ class MemoryTrial:
         """
         if len(self.models) != 1:
             raise UsageError(f"accumulate='auto' tries one model on a loader's samples, and {len(self.models)} are there: {INSTEAD}")
+        for name, module in self.models[0][1].named_modules():
+            if any(not _is_known(hook) for hooks in _hooks(module) for hook in hooks.values()):
+                raise UsageError(f"accumulate='auto' would call the hooks of module {name or 'model'!r} for its tries: {INSTEAD}")
         samples, limit = self._search(terms)
         answers = [struct.unpack("<qq", body) for body in terms.agreement.meet("micro-batches", struct.pack("<qq", samples, limit))]
         for rank, (most, left) in enumerate(answers):
@@ -104,7 +108,7 @@ class MemoryTrial:
         def attempt(samples: int) -> int | None:
             return self._attempt(model, trained, self._rows(terms, samples), fixed)
 
-        with self._alone(), kept_randomness(), _uncompiled():
+        with self._alone(), kept_randomness(), _uncompiled(), _unhooked(trained):
             kept = buffers([model])
             try:
                 found, _ = largest(attempt, share=share, most=batch, limit=limit, fixed=fixed, first=first)
@@ -155,6 +159,31 @@ class MemoryTrial:
         if self.device.type == "cuda":  # what the failed try has held is freed with its error
             torch.cuda.empty_cache()
         return None
+
+
+def _hooks(module: nn.Module) -> list[dict[int, Callable[..., Any]]]:
+    found: Any = [module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks]
+    return cast(list[dict[int, Callable[..., Any]]], found)
+
+
+def _is_known(hook: Any) -> bool:
+    """Whether a hook of a module is torch's (of weight norm and the like) or this library's, and may be called for a try."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", None)).partition(".")[0] in ("torch", "paceline")
+
+
+@contextmanager
+def _unhooked(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Take the hooks on gradients off, which `torch.autograd.grad` would call, too."""
+    hooks = [(own, dict(own)) for parameter in parameters if (own := cast("dict[int, Any] | None", parameter._backward_hooks))]
+    for own, _ in hooks:
+        own.clear()
+    try:
+        yield
+    finally:
+        for own, before in hooks:
+            own.update(before)
 
 
 def _uncompiled() -> AbstractContextManager[None]:

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.utils._pytree import tree_leaves
 
 from paceline.data.batches import cut, rows
 from paceline.errors import DataError
 from paceline.formatting import counted
-from paceline.parallel.batchnorm import is_synchronous
 from paceline.parallel.embedding import SparseEmbedding
 from paceline.session.balance.memory import is_out_of_memory
 from paceline.session.loop.ghost import buffers, put_back
@@ -35,24 +36,41 @@ class StepBatch(NamedTuple):
     given: tuple[Any, ...]
     options: Mapping[str, Any]
 
-    def rows(self) -> int | None:
-        """Return how many rows all tensors have; None where the step can't be taken in parts.
-
-        Layers would exchange statistics in each part, rows of sparse tables have gradients elsewhere, and hooks of parameters would be
-        called for each part and for their sum.
-        """
-        if any(is_synchronous(module) or isinstance(module, SparseEmbedding) for module in self.model.modules()):
-            return None
+    def obstacle(self) -> str | None:
+        """Return why the step can't be taken in parts; None where it can, as far as that is known before there is a loss."""
+        for module in self.model.modules():
+            if isinstance(module, SparseEmbedding):
+                return "rows of sparse tables have gradients of their own"
+            if _takes_statistics(module):
+                return f"{type(module).__name__} takes statistics of the whole batch"
         if any(parameter._backward_hooks for parameter in self.model.parameters()):
-            return None
+            return "hooks of parameters would be called for each part"
+        if any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((self.given, dict(self.options)))):
+            return "what it is given requires gradients"
         try:
-            return rows((self.given, dict(self.options)))
-        except DataError:
-            return None
+            self.rows()
+        except DataError as error:
+            return str(error)
+        return None
+
+    def rows(self) -> int:
+        """Return how many rows all tensors have. Raises `DataError` where they differ."""
+        return rows((self.given, dict(self.options)))
 
     def part(self, start: int, stop: int, count: int) -> StepBatch:
         """Return rows `start` to `stop` of `count`."""
         return StepBatch(self.model, cut(self.given, start, stop, count), cut(dict(self.options), start, stop, count))
+
+
+def _takes_statistics(module: nn.Module) -> bool:
+    """Whether a layer's output, or its running statistics, would be others where a batch comes in parts."""
+    if isinstance(module, _BatchNorm):
+        return module.training or module.running_mean is None
+    return isinstance(module, _NormBase) and module.training and module.running_mean is not None
+
+
+class OtherLeaves(Exception):
+    """A loss has gradients for tensors that are no parameters of the model."""
 
 
 Value = Callable[[StepBatch], Tensor]  # goes forward, and returns the loss
@@ -69,34 +87,53 @@ class HalvedSteps:
     def __init__(self, rank: Callable[[], int], tell: Callable[[str], None] = _tell) -> None:
         self._rank, self._tell = rank, tell
         self.most: int | None = None  # rows at a time; None: all, so far
+        self._proven: int | None = None  # with which a step has been taken
+        self._failed = 0  # the fewest rows that didn't fit
+        self._at, self._seen = -1, 0  # the last step seen, and how many
+
+    def is_first(self, step: int) -> bool:
+        """Count step number `step`, and return whether it is one of the `FIRST` of this process, of which a resumed run has few, too."""
+        if step != self._at:
+            self._at, self._seen = step, self._seen + 1
+        return self._seen <= FIRST
 
     def step(
         self, batch: StepBatch, count: int, value: Value, weights: Weights, scale: Callable[[Tensor], float], *, first: bool
     ) -> Tensor:
         """Go forward and back in parts of at most `most` of `count` rows, and return the loss, which is gone back from times `scale`.
 
-        In the `first` steps parts become smaller where memory runs out.
+        In the `first` steps parts become smaller where memory runs out. Raises `OtherLeaves`, with all as it was before, where a loss
+        has gradients for tensors that are no parameters of the model.
         """
-        kept = buffers([batch.model]) if first else []
+        kept = buffers([batch.model])
         while True:
             try:
-                return self._parts(batch, count, value, weights, scale)
+                loss = self._parts(batch, count, value, weights, scale)
+                break
+            except OtherLeaves:
+                put_back(kept)
+                self.most = self._proven
+                raise
             except Exception as error:
                 if not (first and self.may_halve(error, min(count, self.most or count))):
                     raise
             put_back(kept)
             self.halve(min(count, self.most or count))
+        if self.most != self._proven:
+            self._proven = self.most
+            failed = counted(self._failed, "sample")
+            self._tell(f"rank {self._rank()} ran out of memory on {failed}, and takes {self.most} at a time from now on")
+        return loss
 
     def may_halve(self, error: Exception, count: int) -> bool:
         """Whether memory has run out, and so many rows can be halved."""
         return is_out_of_memory(error) and count > 1
 
     def halve(self, count: int) -> None:
-        """Take at most half of so many rows at a time from now on, and say so."""
-        self.most = (count + 1) // 2
+        """Take at most half of so many rows at a time from now on."""
+        self.most, self._failed = (count + 1) // 2, count
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-        self._tell(f"rank {self._rank()} ran out of memory on {counted(count, 'sample')}, and takes {self.most} at a time from now on")
 
     def _parts(self, batch: StepBatch, count: int, value: Value, weights: Weights, scale: Callable[[Tensor], float]) -> Tensor:
         most = self.most or count
@@ -111,6 +148,8 @@ class HalvedSteps:
             mine = loss.detach() * weight
             total = mine if total is None else total + mine
             if loss.requires_grad:
+                if not {id(leaf) for leaf in leaves(loss)} <= {id(parameter) for parameter in trained}:
+                    raise OtherLeaves
                 found = torch.autograd.grad(loss * (weight * scale(loss)), trained, allow_unused=True)
                 sums = [_added(before, grad) for before, grad in zip(sums, found, strict=True)]
                 del found
@@ -118,6 +157,23 @@ class HalvedSteps:
         give(trained, sums)
         assert total is not None
         return total
+
+
+def leaves(loss: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that a backward from `loss` would add gradients to."""
+    if loss.grad_fn is None:
+        yield loss
+        return
+    seen = {loss.grad_fn}
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node.name() == "torch::autograd::AccumulateGrad":
+            yield node.variable  # type: ignore[attr-defined]
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                waiting.append(below)
 
 
 def _added(before: Tensor | None, grad: Tensor | None) -> Tensor | None:

@@ -18,11 +18,14 @@ from torch import Tensor, nn
 from paceline.data.spec import Weigh
 from paceline.errors import UsageError
 from paceline.parallel.pipelining.batches import Loss, Share
+from paceline.session.balance.memory import is_out_of_memory
 from paceline.session.loop.ghost import buffers, put_back
-from paceline.session.loop.halving import FIRST, HalvedSteps, StepBatch
+from paceline.session.loop.halving import HalvedSteps, OtherLeaves, StepBatch
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.cuts import ModelCuts
 from paceline.sync.autograd_engine import STEPPED
+
+UNDIVIDED = "run.step didn't take this batch in halves: {}"
 
 
 class SteppedModels:
@@ -59,39 +62,67 @@ class SteppedModels:
         return _stepped(torch.tensor(found.step(share, loop.backward.joined), dtype=torch.float64))
 
     def _here(self, batch: StepBatch, loss: Loss, weigh: Weigh | None) -> Tensor:
-        loop, halved = self._loop, self._halved
-        first = loop.steps < FIRST
-        count = batch.rows() if torch.is_grad_enabled() and self._whole and (first or halved.most is not None) else None
-        if count is None:
+        halved = self._halved
+        if not torch.is_grad_enabled():
             return self._back(_value(batch, loss))
-        if (halved.most or count) >= count and not (first and count > 1 and next(batch.model.parameters()).is_cuda):
+        first = halved.is_first(self._loop.steps)
+        if not first and halved.most is None:
+            return self._back(_value(batch, loss))
+        apart = None if self._whole else "models are cut, or workers are out of lockstep"
+        if obstacle := apart or batch.obstacle() or self._weights_unknown(weigh):
+            return self._undivided(batch, loss, obstacle)
+        count = batch.rows()
+        if (halved.most or count) >= count:
             before, kept = self._touched(batch), buffers([batch.model]) if first else []
             try:
                 return self._back(_value(batch, loss))
             except Exception as error:
-                if not (first and halved.may_halve(error, count) and self._touched(batch) == before):  # else a gradient is on its way
+                if not (first and halved.may_halve(error, count)):
+                    raise
+                if self._touched(batch) != before:
+                    error.add_note(UNDIVIDED.format("gradients were on their way when memory ran out"))
                     raise
             put_back(kept)
             halved.halve(count)
 
         def weights(parts: Sequence[StepBatch]) -> Sequence[float]:
-            return self._weights([part.given for part in parts], [part.rows() or 0 for part in parts], weigh)
+            return self._weights([part.given for part in parts], [part.rows() for part in parts], weigh)
 
         value = functools.partial(_value, loss=loss)
-        return _stepped(halved.step(batch, count, value, weights, lambda x: self._loss_scale(x.device), first=first))
+        try:
+            return _stepped(halved.step(batch, count, value, weights, lambda x: self._loss_scale(x.device), first=first))
+        except OtherLeaves:
+            pass  # all that the failed try has held is freed here
+        return self._undivided(batch, loss, "the loss has gradients for tensors that are no parameters of the model")
+
+    def _undivided(self, batch: StepBatch, loss: Loss, obstacle: str) -> Tensor:
+        try:
+            return self._back(_value(batch, loss))
+        except Exception as error:
+            if is_out_of_memory(error):
+                error.add_note(UNDIVIDED.format(obstacle))
+            raise
 
     def _touched(self, batch: StepBatch) -> list[Any]:
         """Return what changes as soon as a backward comes to a parameter."""
         grads = [parameter.grad for parameter in batch.model.parameters()]
         return [self._loop.backward.begun, *((id(grad), None if grad is None else grad._version) for grad in grads)]
 
+    def _weights_unknown(self, weigh: Weigh | None) -> str | None:
+        """Return why it isn't known what the losses of parts count; None where it is."""
+        terms = self._loop.terms
+        if terms is None:
+            return "outside of the loop over a prepared loader it isn't known whether the loss is a mean or a sum"
+        if weigh is not None or terms.weigh is None:
+            return None
+        return "weigh= of run.prepare counts batches of the loader: give run.step(..., weigh=) what counts its own arguments"
+
     def _weights(self, parts: Sequence[tuple[Any, ...]], sizes: Sequence[int], weigh: Weigh | None) -> Sequence[float]:
         """Return what the losses of the parts of a batch count in its loss, which is a sum, or a mean over samples or what is weighed."""
         terms = self._loop.terms
         if terms is not None and terms.loss == "sum":
             return [1.0] * len(parts)
-        counts = weigh or (None if terms is None else terms.weigh)
-        found = [float(size) for size in sizes] if counts is None else [float(counts(part)) for part in parts]
+        found = [float(size) for size in sizes] if weigh is None else [float(weigh(part)) for part in parts]
         return [each / math.fsum(found) if any(found) else 0.0 for each in found]
 
     def _back(self, value: Tensor) -> Tensor:

@@ -47,7 +47,14 @@ def test_no_memory_for_one_sample_is_none_at_all():
 
 def test_a_model_that_needs_two_samples_is_tried_with_two():
     assert found(FIXED + EACH * 5, first=2) == (5, [2, 4, 5])
-    assert found(10**9, share=1, first=2, most=1)[1] == [1]
+    assert found(10**9, share=1, first=2) == (100, [2])
+
+
+@pytest.mark.parametrize("share", [1, 12])
+def test_where_two_samples_do_not_fit_one_may(share):
+    assert found(FIXED + EACH, share=share, first=2) == (1, [2])
+    assert found(FIXED + EACH - 1, share=share, first=2) == (0, [2])
+    assert found(10**9, share=share, first=2, fails=2) == (1, [2])
 
 
 def test_what_grows_faster_and_faster_is_stopped_by_its_last_growth():

@@ -138,6 +138,51 @@ def test_batch_norm_exchanges_nothing_in_a_trial_and_everything_after_it(limits)
     assert {turn[1] for turn in found[0][0]} == {0, 1}
 
 
+def test_batch_norm_is_tried_with_two_samples_where_a_share_is_one(limits):
+    limits(50, 1.1)
+
+    def body(run):
+        model = nn.Sequential(Wide(norm=True))
+        model, _, loader = run.prepare(model, Ranked(run.rank, model.parameters()), batches(8, 2), accumulate="auto")
+        for x, y in loader:
+            F.mse_loss(model(x), y).backward()
+        return loader.terms.most
+
+    assert workers(2, body) == [(2, 1)] * 2
+
+
+def test_hooks_of_parameters_are_not_called_in_a_trial(limits):
+    limits(50)
+    seen = []
+
+    def body(run):
+        model = Wide()
+        model.up.weight.register_hook(seen.append)
+        model, _, loader = run.prepare(model, Ranked(0, model.parameters()), batches(16, 8), accumulate="auto")
+        for x, y in loader:
+            called = len(seen)
+            F.mse_loss(model(x), y).backward()
+            yield called
+
+    assert alone(lambda run: list(body(run))) == [0, 1] and len(seen) == 2
+
+
+def test_hooks_of_modules_are_refused_but_for_those_of_torch(limits):
+    limits(50)
+
+    def body(run, hooked):
+        model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 6, dtype=torch.float64)), Wide())
+        if hooked:
+            model[1].up.register_forward_hook(lambda *_: None)
+        model, _, loader = run.prepare(model, Ranked(0, model.parameters()), batches(8, 8), accumulate="auto")
+        next(iter(loader))
+        return loader.terms.most
+
+    assert alone(lambda run: body(run, hooked=False)) == (8,)
+    with pytest.raises(UsageError, match=r"would call the hooks of module '1.up' for its tries: say accumulate=k"):
+        alone(lambda run: body(run, hooked=True))
+
+
 def test_a_worker_without_memory_for_one_sample_is_named_on_all(limits):
     limits(50, 0, 50)
 

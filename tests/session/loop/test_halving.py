@@ -61,9 +61,8 @@ def train(make, *, epochs=1, plain=False, **options):
                 if plain:
                     F.mse_loss(model(x), y).backward()
                 else:
-                    loss = run.step(
-                        model, x, y, loss=sums if options.get("loss") == "sum" else weighed if "weigh" in options else F.mse_loss
-                    )
+                    value = sums if options.get("loss") == "sum" else weighed if "weigh" in options else F.mse_loss
+                    loss = run.step(model, x, y, loss=value, weigh=options.get("weigh"))
                     losses.append(float(run.mean(loss)))
                 optimizer.step()
         return parameters(model), losses, float(model.rows)
@@ -156,3 +155,129 @@ def test_gradients_that_are_given_reach_parameters_as_they_are():
     give([p, q], [torch.tensor([1.0, float("inf"), 3.0]), None])
     assert p.grad.tolist() == [1.0, float("inf"), 3.0] and q.grad is None
     give([q], [None])
+
+
+class Norm(Small):
+    """A model that stands so many rows, with BatchNorm."""
+
+    def __init__(self, most, train=True):
+        super().__init__(most)
+        self.norm = nn.BatchNorm1d(6, dtype=torch.float64).train(train)
+
+    def forward(self, x):
+        return super().forward(self.norm(x))
+
+
+class Head(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, out, y):
+        return F.mse_loss(out * self.factor, y)
+
+
+def ends(body, text):
+    """`body` runs out of memory, and the error says why it took no halves."""
+    with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
+        alone(body)
+    assert [note for note in caught.value.__notes__ if text in note and "in halves: " in note]
+
+
+def stepping(make, *, loss=F.mse_loss, given=lambda x: x, prepare=True, **options):
+    """A body that takes one step of 12 rows."""
+
+    def body(run):
+        model = make()
+        optimizer = sgd(model)
+        if not prepare:
+            model, optimizer = run.prepare(model, optimizer, **options)
+            x, y = next(iter(batches(12, 12)))
+            return float(run.step(model, given(x), y, loss=loss))
+        model, optimizer, loader = run.prepare(model, optimizer, batches(12, 12), **options)
+        for x, y in loader:
+            run.step(model, given(x), y, loss=loss)
+        return len(loader)
+
+    return body
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (stepping(lambda: Small(3), loss=Head()), "no parameters of the model"),
+        (stepping(lambda: Small(3), given=nn.Linear(6, 6, dtype=torch.float64)), "requires gradients"),
+        (stepping(lambda: Small(3), given=lambda x: x.requires_grad_()), "requires gradients"),
+        (stepping(lambda: Small(3), prepare=False), "a mean or a sum"),
+        (stepping(lambda: Norm(3)), "BatchNorm1d takes statistics"),
+        (stepping(lambda: Small(3), weigh=lambda batch: float(len(batch[0]))), "give run.step(..., weigh=)"),
+        (stepping(lambda: Small(10**6, back=3, deep=True)), "on their way"),
+    ],
+)
+def test_what_halves_would_change_ends_the_run_and_says_why(body, text):
+    ends(body, text)
+
+
+def test_batch_norm_that_is_not_trained_is_no_obstacle():
+    assert alone(stepping(lambda: Norm(3, train=False))) == 1
+
+
+def test_a_worker_that_has_halved_takes_other_losses_as_they_are():
+    """The second model's loss has a parameter, and the third gets what requires gradients."""
+
+    def body(run, most):
+        model, other, head, encoder = Small(most), net(), Head(), nn.Linear(6, 6, dtype=torch.float64)
+        nn.init.eye_(encoder.weight)
+        nn.init.zeros_(encoder.bias)
+        model, other, head, encoder, loader = run.prepare(model, other, head, encoder, batches(12, 12))
+        for x, y in loader:
+            run.step(model, x, y, loss=F.mse_loss)
+            run.step(other, x, y, loss=head)
+            run.step(other, encoder(x), y, loss=F.mse_loss)
+        return torch.cat([p.grad.flatten() for m in (model, other, head, encoder) for p in m.parameters()])
+
+    wanted, found = workers(2, lambda run: body(run, 100)), workers(2, lambda run: body(run, 3))
+    assert distance(found[0], wanted[0]) < 1e-12 and torch.equal(found[0], found[1])
+
+
+class OnGpu(nn.Parameter):
+    """A parameter that seems to be on a GPU."""
+
+    is_cuda = property(lambda self: True)
+
+
+def test_memory_that_suffices_leaves_a_step_on_a_gpu_as_it_is():
+    def body(run):
+        model, head = nn.Linear(6, 2, dtype=torch.float64), Head()
+        model, head, loader = run.prepare(model, head, batches(12, 12), weigh=lambda batch: float(len(batch[0])))
+        model.weight.__class__ = OnGpu
+        try:
+            for x, y in loader:
+                run.step(model, x, y, loss=head, weigh=lambda given: 1 / 0)
+        finally:
+            model.weight.__class__ = nn.Parameter
+        return float(head.factor.grad)
+
+    assert alone(body) != 0.0
+
+
+def test_a_resumed_run_finds_out_again(tmp_path, capfd):
+    def body(run):
+        model = Small(4)
+        model, optimizer, loader = run.prepare(model, sgd(model), batches(144, 12))
+        resumed = run.resume()
+        for steps, (x, y) in enumerate(loader, 1):
+            optimizer.zero_grad()
+            run.step(model, x, y, loss=F.mse_loss)
+            optimizer.step()
+            if not resumed and steps == FIRST:
+                run.save()
+                return resumed, run.steps
+        return resumed, run.steps
+
+    workers(1, body, folder=tmp_path)
+    ((resumed, steps),) = workers(1, body, folder=tmp_path)
+    assert resumed and steps == 12
+    assert capfd.readouterr().err.count("takes 3 at a time from now on") == 2
