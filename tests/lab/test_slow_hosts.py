@@ -35,7 +35,5 @@ def test_a_slow_host_is_named_with_its_lateness(tmp_path: Path) -> None:
     assert ended.code == 0, ended.output
     events = [str(event["what"]) for event in json.loads((tmp_path / "run" / "summary.json").read_text())["events"]]
     found = [event for event in events if "the others wait: " in event]
-    assert (
-        len(found) == 1 and found[0].startswith("rank 1 on ") and "deal by speed: prepare(..., shares='auto'), or shares=[" in found[0]
-    ), events
+    assert len(found) == 1 and found[0].startswith("rank 1 on ") and "deal by speed: prepare(..., shares='auto')" in found[0], events
     assert f"paceline: {found[0]}" in ended.output

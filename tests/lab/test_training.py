@@ -103,7 +103,10 @@ def test_a_step_is_shown_with_all_its_phases_on_one_clock(build: Callable[..., C
         if event["cat"] == "bucket":
             exchanges[event["args"]["step"], event["name"]].append((event["ts"], event["ts"] + event["dur"]))
     leaders = (0, 2)
-    assert kinds == {rank: PHASES | ({"between"} if rank in leaders else set()) for rank in range(4)}
+    sometimes = {"late", "collection"}
+    assert {rank: found - sometimes for rank, found in kinds.items()} == {
+        rank: PHASES | ({"between"} if rank in leaders else set()) for rank in range(4)
+    }
     assert len(exchanges) >= STEPS
     for spans in exchanges.values():  # nobody has the sum before everybody has sent, also by the clocks of others
         assert len(spans) == 4

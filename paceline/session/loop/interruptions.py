@@ -18,7 +18,7 @@ import threading
 import time
 from io import FileIO
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from paceline.trace import Trace
 
@@ -36,14 +36,6 @@ class Interruptions(NamedTuple):
     collection: float = 0.0
     stolen: float = 0.0
     paging: float = 0.0
-
-    def __add__(self, other: Any) -> Interruptions:
-        return Interruptions(self.collection + other.collection, self.stolen + other.stolen, self.paging + other.paging)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of all."""
-        return self.collection + self.stolen + self.paging
 
 
 class _Counters(NamedTuple):
@@ -84,12 +76,13 @@ class InterruptionMeter:
         clock, ran = time.perf_counter(), time.thread_time()
         stood, self._clock, self._ran = (clock - self._clock) - (ran - self._ran), clock, ran
         collection, self._collected = min(self._collected, seconds), 0.0
+        outside = 0.0 if clock - self._looked < _EVERY else self._from_outside(clock)
         if stood < _SHORT:
-            return Interruptions(collection, min(self._from_outside(clock), seconds - collection))
+            return Interruptions(collection, min(outside, seconds - collection))
         now, then = self._read(), self._then
         self._then = now
         delayed = min(now.delayed - then.delayed, stood)
-        stolen = min(delayed + self._from_outside(clock), seconds - collection)
+        stolen = min(delayed + outside, seconds - collection)
         paging = 0.0
         if now.faults > then.faults:
             idle = min(stood, seconds) - delayed
@@ -128,9 +121,7 @@ class InterruptionMeter:
         return _Counters(delayed, faults)
 
     def _from_outside(self, now: float) -> float:
-        """Return the seconds that the host of this machine took from one processor, once a second."""
-        if now - self._looked < _EVERY:
-            return 0.0
+        """Return the seconds that the host of this machine took from one processor since the last look."""
         self._looked, before, self._ticks = now, self._ticks, self._outside()
         return (self._ticks - before) / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
 

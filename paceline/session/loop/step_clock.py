@@ -10,7 +10,7 @@ from collections import defaultdict
 from typing import Any, NamedTuple
 
 from paceline.comm.group import Traffic
-from paceline.session.loop.interruptions import InterruptionMeter, Interruptions
+from paceline.session.loop.interruptions import InterruptionMeter
 from paceline.session.record.causes import MEASURED
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.context import SyncContext
@@ -40,7 +40,7 @@ class StepClock:
         self._asked = self._began = time.perf_counter()  # when the next batch was asked for, and when the turn began
         self.interruptions = InterruptionMeter(context.trace)
         self._reading = 0.0  # seconds for data in which nothing interrupted
-        self._interrupted = Interruptions()
+        self._collection = self._stolen = self._paging = 0.0  # seconds for which this worker was interrupted
         self._exposed = self._waited = 0.0
         self._sent = (0, 0)
         self._axes: defaultdict[str, AxisTotals] = defaultdict(AxisTotals)  # in all steps
@@ -60,7 +60,6 @@ class StepClock:
 
     def ask(self) -> None:
         """Begin to wait for the next batch."""
-        self.interruptions.take(0.0)
         self._asked = time.perf_counter()
 
     def begin(self, now: float, units: float) -> None:
@@ -68,10 +67,10 @@ class StepClock:
         self._units, self._turns = self._units + units, self._turns + 1
         context, backward = self._context, self._backward
         data = now - self._asked
-        interrupted = self.interruptions.take(data)
+        collection, stolen, paging = self.interruptions.take(data)
         self._data += data
-        self._reading += data - interrupted.seconds
-        self._interrupted += interrupted
+        self._reading += data - collection - stolen - paging
+        self._collection, self._stolen, self._paging = self._collection + collection, self._stolen + stolen, self._paging + paging
         began = int(now * 1e9)
         context.trace.record("data", "data", int(self._asked * 1e9), began)
         self._began, backward.since = now, began
@@ -99,7 +98,8 @@ class StepClock:
         self._exchange += exchange
         compute = whole - passed - exchange
         self._compute += compute
-        self._interrupted += self.interruptions.take(compute)
+        collection, stolen, paging = self.interruptions.take(compute)
+        self._collection, self._stolen, self._paging = self._collection + collection, self._stolen + stolen, self._paging + paging
         ended = int(now * 1e9)
         if backward.since:
             backward.computed(ended)
@@ -119,9 +119,9 @@ class StepClock:
         spent = time.perf_counter() - began
         exchange = self._exchange + max(spent - passed, 0.0)
         seconds = {"data": self._data, "wait": self._wait + passed, "exchange": exchange, "compute": self._compute}
-        seconds |= zip(MEASURED, (self._reading, *self._interrupted), strict=True)
+        seconds |= zip(MEASURED, (self._reading, self._collection, self._stolen, self._paging), strict=True)
         self._data = self._wait = self._exchange = self._compute = self._reading = 0.0
-        self._interrupted = Interruptions()
+        self._collection = self._stolen = self._paging = 0.0
         self.work, self._units, self._turns = (self._units, self._turns), 0.0, 0
         if self._context.meters:
             self._add_axes(spent)

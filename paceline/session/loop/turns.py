@@ -171,6 +171,7 @@ class TrainingLoop:
                 loader.finish()
             for observer in self.observers.epoch_began:
                 observer()
+        self.clock.interruptions.take(0.0)  # what was before, as an evaluation, is not of the first step
         self.clock.ask()
 
     def turn_begins(self, loader: ShareLoader, turn: Turn) -> None:

@@ -113,7 +113,9 @@ def test_a_step_of_an_optimizer(measured: tuple[Calls, Calls]) -> None:
 
 
 def test_a_turn_of_the_loader(measured: tuple[Calls, Calls]) -> None:
-    assert counted(measured[0].phases["turn"], LOOP) <= 12, measured[0].phases["turn"]
+    found = measured[0].phases["turn"]
+    looks = found["session/loop/interruptions.py:InterruptionMeter._read"]  # as often as this thread stood still, which the machine decides
+    assert looks <= 2 and counted(found, LOOP) - looks <= 13, sorted(n for n in found.items() if n[0].startswith(LOOP))
 
 
 def test_a_backward(measured: tuple[Calls, Calls]) -> None:
