@@ -23,7 +23,6 @@ UNTESTED = {  # modules without a test file of their name so far: tests of their
     "cluster/hosts/peers",
     "cluster/launcher/supervisor",
     "cluster/launcher/worker",
-    "cluster/network",
     "codec/auto",
     "codec/powersgd",
     "comm/native/transport",

@@ -47,10 +47,14 @@ class KeyValueCache:
 
     def extend(self, layer: nn.Module, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add those of new tokens to what a layer has, and return all of them."""
-        if layer not in self._kept:
+        if layer not in self._kept or (not self.length and layer not in self._extended and len(self._kept[layer][0]) != len(keys)):
             empty = (*keys.shape[:2], self._context, keys.shape[3])
             self._kept[layer] = keys.new_empty(empty), values.new_empty(empty)
         stop = self.length + keys.shape[2]
+        if layer not in self._extended and len(self._kept[layer][0]) != len(keys):
+            raise pl.UsageError(
+                f"{len(self._kept[layer][0])} rows have tokens so far, and {len(keys)} came: call clear() before others come"
+            )
         for kept, new in zip(self._kept[layer], (keys, values), strict=True):
             if layer in self._extended and not torch.equal(kept[:, :, self.length : stop], new):
                 raise pl.UsageError(

@@ -45,7 +45,10 @@ def described() -> tuple[Interface, ...]:
         for name, address in interfaces().items():
             if loopback(address):
                 continue
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFNETMASK, struct.pack("16s24x", name.encode()))
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFNETMASK, struct.pack("16s24x", name.encode()))
+            except OSError:  # it has gone since it was listed
+                continue
             network = ipaddress.ip_network(f"{address}/{socket.inet_ntoa(answer[20:24])}", strict=False)
             found.append(Interface(name, address, str(network), 1e6 * _megabits(probe, name)))
     return tuple(found)

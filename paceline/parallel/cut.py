@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from paceline.cluster.mesh import Mesh
 from paceline.comm.axes import AxisGroups
+from paceline.errors import UsageError
 from paceline.parallel.placement import Placement, Placements
 
 if TYPE_CHECKING:
@@ -95,13 +96,18 @@ class CutContext:
         self.renewed[old] = new
 
 
+class Immovable(UsageError):
+    """What an optimizer keeps can't go to another worker."""
+
+
 class SplitAgain(Protocol):
     """Whatever moves layers between workers while a model trains."""
 
     def improve(self, optimizers: Sequence[Optimizer], copies: Callable[[nn.Module], Sequence[nn.Module]]) -> str | None:
         """Measure layers, and move them where that pays; return what has changed, in words, or None. Collective, for all workers.
 
-        What `optimizers` keep moves along, and so do `copies` of the model.
+        What `optimizers` keep moves along, and so do `copies` of the model. Raises `Immovable` on all workers, and moves nothing,
+        where an optimizer keeps what can't go along.
         """
         ...
 

@@ -91,6 +91,16 @@ class Unreplicated(Protocol):
         ...
 
 
+@runtime_checkable
+class Remembering(Protocol):
+    """A strategy that may keep something of gradients from step to step."""
+
+    @property
+    def remembers(self) -> bool:
+        """Whether it does, with the codec that it has; the same on all workers, before the first step too."""
+        ...
+
+
 class PendingParameters(Protocol):
     """Parameters that are on their way."""
 
@@ -200,6 +210,7 @@ class Abilities:
     replicated: Replicated | None = None
     recoverable: Recoverable | None = None
     unreplicated: Unreplicated | None = None
+    remembering: Remembering | None = None
     lender: LendsGradients | None = None
     remote: RemoteOptimizer | None = None
     clipping: RemoteClipping | None = None

@@ -116,6 +116,23 @@ def test_several_tokens_after_others() -> None:
         torch.testing.assert_close(torch.cat(parts, 1), KNOWN(x), rtol=0, atol=1e-11)
 
 
+def test_another_number_of_rows_after_all_tokens_are_forgotten() -> None:
+    x = torch.randint(0, 24, (3, 6), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        wanted = KNOWN(x)
+        with KNOWN.caching() as cache:
+            for rows in (slice(0, 2), slice(2, 3), slice(0, 3)):
+                found = list[Tensor]()
+                for piece in x[rows].split((4, 2), dim=1):
+                    found.append(KNOWN(piece))
+                    cache.took(piece.shape[1])
+                torch.testing.assert_close(torch.cat(found, 1), wanted[rows], rtol=0, atol=1e-11)
+                assert all(len(keys) == len(x[rows]) for keys, _ in cache._kept.values())
+                with pytest.raises(UsageError, match=r"rows have tokens so far, and 7 came: call clear\(\)"):
+                    KNOWN(torch.zeros(7, 1, dtype=torch.int64))
+                cache.clear()
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [

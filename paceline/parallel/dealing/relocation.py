@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from paceline.comm.group import Group, Work
 from paceline.comm.pairs import Pairs
 from paceline.errors import UsageError
+from paceline.parallel.cut import Immovable
 from paceline.parallel.pipelining.values import PLAIN, pack, unpack
 
 
@@ -32,13 +33,13 @@ class Route:
     after: tuple[int, ...]
 
 
-def relocate(routes: Sequence[Route], optimizers: Sequence[Optimizer], group: Group, pairs: Pairs, lane: int) -> int:
+def relocate(routes: Sequence[Route], optimizers: Sequence[Optimizer], group: Group, pairs: Pairs, lane: int, *, everyone: Group) -> int:
     """Move what has to move, and return the bytes that this worker has sent. Collective; `routes` are in the same order on all workers.
 
-    `pairs` joins the workers of `group`, and nothing else uses this lane. Raises `UsageError` on all of them, before anything has moved,
-    where an optimizer keeps what can't be divided by parameters.
+    `pairs` joins the workers of `group`, and nothing else uses this lane. Raises `Immovable` on all workers, those of `everyone`, before
+    anything has moved, where an optimizer keeps what can't be divided by parameters.
     """
-    _check(routes, optimizers, group)
+    _check(routes, optimizers, group.rank, everyone)
     rank, sends, nbytes = group.rank, list[Work[None]](), 0
     for route in routes:
         coming = [place for place in route.after if place not in route.before]
@@ -64,11 +65,11 @@ def relocate(routes: Sequence[Route], optimizers: Sequence[Optimizer], group: Gr
     return nbytes
 
 
-def _check(routes: Sequence[Route], optimizers: Sequence[Optimizer], group: Group) -> None:
-    """Raise `UsageError`, on all workers, where an optimizer keeps something of another shape than its parameter's, or no plain data."""
+def _check(routes: Sequence[Route], optimizers: Sequence[Optimizer], rank: int, everyone: Group) -> None:
+    """Raise `Immovable`, on all workers, where an optimizer keeps something of another shape than its parameter's, or no plain data."""
     wrong = ""
     for route in routes if not wrong else ():
-        for optimizer in optimizers if group.rank in route.before else ():
+        for optimizer in optimizers if rank in route.before else ():
             for key, value in optimizer.state.get(route.parameter, {}).items():
                 for leaf in tree_leaves(value):
                     fits = leaf.shape == route.parameter.shape or leaf.numel() <= 1 if isinstance(leaf, Tensor) else _is_plain(leaf)
@@ -77,9 +78,9 @@ def _check(routes: Sequence[Route], optimizers: Sequence[Optimizer], group: Grou
                             f"the {type(optimizer).__qualname__} keeps {key} of {route.name}, which is neither of its shape nor a number, "
                             "and can't go to another worker with it: leave out again=True, or use an optimizer that keeps such"
                         )
-    told = [answer.decode() for answer in group.agree(wrong.encode())]
+    told = [answer.decode() for answer in everyone.agree(wrong.encode())]
     if text := next(filter(None, told), ""):
-        raise UsageError(text)
+        raise Immovable(text)
 
 
 def _is_plain(leaf: Any) -> bool:
@@ -117,7 +118,9 @@ def _drop(parameter: Parameter, optimizers: Sequence[Optimizer]) -> None:
     parameter.grad = None if grad is None else torch.empty_like(parameter)
     for optimizer in optimizers:
         state = optimizer.state.get(parameter)
-        if state is not None:
+        if state is not None and not shape:  # what it keeps of one number looks like a count of steps: it begins with what has no elements
+            del optimizer.state[parameter]
+        elif state is not None:
             optimizer.state[parameter] = {
                 key: tree_map_only(Tensor, lambda x: x.new_empty(0) if x.shape == shape else x, value) for key, value in state.items()
             }

@@ -45,7 +45,7 @@ class StageDealer:
     ) -> tuple[StageHolding, int]:
         """Let parameters, and those of copies of the model, go to where another split has them. Collective.
 
-        Returns what this worker has then, and the bytes that it has sent.
+        Returns what this worker has then, and the bytes that it has sent. Raises `Immovable`, on all workers, where nothing can move.
         """
         then = {name: _places(before, stages) for name, _, stages in self._places(before)}
         dealt = list(self._places(after))
@@ -53,7 +53,8 @@ class StageDealer:
         for number, copy in enumerate(copies):
             mine = dict(zip((name for name, _, _ in dealt), copy.parameters(), strict=True))
             routes += [Route(f"{name} of copy {number}", mine[name], then[name], _places(after, stages)) for name, _, stages in dealt]
-        sent = relocate(sorted(routes, key=lambda route: route.name), optimizers, self._group, pairs, 2 * len(after.placed) + 1)
+        routes.sort(key=lambda route: route.name)
+        sent = relocate(routes, optimizers, self._group, pairs, 2 * len(after.placed) + 1, everyone=self._context.groups.everyone)
         for name, parameter, stages in dealt:
             if self._group.rank not in _places(after, stages):
                 self._context.placements.add(parameter, self._whole[name].elsewhere(self._axis))

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from paceline.parallel.pipelining.model import PipelinedModel
 
 Asked = ModelCut | str | Sequence[ModelCut]
+WHOLE = ("Adafactor", "Muon")  # optimizers of torch that look at all of a matrix
 ORDER = ("tensor", "stage", "shard")  # layers are cut first, then dealt, and what a worker has left of them is shared out
 
 
@@ -145,10 +146,11 @@ class ModelCuts:
         found = self.renewed(parameter)
         return parameter if found is None else found
 
-    def repoint(self, optimizers: Iterable[Optimizer]) -> None:
-        """Let optimizers step what is trained in the place of their parameters."""
+    def repoint(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let optimizers step what is trained in the place of their parameters. Raises `UsageError` for one that can't."""
         for optimizer in optimizers if self._renewed else ():
             repoint(optimizer, self.renewed)
+        self._refuse_whole(optimizers)
 
     def flat(self, optimizer: Optimizer) -> str:
         """Return the name of a parameter that an optimizer steps and of which the model has a flat piece alone; "" if there is none."""
@@ -162,6 +164,17 @@ class ModelCuts:
                 raise UsageError(
                     f"the {type(optimizer).__qualname__} steps {name}, which is a flat piece since shard(zero=3) has cut its model, so "
                     "groups made by shape would be wrong: make the optimizer before run.prepare, and give it to the call that cuts it"
+                )
+
+    def _refuse_whole(self, optimizers: Iterable[Optimizer]) -> None:
+        """Raise `UsageError` for optimizers of models that are dealt to workers, if they fail on parameters that are elsewhere."""
+        dealt = {id(p) for model, _ in self.pipelines for p in model.parameters()} if self._axes.mesh.extent("stage") > 1 else set()
+        for optimizer in optimizers:
+            kinds = {kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim")}
+            if kinds & set(WHOLE) and any(id(p) in dealt for group in optimizer.param_groups for p in group["params"]):
+                raise UsageError(
+                    f"{type(optimizer).__qualname__} looks at whole matrices, and fails on those that other stages of the pipeline have: "
+                    "what goes is an optimizer that steps each element by itself, such as AdamW"
                 )
 
     def slots(self, found: Iterable[Slot]) -> Iterator[Slot]:

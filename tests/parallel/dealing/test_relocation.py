@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from paceline.comm.pairs import pairs
 from paceline.comm.threads import ThreadGroup, spawn
-from paceline.errors import UsageError
+from paceline.parallel.cut import Immovable
 from paceline.parallel.dealing.relocation import Route, relocate, resize
 
 pytestmark = pytest.mark.unit
@@ -36,7 +36,7 @@ def test_what_a_parameter_has_goes_along() -> None:
         routes = [Route("first", first, (0,), (1,)), Route("second", second, (1,), (0,)), Route("both", both, (0,), (0, 1))]
         state = dict(optimizer.state[first])
         told = group.gather_objects([x.tolist() for x in (first.detach(), state["exp_avg"], state["exp_avg_sq"], state["step"])])[0]
-        sent = relocate(routes, [optimizer], group, messages, 0)
+        sent = relocate(routes, [optimizer], group, messages, 0, everyone=group)
         assert sent == (3 * 48 + 48 + 4 + 3 * 8 + 8 + 4 if here else 3 * 16 + 16 + 4)
         assert [tuple(p.shape) for p in (first, second, both)] == ([(0,), (4,), (2,)] if here else [(2, 3), (0,), (2,)])
         for parameter, shape in ((first, first.shape), (second, second.shape)):
@@ -65,13 +65,57 @@ def test_what_belongs_to_no_parameter_alone_stays_and_all_say_so() -> None:
         optimizer = torch.optim.LBFGS([parameter])
         if group.rank == 0:
             optimizer.state[parameter]["rows"] = torch.ones(7)
-        with pytest.raises(UsageError, match="the LBFGS keeps rows of w, which is neither of its shape nor a number") as caught:
-            relocate([Route("w", parameter, (0,), (1,))], [optimizer], group, messages, 0)
+        with pytest.raises(Immovable, match="the LBFGS keeps rows of w, which is neither of its shape nor a number") as caught:
+            relocate([Route("w", parameter, (0,), (1,))], [optimizer], group, messages, 0, everyone=group)
         assert parameter.numel() == (4 if group.rank == 0 else 0)
         messages.close()
         return str(caught.value)
 
     assert len(set(spawn(2, body))) == 1
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_one_number_goes_to_another_worker_and_back(foreach: bool) -> None:
+    def body(group: ThreadGroup) -> list[float]:
+        here, messages = group.rank == 0, pairs(group)
+        scale = Parameter(torch.tensor(2.0, dtype=torch.float64) if here else torch.empty(0, dtype=torch.float64))
+        optimizer = torch.optim.AdamW([scale], lr=0.1, foreach=foreach)
+        found = list[float]()
+        for step in range(4):
+            (scale * (step + 1.0)).sum().backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            found += [scale.item()] if scale.numel() else []
+            before, after = (0, 1) if step % 2 == 0 else (1, 0)
+            relocate([Route("scale", scale, (before,), (after,))], [optimizer], group, messages, step, everyone=group)
+            optimizer.zero_grad()
+        messages.close()
+        return found
+
+    alone = Parameter(torch.tensor(2.0, dtype=torch.float64))
+    optimizer, wanted = torch.optim.AdamW([alone], lr=0.1, foreach=foreach), list[float]()
+    for step in range(4):
+        optimizer.zero_grad()
+        (alone * (step + 1.0)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        wanted.append(alone.item())
+    assert spawn(2, body) == [wanted[::2], wanted[1::2]]
+
+
+def test_all_workers_say_so_where_those_of_one_group_cant_move() -> None:
+    def body(group: ThreadGroup) -> str:
+        mine = next(half for half in [group.sub([0, 1]), group.sub([2, 3])] if half is not None)
+        messages = pairs(mine)
+        parameter = Parameter(torch.ones(4) if mine.rank == 0 else torch.empty(0))
+        optimizer = torch.optim.SGD([parameter])
+        if group.rank == 2:
+            optimizer.state[parameter]["rows"] = torch.ones(7)
+        with pytest.raises(Immovable) as caught:
+            relocate([Route("w", parameter, (0,), (1,))], [optimizer], mine, messages, 0, everyone=group)
+        assert parameter.numel() == (4 if mine.rank == 0 else 0)
+        messages.close()
+        return str(caught.value)
+
+    assert len(set(spawn(4, body))) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])

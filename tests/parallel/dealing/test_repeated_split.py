@@ -248,14 +248,57 @@ def keeping(parameters: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.usefixtures("heavy")
+@pytest.mark.parametrize("mesh", ["stage=2", "data=2, stage=2"])
+def test_what_an_optimizer_keeps_and_cant_move_keeps_the_split(mesh: str) -> None:
+    losses, parameters, _, _ = alone(trained(None, optimizer=keeping))
+    said, noted = list[str](), list[list[str]]()
+
+    def body(run: Run) -> tuple[list[float], Tensor, list[Tensor], list[Any]]:
+        found = trained(CUT, optimizer=keeping)(run)
+        noted.append([event["what"] for event in run.events if "split" in event["what"]])
+        return found
+
+    found = workers(4 if "data" in mesh else 2, body, mesh=mesh, said=said)
+    for mine, values, _, bounds in found:
+        assert len(set(bounds)) == 1
+        assert mine == pytest.approx(losses, abs=1e-9)
+        assert float((values - parameters).abs().max()) < 1e-9
+    line = "the split stays as it is, and isn't found again: the Rows keeps rows of "
+    assert len(noted) == len(found) and all(len(each) == 1 and each[0].startswith(line) for each in noted)
+    assert len({each[0] for each in noted}) == 1
+    assert sum(text.startswith(line) for text in said) == 1
+
+
+class Scaled(nn.Module):
+    """A layer with a parameter that is one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(6, 6), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x)) * self.scale
+
+
+def scaled() -> nn.Module:
+    return fill(nn.Sequential(*[Scaled() for _ in range(4)], nn.Linear(6, 2)).double())
+
+
+@pytest.mark.usefixtures("heavy")
+def test_parameters_that_are_one_number_move_along() -> None:
+    cut = pipeline("0, 1, 2, 3, 4", micro_batches=2, split="auto", again=True)
+    same("stage=2", 2, cut, build=scaled, data=lambda: Numbered(24), loss=F.mse_loss)
+
+
+@pytest.mark.usefixtures("heavy")
 @pytest.mark.parametrize(
     ("mesh", "strategy", "act", "words"),
     [
         (
-            "stage=2",
-            None,
-            trained(CUT, optimizer=keeping),
-            r"the Rows keeps rows of .*, which is neither of its shape nor a number",
+            "data=2, stage=2",
+            pl.AllReduce(codec=pl.error_feedback(pl.topk(0.05))),
+            trained(CUT),
+            r"what the codec keeps of their gradients, such as residuals, can't go along",
         ),
         ("data=2, stage=2", pl.LocalSGD(2), trained(CUT), r"this strategy keeps copies of them: use AllReduce"),
         ("shard=2, stage=2", None, trained([CUT, pl.shard("blocks.*")]), r"shard\(\) cuts them into pieces that can't move"),

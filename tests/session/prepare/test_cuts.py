@@ -62,6 +62,35 @@ def cuts(override: str | None = None) -> ModelCuts:
     return ModelCuts(RunAxes.of(mesh, context, ALONE), 3, override)
 
 
+class Sparing(torch.optim.Adafactor):
+    pass
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, Sparing, torch.optim.Muon])
+def test_optimizers_that_fail_on_what_other_stages_have_are_refused_on_all(kind: type[torch.optim.Optimizer]) -> None:
+    refusals = list[str]()
+
+    def body(run: Run, late: bool) -> None:
+        model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(4)])
+        optimizer = kind(model.parameters())
+        try:
+            if late:
+                run.prepare(model, cut=pl.pipeline("0, 1, 2, 3", split=[1, 3]))
+                run.prepare(optimizer)
+            else:
+                run.prepare(model, optimizer, cut=pl.pipeline("0, 1, 2, 3", split=[1, 3]))
+        except UsageError as error:
+            refusals.append(str(error))
+            raise
+
+    for late in (False, True):
+        with pytest.raises(UsageError, match=f"{kind.__name__} looks at whole matrices, and fails on those that other stages"):
+            workers(2, lambda run, late=late: body(run, late), mesh="stage=2")  # type: ignore[misc]
+    assert len(refusals) == 4
+    model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(4)])
+    workers(2, lambda run: run.prepare(model, kind(model.parameters())))  # whole models have them
+
+
 def test_cuts_are_read_as_objects_and_as_text() -> None:
     shard, tensor = pl.shard("blocks.*", zero=2), pl.tensor({"a.*": pl.column(parts=3)}, divide=["a.heads"])
     assert read(shard) == (shard,) and read([tensor, shard]) == (tensor, shard)
