@@ -40,7 +40,7 @@ class StepBatch(NamedTuple):
         """Return why the step can't be taken in parts; None where it can, as far as that is known before there is a loss."""
         for module in self.model.modules():
             if isinstance(module, SparseEmbedding):
-                return "rows of sparse tables have gradients of their own"
+                return "sparse parameters have gradients of their own"
             if _takes_statistics(module):
                 return f"{type(module).__name__} takes statistics of the whole batch"
         if any(parameter._backward_hooks for parameter in self.model.parameters()):
