@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import struct
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -32,20 +32,25 @@ EXCHANGES = 8  # for each worker, at most
 def deal_by_cost(costs: Sequence[float], parts: Sequence[float]) -> list[list[int]]:
     """Return the places of the samples of each rank, by rising cost, so that sums of costs are in proportion to `parts`.
 
-    Larger parts get larger samples, so that counts differ less. A rank whose part is zero gets none.
+    Larger parts get larger samples, so that counts differ less. A sample that is more than the largest part is dealt alone, and what is
+    left to the ranks that are left. A rank whose part is zero gets none.
     """
+    dealt: list[list[int]] = [[] for _ in parts]
     order = sorted(range(len(costs)), key=lambda place: costs[place])
     ranks = sorted((rank for rank, part in enumerate(parts) if part > 0), key=lambda rank: parts[rank])
     sums = [0.0, *accumulate(costs[place] for place in order)]
     ends = list(accumulate(parts[rank] for rank in ranks))
+    while len(ranks) > 1 and order and costs[order[-1]] * ends[-1] > parts[ranks[-1]] * sums[-1]:
+        dealt[ranks.pop()] = [order.pop()]
+        ends.pop()
+        sums.pop()
     loads, start = list[_Load](), 0
     for end in ends:
         stop = _nearest(sums, end / ends[-1] * sums[-1], start)
         loads.append(_Load(parts[ranks[len(loads)]] / ends[-1], [(costs[place], place) for place in order[start:stop]]))
         start = stop
-    loads[-1].samples += [(costs[place], place) for place in order[start:]]  # of no cost
-    _level(loads, sums[-1])
-    dealt: list[list[int]] = [[] for _ in parts]
+    loads[-1].samples += [(costs[place], place) for place in order[start:]]  # of no cost: its sum stays
+    _level(loads)
     for rank, load in zip(ranks, loads, strict=True):
         dealt[rank] = [place for _, place in load.samples]
     return dealt
@@ -61,33 +66,38 @@ class _Load:
     """What a worker is given: `samples` by rising cost, and its `part` of the whole."""
 
     def __init__(self, part: float, samples: list[tuple[float, int]]) -> None:
-        self.part, self.samples = part, samples
+        self.part, self.samples, self.cost = part, samples, 0.0
+        self.add_up()
 
-    @property
-    def cost(self) -> float:
-        return math.fsum(cost for cost, _ in self.samples)
+    def add_up(self) -> None:
+        """Find out what the samples cost, which have changed."""
+        self.cost = math.fsum(cost for cost, _ in self.samples)
 
 
-def _level(loads: list[_Load], total: float) -> None:
-    """Let samples change places, or move, until each worker has at most `ABOVE` its part, or nothing gets better by it."""
+def _level(loads: Sequence[_Load]) -> None:
+    """Let samples change places, or move, until each worker has at most `ABOVE` its part, or nothing gets better by it.
+
+    A worker that nothing makes lighter, as one sample may be more than its part, is left as it is, and the rest is levelled without it.
+    """
+    order = list(loads)
     for _ in range(EXCHANGES * len(loads)):
-        order = sorted(loads, key=lambda load: load.cost / load.part)
-        if order[-1].cost <= ABOVE * order[-1].part * total or not any(_exchange(*pair) for pair in _pairs(order)):
+        order.sort(key=lambda load: load.cost / load.part)
+        most = ABOVE * math.fsum(load.cost for load in order) / math.fsum(load.part for load in order)
+        if order[-1].cost <= most * order[-1].part:
             return
-
-
-def _pairs(order: Sequence[_Load]) -> Iterator[tuple[_Load, _Load]]:
-    """Yield who may give to whom: the heaviest to the lightest first."""
-    for heavy in range(len(order) - 1, 0, -1):
-        for light in range(heavy):
-            yield order[heavy], order[light]
+        if not any(_exchange(order[-1], light) for light in order[:-1]):
+            order.pop()
 
 
 def _exchange(heavy: _Load, light: _Load) -> bool:
     """Give a sample of the one to the other, or exchange it for a smaller one, whichever levels them best. False where nothing does."""
     wanted = (heavy.cost * light.part - light.cost * heavy.part) / (heavy.part + light.part)  # to be moved, so that both are level
     best: tuple[float, tuple[float, int], tuple[float, int] | None] | None = None
+    last = -1.0
     for sample in heavy.samples:
+        if sample[0] == last:
+            continue
+        last = sample[0]
         at = bisect_left(light.samples, (sample[0] - wanted, -1))
         for other in (*light.samples[max(0, at - 1) : at + 1], None):
             moved = sample[0] - (0.0 if other is None else other[0])
@@ -102,8 +112,9 @@ def _exchange(heavy: _Load, light: _Load) -> bool:
     if other is not None:
         light.samples.remove(other)
         heavy.samples.append(other)
-    heavy.samples.sort()
-    light.samples.sort()
+    for load in (heavy, light):
+        load.samples.sort()
+        load.add_up()
     return True
 
 

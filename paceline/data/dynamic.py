@@ -133,7 +133,7 @@ class DynamicPipeline(IndexedPipeline):
             return None
         taken = self._feed.steps.popleft()
         weights = [float(last - start) for start, last in pieces(taken.samples, taken.micros)]
-        return GlobalBatch(taken.samples, taken.micros, self._rest(first, taken.micros), weights, float(taken.whole), [None] * taken.micros)
+        return GlobalBatch(taken.samples, taken.micros, self._rest(first, taken.micros), [None] * taken.micros, weights, float(taken.whole))
 
     def _first(self) -> MicroBatchPart | None:
         """Read the first part of the next piece; None where the epoch is over."""

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from paceline.data import rng
+from paceline.data.costs import MicroBatchDeal
 from paceline.data.empty_batch import emptied
 from paceline.data.reader_failure import read
 from paceline.data.sampler import EpochIndices, is_list
@@ -33,6 +34,7 @@ class IndexFeed:
         self.ghosts = True  # what is asked for where a share is empty, as the terms were when it was begun with
         self._step = 0
         self._waiting: deque[tuple[Any, MicroBatchPart]] = deque()
+        self._deals: dict[int, list[MicroBatchDeal]] = {}  # by step, of those that are asked for or under way
 
     def __iter__(self) -> IndexFeed:
         return self
@@ -42,8 +44,8 @@ class IndexFeed:
             batch = None if self.indices is None else self.indices.batch(self._step)
             if batch is None:
                 raise StopIteration
-            self._step += 1
             self._waiting.extend(self._cut(batch))
+            self._step += 1
         index, part = self._waiting.popleft()
         self.dealt.append((self.round, part))
         return index
@@ -55,6 +57,18 @@ class IndexFeed:
         self.ghosts = self.terms.ghosts
         self._step = step
         self._waiting.clear()
+        self._deals.clear()
+
+    def deal(self, step: int, batch: Any) -> list[MicroBatchDeal]:
+        """Return the global batch of a step as it is dealt by cost, once."""
+        if step not in self._deals:
+            self._deals[step] = self.terms.deal(batch)
+        return self._deals[step]
+
+    def forget(self, step: int) -> None:
+        """Let go of deals of steps before this one."""
+        for over in [known for known in self._deals if known < step]:
+            del self._deals[over]
 
     def _cut(self, batch: Any) -> Iterator[tuple[Any, MicroBatchPart]]:
         terms = self.terms
@@ -78,7 +92,7 @@ class IndexFeed:
 
     def _cut_by_cost(self, batch: Any) -> Iterator[tuple[Any, MicroBatchPart]]:
         rank = self.terms.rank
-        for micro in self.terms.deal(batch):
+        for micro in self.deal(self._step, batch):
             whole, share, mine = sum(micro.shares), len(micro.places[rank]), micro.of(batch, rank)
             twice = not share and not self.ghosts
             yield mine if share else batch[:1], MicroBatchPart(whole, share, TWICE if twice else None, micro.costs[rank])
@@ -151,15 +165,14 @@ class IndexedPipeline(Pipeline):
                 self.terms.announce(READ_WHOLE)
             return whole_rows(self.terms, self._read()[1])
         terms, count = self.terms, len(batch)
-        dealt = terms.deal(batch) if terms.by_cost else None
+        self._feed.forget(index)
+        dealt = self._feed.deal(index, batch) if terms.by_cost else None
         shares: list[Sequence[int]] = [each for _, each in terms.micros(count)] if dealt is None else [micro.shares for micro in dealt]
         if self._feed.ghosts and not terms.ghosts and any(each[terms.rank] == 0 for each in shares):
             self.redeal(index)
-        turns = self._left = terms.turns(count)
-        whole = GlobalBatch(count, turns, self._parts(turns))
-        if dealt is not None:
-            whole.sources, whole.rows = list(map(source, shares)), [micro.rows for micro in dealt]
-        return whole
+        turns = self._left = len(shares)
+        rows = None if dealt is None else [micro.rows for micro in dealt]
+        return GlobalBatch(count, turns, self._parts(turns), list(map(source, shares)), rows=rows)
 
     def _learn(self, batches: list[Any]) -> None:
         """Find out what these batches cost, on all workers."""

@@ -381,8 +381,7 @@ class ShareLoader:
         share, ghost = part.share, part.share == 0
         weight, total = (share, whole) if step.weights is None else (step.weights[micro], step.total)
         scale = 0.0 if ghost or not total else 1.0 if terms.loss == "sum" else weight / total
-        source = terms.source(whole, micro) if step.sources is None else step.sources[micro]
-        last = micro == step.micros - 1
+        last, source = micro == step.micros - 1, step.sources[micro]
         units, rows = float(share) if part.units is None else part.units, None if step.rows is None else step.rows[micro]
         turn = Turn(self._index, self.epoch, whole, share, weight, total, ghost, micro, last, terms.training, scale, source, units, rows)
         return turn, [part.batch]

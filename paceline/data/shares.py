@@ -77,7 +77,7 @@ def fewest(batch: int, shares: Shares, most: Sequence[int]) -> int:
     """Return how few micro-batches a global batch can be cut into so that no rank has more than its `most` samples of any of them."""
 
     def fits(count: int) -> bool:
-        sizes = {stop - start for start, stop in pieces(batch, count)}
+        sizes = {batch // count, -(-batch // count)}
         try:
             return all(share <= limit for size in sizes for share, limit in zip(shares(size), most, strict=True))
         except DataError:  # a policy that knows of limits itself

@@ -48,6 +48,7 @@ class LoaderSpec:
     speeds: WorkerSpeeds | None = None  # of all workers, where shares are by speed
     most: tuple[int, ...] | None = None  # the largest micro-batch that each rank stands
     _said: set[str] = field(default_factory=set)
+    _fewest: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)  # by the present shares, as found already
 
     @property
     def rank(self) -> int:
@@ -71,6 +72,7 @@ class LoaderSpec:
     def reshare(self, shares: AskedShares) -> None:
         """Deal by other shares."""
         self.shares = policy(shares, self.agreement.group.size)
+        self._fewest.clear()
 
     def regroup(self, agreement: Agreement, shares: AskedShares) -> None:
         """Deal to the workers of this agreement, by these shares."""
@@ -101,7 +103,10 @@ class LoaderSpec:
 
     def fewest(self, batch: int, most: tuple[int, ...]) -> int:
         """Return how few micro-batches a global batch can be cut into, where each rank stands so many samples at a time."""
-        return fewest(batch, self.shares, most)
+        known = self._fewest.get((batch, most))
+        if known is None:
+            known = self._fewest[batch, most] = fewest(batch, self.shares, most)
+        return known
 
     def try_memory(self) -> None:
         """Find out how large micro-batches may be, before the first epoch of training. Collective."""
@@ -118,10 +123,6 @@ class LoaderSpec:
         assert self.costs is not None
         cuts = pieces(len(batch), self.turns(len(batch)))
         return deal_micros(self.costs.of(batch), cuts, lambda total: parts(self.shares, total))
-
-    def source(self, batch: int, micro: int) -> int | None:
-        """Return the first worker that has samples of a micro-batch, where another has none; None where all have some."""
-        return None if self.alone else source(self.micros(batch)[micro][1])
 
     def reshared(self) -> AskedShares:
         """Return the requested shares, for the present workers: ratios and speeds go with their workers, and newcomers get the mean."""
@@ -182,9 +183,9 @@ class GlobalBatch:
     global_batch: int
     micros: int
     parts: Iterator[MicroBatchPart]
+    sources: Sequence[int | None]  # of each micro-batch, as `source` says
     weights: list[float] | None = None  # of this worker's parts, where they are not their samples
     total: float = 0.0  # of all workers
-    sources: Sequence[int | None] | None = None  # of each micro-batch, as `LoaderSpec.source` says, where it would say something else
     rows: Sequence[Sequence[Sequence[int]]] | None = (
         None  # of each micro-batch, by rank: which rows are whose, where these don't lie in order
     )
@@ -259,7 +260,7 @@ def whole_rows(terms: LoaderSpec, item: Any) -> GlobalBatch:
         for micro in micros:
             yield rows_part(terms, item, count, micro, terms.rank)
 
-    return GlobalBatch(count, len(micros), parts())
+    return GlobalBatch(count, len(micros), parts(), [source(shares) for _, shares in micros])
 
 
 def rows_part(terms: LoaderSpec, item: Any, count: int, micro: tuple[int, tuple[int, ...]], rank: int) -> MicroBatchPart:

@@ -113,7 +113,7 @@ class ReadAll:
             return None
         if self.terms.loader.batch_size is None:
             return whole_rows(self.terms, dealt.whole)
-        return GlobalBatch(dealt.samples, len(dealt.parts[0]), drained(dealt.parts[0]), sources=_sources(self.asked(), dealt.samples))
+        return GlobalBatch(dealt.samples, len(dealt.parts[0]), drained(dealt.parts[0]), _sources(self.terms, dealt.samples))
 
     def saved(self, cursor: StreamPosition) -> list[dict[str, Any]]:
         return [cursor.dump()]
@@ -156,7 +156,7 @@ class FirstOfHostReads:
         if self.reads:
             sends = [(rank + 1, buffer) for rank, buffer in enumerate(self._sends) if buffer.numel()]
             self._local.exchange(sends, []).wait()
-        return GlobalBatch(count, len(parts), drained(parts), sources=_sources(self.asked(), count))
+        return GlobalBatch(count, len(parts), drained(parts), _sources(self.terms, count))
 
     def saved(self, cursor: StreamPosition) -> list[dict[str, Any]]:
         return [cursor.dump()]
@@ -234,7 +234,7 @@ class SelfSharded:
         mine = [MicroBatchPart(whole, part.share, part.batch) for whole, part in zip(wholes, parts, strict=False)]
         mine += [MicroBatchPart(whole, 0, self._ghost()) for whole in wholes[len(parts) :]]
         held = [[counts[micro] if micro < len(counts) else 0 for counts in shares] for micro in range(micros)]
-        return GlobalBatch(sum(wholes), micros, drained(mine), sources=[source(each) for each in held])
+        return GlobalBatch(sum(wholes), micros, drained(mine), [source(each) for each in held])
 
     def saved(self, cursor: StreamPosition) -> list[dict[str, Any]]:
         return cursor.every or [cursor.dump()] * self.terms.agreement.group.size
@@ -283,10 +283,11 @@ class SelfSharded:
         return self._none
 
 
-def _sources(asked: tuple[int | None, Cuts], count: int) -> list[int | None] | None:
-    """Return the workers that have samples where others have none, in a last batch that is cut as the others are; None in these."""
-    batch, cuts = asked
-    return None if batch is None or batch == count else [source(shares) for _, shares in recut(cuts, count)]
+def _sources(terms: LoaderSpec, count: int) -> list[int | None]:
+    """Return the worker that has samples where others have none, of each micro-batch; a last batch is cut as the others are."""
+    batch = terms.loader.batch_size
+    cuts = terms.micros(count) if batch is None or batch == count else recut(tuple(terms.micros(batch)), count)
+    return [source(shares) for _, shares in cuts]
 
 
 def _one(cursor: StreamPosition, saved: list[dict[str, Any]]) -> None:

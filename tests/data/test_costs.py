@@ -66,6 +66,16 @@ def test_one_huge_sample_leaves_no_worker_without_any():
     assert sorted(map(len, dealt)) == [1, 1, 1, 1]
 
 
+@pytest.mark.parametrize("huge", [[10_000.0], [10_000.0, 3_000.0, 500.0]], ids=len)
+def test_what_huge_samples_leave_is_level_among_the_others(huge):
+    draw = random.Random(1)
+    costs = [1 + draw.random() for _ in range(511)] + huge
+    dealt = deal_by_cost(costs, (1.0,) * 16)
+    assert sorted(place for mine in dealt for place in mine) == list(range(len(costs)))
+    rest = [mine for mine in dealt if not any(place >= 511 for place in mine)]
+    assert len(rest) == 16 - len(huge) and slowest([*costs[:511]], rest, (1.0,) * len(rest)) <= ABOVE
+
+
 def test_samples_without_cost_are_dealt_too():
     dealt = deal_by_cost([0, 5, 0, 5, 0], (1, 1))
     assert sorted(place for mine in dealt for place in mine) == [0, 1, 2, 3, 4]
@@ -191,6 +201,15 @@ def test_each_global_batch_and_micro_batch_has_the_samples_of_one_process(size, 
                 assert sum(turn.share for turn, _ in turns) == stop - start
             scales = [turn.scale for rank in seen for turn, _ in rank[epoch] if turn.index == step]
             assert sum(scales) == pytest.approx(1)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("readers", [0, 2])
+def test_each_global_batch_is_dealt_once(readers, monkeypatch):
+    dealt = []
+    monkeypatch.setattr("paceline.data.spec.deal_micros", lambda *given: (dealt.append(1), deal_micros(*given))[1])
+    run(2, shuffled(num_workers=readers), cost=lengths, accumulate=3)
+    assert len(dealt) == 2 * 7
 
 
 def test_units_are_in_proportion_to_shares():

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from paceline.comm.agreement import Agreement
 from paceline.comm.threads import spawn
 from paceline.data.loader import NoObserver, deal
+from paceline.data.shares import fewest
 from paceline.errors import DataError
 from tests.harness.loaders import Numbers, plain, run, steps, walk
 
@@ -586,3 +587,24 @@ def test_what_is_read_as_a_stream_can_not_be_seen_ahead():
         return [loader.peek() for _ in loader]
 
     assert spawn(2, body) == [[None] * 5] * 2
+
+
+def test_who_has_samples_is_told_of_the_shares_that_a_step_was_cut_by():
+    def body(group):
+        loader = deal(DataLoader(Numbers(12), 4), Agreement(group), accumulate=2)
+        seen = []
+        for _ in loader:
+            seen.append((loader.turn.share, loader.turn.source))
+            if len(seen) == 1:
+                loader.reshare([1, 0])
+        return seen
+
+    assert spawn(2, body) == [[(1, None)] * 2 + [(2, 0)] * 4, [(1, None)] * 2 + [(0, 0)] * 4]
+
+
+def test_how_many_micro_batches_there_are_is_searched_once_for_the_same_shares(monkeypatch):
+    searched = []
+    monkeypatch.setattr("paceline.data.spec.fewest", lambda batch, shares, most: (searched.append(batch), fewest(batch, shares, most))[1])
+    seen = run(2, lambda: DataLoader(Numbers(40), 16), epochs=2, accumulate="auto", trial=lambda terms: (3, 3))
+    assert sorted(searched) == [8, 8, 16, 16]
+    assert [[turn.share for turn, _ in rank[0] if turn.index == 0] for rank in seen] == [[3, 3, 3], [3, 2, 2]]

@@ -65,10 +65,11 @@ class ShareFollower:
         """Keep what this worker did in a step, where shares go by speed."""
         terms = self._terms
         if terms is not None and not terms.alone:
+            used = 0.0 if self._quota is None else self._quota.lap()
+            if self._loop.idle_epochs.late:
+                return
             units, turns = self._loop.clock.work
-            own = sum(seconds[part] for part in OWN)
-            if self._quota is not None:
-                own = max(own, self._quota.lap())
+            own = max(sum(seconds[part] for part in OWN), used)
             self._steps.append(OwnStep(units, own, max(sum(seconds[part] for part in PARTS), own), turns, samples))
 
     def drain(self) -> list[OwnStep]:

@@ -70,6 +70,7 @@ class IdleEpochs:
 
     def __init__(self, loop: StepCounter, context: SyncContext, backward: GradientTracker, page: Page | None) -> None:
         self._loop, self._context, self._backward, self._page = loop, context, backward, page
+        self.late = False  # steps that were held back are handed over, and the one that ends with them: what is measured now isn't theirs
         self._seen = (0, 0)  # acts of the loop, and passes that have reached a parameter, when `note` last looked
 
     def asked(self, loader: ShareLoader) -> None:
@@ -123,18 +124,18 @@ class IdleEpochs:
         if activity.follows and not activity.trained:
             activity.held.append((number, turn, seconds))
             return
+        activity.held.append((number, turn, seconds))
         self.flush(activity)
-        for observer in self._loop.observers.step_ended:
-            observer(number, turn.global_batch, seconds)
 
     def flush(self, activity: EpochActivity) -> None:
         """Hand over the steps that were held back."""
         held, activity.held = activity.held, []
-        now = self._loop.steps
+        now, self.late = self._loop.steps, True
         for number, turn, seconds in held:
             self._loop.place(number)
             for observer in self._loop.observers.step_ended:
                 observer(number, turn.global_batch, seconds)
+        self.late = False
         if held:
             self._loop.place(now)
 

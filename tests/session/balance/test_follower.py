@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import paceline as pl
 from paceline.data.balance import SpeedCurve, WorkerSpeeds
 from paceline.errors import DataError, UsageError
-from paceline.session.balance.follower import ShareFollower
+from paceline.session.balance.follower import OwnStep, ShareFollower
 from paceline.session.run import Run
 from tests.harness.pretended_speeds import PretendedSpeed, Speeds, pretended
 from tests.harness.runs import Numbered, alone, distance, parameters, workers
@@ -134,6 +134,33 @@ def test_units_of_a_sample_are_as_they_were_until_there_are_steps_that_all_took(
     history: Any = None
     ShareFollower(loop, [], history).take([[], []])
     assert speeds.per_sample == 100.0
+
+
+def test_steps_that_were_held_back_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first turns of an epoch have taken is known, without a backward, only when there is one: together, and of other steps."""
+    taken: list[OwnStep] = []
+
+    def take(follower: ShareFollower, drained: Any) -> None:
+        taken.extend(OwnStep(*step) for steps in drained for step in steps)
+
+    monkeypatch.setattr(ShareFollower, "take", take)
+    pretending = pretended(2, by_rank)
+
+    def body(run: Run) -> int:
+        model, data = net(), DataLoader(Named(), batch_size=BATCH)
+        model, opt, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05), data, shares="auto")
+        for _ in run.epochs(2):
+            for at, (_, x, y) in enumerate(loader):
+                pretending[run.rank].did(len(x))
+                if at >= 3:
+                    F.mse_loss(model(x), y).backward()
+                    opt.step()
+                    opt.zero_grad()
+        return run.steps
+
+    assert workers(2, body, quotas=pretending.__getitem__) == [42, 42]
+    assert len(taken) >= 2 * 2 * 30
+    assert all(step.units in (6, 5) and step.own in (FIXED + step.units, FIXED + 2 * step.units) for step in taken), taken
 
 
 def test_equal_workers_keep_equal_shares() -> None:
