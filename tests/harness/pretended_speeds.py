@@ -20,6 +20,9 @@ class PretendedSpeed(ProcessorQuota):
         """Note that this worker goes through so many samples in this step."""
         self._samples += samples
 
+    def skip(self) -> None:
+        self._samples = 0
+
     def lap(self) -> float:
         """Return the seconds of the step."""
         samples, self._samples, self._step = self._samples, 0, self._step + 1

@@ -61,6 +61,11 @@ class ShareFollower:
         leader = self._loop.leader
         return leader.loader.terms if leader is not None and leader.loader.terms.speeds is not None else None
 
+    def epoch_began(self) -> None:
+        """Leave out what was done between two epochs: an evaluation there is no part of the step that comes next."""
+        if self._quota is not None:
+            self._quota.skip()
+
     def step_ended(self, step: int, samples: int, seconds: Mapping[str, float]) -> None:
         """Keep what this worker did in a step, where shares go by speed."""
         terms = self._terms

@@ -34,6 +34,10 @@ class ProcessorQuota:
         self._looked = -LOOK
         self._cores: float | None = None
 
+    def skip(self) -> None:
+        """Leave out what was used since the last call, of which no step is the cause."""
+        self._before = self._used()
+
     def lap(self) -> float:
         """Return the seconds that the quota needs to give what was used since the last call; 0 where nothing limits this process."""
         now, used = self._clock(), self._used()

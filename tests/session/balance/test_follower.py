@@ -238,6 +238,28 @@ def test_a_calibration_that_is_disturbed_is_said_and_shares_stay_equal() -> None
     assert len(texts) == 2 and "it is done again" in texts[0] and "shares stay equal until step times are steady" in texts[1]
 
 
+def test_what_a_worker_does_between_epochs_is_of_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[OwnStep] = []
+    monkeypatch.setattr(
+        ShareFollower, "take", lambda follower, drained: taken.extend(OwnStep(*step) for steps in drained for step in steps)
+    )
+    pretending = pretended(2, lambda rank, step: 1.0)
+
+    def body(run: Run) -> None:
+        model, data = net(), DataLoader(Named(), batch_size=BATCH)
+        model, opt, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05), data, shares="auto")
+        for _ in run.epochs(3):
+            for _, x, y in loader:
+                pretending[run.rank].did(len(x))
+                F.mse_loss(model(x), y).backward()
+                opt.step()
+                opt.zero_grad()
+            pretending[run.rank].did(1000)  # an evaluation
+
+    workers(2, body, quotas=pretending.__getitem__)
+    assert len(taken) > 2 * 40 and all(step.own <= FIXED + step.units + 1.0 for step in taken), max(step.own for step in taken)
+
+
 def test_the_last_shares_and_their_changes_are_in_the_summary(tmp_path: Path) -> None:
     pretending = pretended(2, by_rank)
     workers(2, train(pretending, shares="auto"), folder=tmp_path, quotas=pretending.__getitem__)
