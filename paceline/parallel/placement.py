@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -27,6 +27,9 @@ from paceline.errors import UsageError
 Range = tuple[int, int]  # start and stop
 Shape = tuple[int, ...]
 Rectangle = tuple[Range, ...]  # a range of each dimension
+COUNTS: Final = frozenset(
+    {"step", "mu_product", "eta", "mu"}
+)  # what torch's optimizers keep of steps, also beside a parameter of one number
 
 
 class Region(NamedTuple):

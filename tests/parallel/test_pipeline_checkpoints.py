@@ -26,13 +26,24 @@ def pipe(schedule: str = "1f1b", split: Any = "even") -> Any:
     return pl.pipeline(LAYERS, schedule=schedule, micro_batches=2, split=split)
 
 
+class Scaled(nn.Linear):
+    """A layer with a parameter that is one number."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
 class Net(nn.Module):
-    """Embeddings that may be tied over all layers, a frozen layer, and running statistics, where they are asked for."""
+    """Embeddings that may be tied over all layers, a frozen layer, a number, and running statistics, where they are asked for."""
 
     def __init__(self, *, tied: bool, statistics: bool = True) -> None:
         super().__init__()
         self.tokens, self.up, self.norm = nn.Embedding(9, 4), nn.Linear(4, 6), nn.BatchNorm1d(6) if statistics else nn.LayerNorm(6)
-        self.middle, self.down, self.head = nn.Linear(6, 6), nn.Linear(6, 4), nn.Linear(4, 9, bias=False)
+        self.middle, self.down, self.head = nn.Linear(6, 6), Scaled(6, 4), nn.Linear(4, 9, bias=False)
         self.middle.requires_grad_(False)
         if tied:
             self.head.weight = self.tokens.weight

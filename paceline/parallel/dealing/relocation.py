@@ -21,6 +21,7 @@ from paceline.comm.pairs import Pairs
 from paceline.errors import UsageError
 from paceline.parallel.cut import Immovable
 from paceline.parallel.pipelining.values import PLAIN, pack, unpack
+from paceline.parallel.placement import COUNTS
 
 
 @dataclass(frozen=True)
@@ -118,12 +119,12 @@ def _drop(parameter: Parameter, optimizers: Sequence[Optimizer]) -> None:
     parameter.grad = None if grad is None else torch.empty_like(parameter)
     for optimizer in optimizers:
         state = optimizer.state.get(parameter)
-        if state is not None and not shape:  # what it keeps of one number looks like a count of steps: it begins with what has no elements
-            del optimizer.state[parameter]
-        elif state is not None:
-            optimizer.state[parameter] = {
-                key: tree_map_only(Tensor, lambda x: x.new_empty(0) if x.shape == shape else x, value) for key, value in state.items()
-            }
+        if state is not None:
+            optimizer.state[parameter] = {key: value if key in COUNTS else _emptied(value, shape) for key, value in state.items()}
+
+
+def _emptied(value: Any, shape: torch.Size) -> Any:
+    return tree_map_only(Tensor, lambda x: x.new_empty(0) if x.shape == shape else x, value)
 
 
 def resize(parameter: Parameter, data: Tensor) -> None:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from paceline.errors import CheckpointError
 from paceline.fault.block_files import BlockReader, LocalBlocks
 from paceline.formatting import nearest
-from paceline.parallel.placement import Placement, Placements, local
+from paceline.parallel.placement import COUNTS, Placement, Placements, local
 from paceline.state.blocks import StoredTensor
 from paceline.state.snapshot import Json, Snapshot, contiguous, entries, path_of
 from paceline.state.versioned import SHOWN, Stateful
@@ -30,7 +30,8 @@ from paceline.state.versioned import SHOWN, Stateful
 class CutEntry:
     """A tensor in a state that belongs to a parameter that is cut: its path, and where the parameter is. `own`: the parameter itself.
 
-    `piece`: what optimizers step in the place of a parameter that is whole here as well, and may be newer than it.
+    `piece`: what optimizers step in the place of a parameter that is whole here as well, and may be newer than it. `counts`: an optimizer's
+    count of steps, which looks like a part where the parameter is one number.
     """
 
     path: str
@@ -38,6 +39,7 @@ class CutEntry:
     what: str  # in words
     own: bool
     piece: Tensor | None = None
+    counts: bool = False
 
 
 Renewed = Callable[[Parameter], Parameter | None]
@@ -63,7 +65,8 @@ def cut_entries(parts: Mapping[str, Stateful], placements: Placements, tree: Jso
                 placement = placements.of(parameters[number]) if number in range(len(parameters)) else Placement.whole("", ())
                 for key, value in entries(node).items() if placement.axes else ():
                     if (path := path_of(value)) is not None:
-                        yield CutEntry(path, placement, f"{key} that {name} keeps of {placement.name}", own=False)
+                        what = f"{key} that {name} keeps of {placement.name}"
+                        yield CutEntry(path, placement, what, own=False, counts=key in COUNTS)
 
 
 def split(
@@ -137,7 +140,7 @@ def _local(reader: BlockReader, path: str, at: Placement) -> Tensor:
 def _is_part(entry: CutEntry, found: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
     """Whether a tensor is cut as its parameter is, being of its shape; raises for one that is neither that nor a number."""
     if found == parameter:
-        return True
+        return not entry.counts or found != ()
     if entry.own or torch.Size(found).numel() > 1:
         raise CheckpointError(
             f"{entry.what} has the shape {list(found)} where the parameter has {list(parameter)}: only what has its parameter's shape, or "
