@@ -48,43 +48,30 @@ class SpeedCurve:
         return SpeedCurve(self.fixed * factor, self.per_unit * factor)
 
 
-def balance(batch: int, curves: Sequence[SpeedCurve], most: Sequence[int | None] | None = None) -> tuple[int, ...]:
+def balance(batch: int, curves: Sequence[SpeedCurve]) -> tuple[int, ...]:
     """Return whole shares of `batch` samples by which the slowest worker is done as soon as can be.
 
-    `most`: the largest share that each worker's memory stands, where it has a limit. Everybody has a sample if there are enough, as a
-    worker without any runs on one all the same. Raises `DataError` for a worker that stands none, and for a batch that fits nowhere.
+    Everybody has a sample if there are enough, as a worker without any runs on one all the same.
     """
-    limits = [batch if limit is None else min(limit, batch) for limit in (most or [None] * len(curves))]
-    empty = next((rank for rank, limit in enumerate(most or ()) if limit is not None and limit < 1), None)
-    if batch and empty is not None:
-        raise DataError(f"rank {empty} has no memory for one sample: give it a smaller model, or leave it out")
-    if sum(limits) < batch:
-        least = min(range(len(limits)), key=limits.__getitem__)
-        raise DataError(
-            f"a batch of {batch} samples doesn't fit: memory stands {' + '.join(map(str, limits))}, least on rank {least}; make the batch "
-            "smaller, or say accumulate=k"
-        )
     everybody = int(batch >= len(curves))
-    ideal = _parts(batch, curves, limits)
-    shares = [min(max(int(part), everybody), limit) for part, limit in zip(ideal, limits, strict=True)]
+    shares = [max(int(part), everybody) for part in _parts(batch, curves)]
     while sum(shares) > batch:  # slow workers have got a sample that others have to give
         longest = max((rank for rank in range(len(shares)) if shares[rank] > everybody), key=lambda rank: curves[rank](shares[rank]))
         shares[longest] -= 1
-    waiting = [(curves[rank](shares[rank] + 1), rank) for rank in range(len(shares)) if shares[rank] < limits[rank]]
+    waiting = [(curve(share + 1), rank) for rank, (curve, share) in enumerate(zip(curves, shares, strict=True))]
     heapq.heapify(waiting)
     for _ in range(batch - sum(shares)):
-        _, rank = heapq.heappop(waiting)
+        rank = waiting[0][1]
         shares[rank] += 1
-        if shares[rank] < limits[rank]:
-            heapq.heappush(waiting, (curves[rank](shares[rank] + 1), rank))
+        heapq.heapreplace(waiting, (curves[rank](shares[rank] + 1), rank))
     return tuple(shares)
 
 
-def _parts(total: float, curves: Sequence[SpeedCurve], limits: Sequence[float], least: float = 0.0) -> tuple[float, ...]:
-    """Return the parts, not whole, of workers that are all done at the same time; less where a limit is reached, and `least` for all."""
+def _parts(total: float, curves: Sequence[SpeedCurve], least: float = 0.0) -> tuple[float, ...]:
+    """Return the parts, not whole, of workers that are all done at the same time, and `least` for all."""
 
     def until(seconds: float) -> tuple[float, ...]:
-        return tuple(max(min(curve.units(seconds), limit), least) for curve, limit in zip(curves, limits, strict=True))
+        return tuple(max(curve.units(seconds), least) for curve in curves)
 
     low, high = 0.0, max(curve(total) for curve in curves)
     for _ in range(_HALVINGS):
@@ -97,14 +84,10 @@ def _parts(total: float, curves: Sequence[SpeedCurve], limits: Sequence[float], 
 
 
 class SpeedShares:
-    """A policy of shares by speed: samples of a global batch -> those of each rank.
+    """A policy of shares by speed: samples of a global batch -> those of each rank. `per_sample`: units of a usual sample."""
 
-    `most`: as `balance` takes it. `per_sample`: units of a usual sample.
-    """
-
-    def __init__(self, curves: Sequence[SpeedCurve], most: Sequence[int | None] | None = None, per_sample: float = 1.0) -> None:
-        self.curves, self.most = tuple(curves), None if most is None else tuple(most)
-        self.per_sample = per_sample
+    def __init__(self, curves: Sequence[SpeedCurve], per_sample: float = 1.0) -> None:
+        self.curves, self.per_sample = tuple(curves), per_sample
         self._by_sample = [SpeedCurve(curve.fixed, curve.per_unit * per_sample) for curve in curves]
         self._balanced = lru_cache(maxsize=128)(self._balance)
 
@@ -113,7 +96,7 @@ class SpeedShares:
         return self._balanced(batch)
 
     def _balance(self, batch: int) -> tuple[int, ...]:
-        return balance(batch, self._by_sample, self.most)
+        return balance(batch, self._by_sample)
 
     def parts(self, total: float) -> tuple[float, ...]:
         """Return the ideal part of each rank in `total` units, which need not be whole.
@@ -123,7 +106,7 @@ class SpeedShares:
         """
         size = len(self.curves)
         least = min(self.per_sample, total / size) if round(total / self.per_sample) >= size else 0.0
-        found = _parts(total, self.curves, [math.inf] * size, least)
+        found = _parts(total, self.curves, least)
         whole = math.fsum(found)
         return tuple(part * total / whole for part in found) if whole > 0 else tuple(total / len(found) for _ in found)
 

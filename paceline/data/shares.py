@@ -78,10 +78,7 @@ def fewest(batch: int, shares: Shares, most: Sequence[int]) -> int:
 
     def fits(count: int) -> bool:
         sizes = {batch // count, -(-batch // count)}
-        try:
-            return all(share <= limit for size in sizes for share, limit in zip(shares(size), most, strict=True))
-        except DataError:  # a policy that knows of limits itself
-            return False
+        return all(share <= limit for size in sizes for share, limit in zip(shares(size), most, strict=True))
 
     return next((count for count in range(1, batch) if fits(count)), max(1, batch))
 
@@ -97,8 +94,7 @@ def spans(shares: Sequence[int]) -> list[tuple[int, int]]:
 def probe(shares: Shares, batch: int | None) -> list[list[float]]:
     """Ask a policy for its shares of some batches, to be compared between workers; `batch` is the usual one, if there is one."""
     if isinstance(shares, SpeedShares):
-        limits = [-1.0 if most is None else most for most in shares.most or ()]
-        return [*([curve.fixed, curve.per_unit] for curve in shares.curves), limits, [shares.per_sample]]
+        return [*([curve.fixed, curve.per_unit] for curve in shares.curves), [shares.per_sample]]
     sizes = PROBES if batch is None else (batch, *PROBES)
     return [list(shares(size)) for size in sizes]
 

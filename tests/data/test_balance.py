@@ -21,34 +21,24 @@ def test_no_other_split_is_done_sooner(seed: int) -> None:
     draw = random.Random(seed)
     size, batch = draw.choice([2, 3]), draw.randrange(3, 25)
     curves = [SpeedCurve(draw.choice([0.0, draw.uniform(0, 5)]), draw.uniform(0.1, 3)) for _ in range(size)]
-    most = [draw.choice([None, draw.randrange(8, 25)]) for _ in range(size)]
-    splits = [
-        split
-        for split in itertools.product(range(1, batch + 1), repeat=size)
-        if sum(split) == batch and all(limit is None or share <= limit for share, limit in zip(split, most, strict=True))
-    ]
-    if not splits:
-        with pytest.raises(DataError, match=f"a batch of {batch} samples doesn't fit"):
-            balance(batch, curves, most)
-        return
-    found = balance(batch, curves, most)
+    splits = [split for split in itertools.product(range(1, batch + 1), repeat=size) if sum(split) == batch]
+    found = balance(batch, curves)
     assert found in splits and slowest(curves, found) == pytest.approx(min(slowest(curves, split) for split in splits), rel=1e-9)
 
 
 @pytest.mark.parametrize(
-    ("batch", "curves", "most", "wanted"),
+    ("batch", "curves", "wanted"),
     [
-        (96, [SpeedCurve(0, 1), SpeedCurve(0, 2)], None, (64, 32)),
-        (45, [SpeedCurve(10, 2), SpeedCurve(10, 4)], None, (30, 15)),
-        (10, [SpeedCurve(0, 1), SpeedCurve(100, 1)], None, (9, 1)),
-        (1, [SpeedCurve(0, 2), SpeedCurve(0, 1)], None, (0, 1)),
-        (0, [SpeedCurve(0, 2), SpeedCurve(0, 1)], None, (0, 0)),
-        (96, [SpeedCurve(0, 1), SpeedCurve(0, 2)], (40, None), (40, 56)),
-        (1_000_000, [SpeedCurve(0, 1), SpeedCurve(0, 3)], None, (750_000, 250_000)),
+        (96, [SpeedCurve(0, 1), SpeedCurve(0, 2)], (64, 32)),
+        (45, [SpeedCurve(10, 2), SpeedCurve(10, 4)], (30, 15)),
+        (10, [SpeedCurve(0, 1), SpeedCurve(100, 1)], (9, 1)),
+        (1, [SpeedCurve(0, 2), SpeedCurve(0, 1)], (0, 1)),
+        (0, [SpeedCurve(0, 2), SpeedCurve(0, 1)], (0, 0)),
+        (1_000_000, [SpeedCurve(0, 1), SpeedCurve(0, 3)], (750_000, 250_000)),
     ],
 )
-def test_splits(batch: int, curves: list[SpeedCurve], most: tuple[int | None, ...] | None, wanted: tuple[int, ...]) -> None:
-    assert balance(batch, curves, most) == wanted == SpeedShares(curves, most)(batch)
+def test_splits(batch: int, curves: list[SpeedCurve], wanted: tuple[int, ...]) -> None:
+    assert balance(batch, curves) == wanted == SpeedShares(curves)(batch)
 
 
 def test_parts_are_in_proportion_and_need_not_be_whole() -> None:
@@ -68,11 +58,6 @@ def test_everybody_has_a_part_of_a_usual_sample_if_there_are_enough() -> None:
 def test_no_speed_is_refused(numbers: tuple[float, float]) -> None:
     with pytest.raises(DataError, match="is no speed"):
         SpeedCurve(*numbers)
-
-
-def test_who_has_no_memory_for_a_sample_is_named() -> None:
-    with pytest.raises(DataError, match="rank 1 has no memory for one sample"):
-        balance(8, [SpeedCurve(0, 1)] * 2, (8, 0))
 
 
 def test_auto_is_equal_until_speeds_are_known_and_no_other_word_is() -> None:

@@ -39,7 +39,7 @@ class Split(NamedTuple):
 
 
 class Balancer:
-    """Follows the speeds of `size` workers; `curves` where they are known from before. `most`: as `balance` takes it."""
+    """Follows the speeds of `size` workers; `curves` where they are known from before."""
 
     def __init__(self, size: int, curves: Sequence[SpeedCurve] | None = None) -> None:
         self.curves = tuple(curves) if curves is not None else (SpeedCurve(0.0, 1.0),) * size
@@ -64,26 +64,26 @@ class Balancer:
             else:
                 self._record.add(step, self.curves)
 
-    def decide(self, most: Sequence[int | None] | None = None, *, per_sample: float | None = None) -> Split | None:
+    def decide(self, *, per_sample: float | None = None) -> Split | None:
         """Return what shares are to go by from now on; None where they stay.
 
         `per_sample`: units of a usual sample, where samples are dealt by what they cost, and parts need not be whole; else None.
         """
         self._per_sample = per_sample
-        return self._calibrate(most) if self.phase != "steady" else self._follow(most)
+        return self._calibrate() if self.phase != "steady" else self._follow()
 
     # ---- calibration
 
-    def _calibrate(self, most: Sequence[int | None] | None) -> Split | None:
+    def _calibrate(self) -> Split | None:
         count = self._record.total
         if count < FEWEST:
             return None
         means = self._record.means(count)
         error = max(means.errors)
         if self.phase == "lever":
-            return self._fit(means, most) if error <= NARROW or count >= MANY else None
+            return self._fit(means) if error <= NARROW or count >= MANY else None
         curves = self._scaled(means)
-        split = self._split(curves, means, most)
+        split = self._split(curves, means)
         if split is not None and split[1] >= max(WORTH, self._deviations * error):
             return self._change(split[0], means)
         if error <= NARROW or (count >= MANY and error <= WIDE):
@@ -99,7 +99,7 @@ class Balancer:
         self.curves, self.phase = (SpeedCurve(0.0, mean),) * len(curves), "steady"
         self._record.clear()
 
-    def _fit(self, means: WorkMeans, most: Sequence[int | None] | None) -> Split | None:
+    def _fit(self, means: WorkMeans) -> Split | None:
         """Find the curves that go through both measurements, and go by them."""
         units, seconds = self._first
         now = [curve(part) * slow for curve, part, slow in zip(self.curves, means.units, means.slowness, strict=True)]
@@ -112,12 +112,12 @@ class Balancer:
             curves = tuple(curve or SpeedCurve(usual * last, (1 - usual) * last / part) for curve, part, last in rest)
         else:
             curves = self._scaled(means)
-        split = self._split(curves, means, most)
+        split = self._split(curves, means)
         return None if split is None else self._change(split[0], means)
 
     # ---- afterwards
 
-    def _follow(self, most: Sequence[int | None] | None) -> Split | None:
+    def _follow(self) -> Split | None:
         record = self._record
         self._look_back()
         if self._seen is not None:
@@ -125,10 +125,10 @@ class Balancer:
             if record.total - at < window:
                 return None
             self._seen = None
-            split = self._gain(window, most)
+            split = self._gain(window)
             return None if split is None else self._change(split, self._record.means(window))
         for window, _ in WINDOWS:
-            if record.total >= window and self._gain(window, most) is not None:
+            if record.total >= window and self._gain(window) is not None:
                 self._seen = window, record.total
                 break
         return None
@@ -143,10 +143,10 @@ class Balancer:
         if self._wrong and total - self._since >= FORGIVEN:
             self._since, self._wrong = total, self._wrong - 1
 
-    def _gain(self, window: int, most: Sequence[int | None] | None) -> Split | None:
+    def _gain(self, window: int) -> Split | None:
         """Return the change by the last blocks, if it gains enough; None where that may be noise."""
         means = self._record.means(window)
-        found = self._split(self._scaled(means), means, most)
+        found = self._split(self._scaled(means), means)
         least = max(dict(WINDOWS)[window] * 2**self._wrong, self._deviations * max(means.errors))
         return found[0] if found is not None and found[1] >= least else None
 
@@ -155,12 +155,12 @@ class Balancer:
     def _scaled(self, means: WorkMeans) -> tuple[SpeedCurve, ...]:
         return tuple(curve.scaled(factor) for curve, factor in zip(self.curves, means.slowness, strict=True))
 
-    def _split(self, curves: tuple[SpeedCurve, ...], means: WorkMeans, most: Sequence[int | None] | None) -> tuple[Split, float] | None:
+    def _split(self, curves: tuple[SpeedCurve, ...], means: WorkMeans) -> tuple[Split, float] | None:
         """Return the change to these curves, and what it gains as a part of a step; None where nothing is to be dealt."""
         total, usual = sum(means.units), self._per_sample
         if round(total / (usual or 1.0)) < 1:
             return None
-        parts = SpeedShares(curves, per_sample=usual).parts(total) if usual else balance(round(total), curves, most)
+        parts = SpeedShares(curves, per_sample=usual).parts(total) if usual else balance(round(total), curves)
         now = max(curve(units) for curve, units in zip(curves, means.units, strict=True))
         then = max(curve(units) for curve, units in zip(curves, parts, strict=True))
         whole = max(means.whole, now)
