@@ -9,8 +9,7 @@ The nodes a and b are those where a way from a parameter to the output first mee
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Parameter
+
+from paceline.parallel.gradient_hooks import without_gradient_hooks
 
 
 @dataclass
@@ -77,21 +78,9 @@ def weight_half(later: Later) -> None:
                 hook.remove()
     later.branches, later.direct = [], []
     if found:
-        with _silenced(parameter for parameter, _ in found):
+        # the hooks on these gradients were called by `torch.autograd.grad`
+        with without_gradient_hooks(parameter for parameter, _ in found):
             torch.autograd.backward([parameter for parameter, _ in found], [grad for _, grad in found])
-
-
-@contextlib.contextmanager
-def _silenced(parameters: Iterable[Parameter]) -> Iterator[None]:
-    """Leave out the hooks on gradients that scripts have registered: `torch.autograd.grad` has called them already."""
-    hooks = [(own, dict(own)) for parameter in parameters if (own := parameter._backward_hooks)]
-    for own, _ in hooks:
-        own.clear()
-    try:
-        yield
-    finally:
-        for own, before in hooks:
-            own.update(before)
 
 
 def _node(tensor: Tensor) -> Node:

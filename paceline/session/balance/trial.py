@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -28,6 +28,7 @@ from paceline.data.spec import LoaderSpec
 from paceline.errors import UsageError
 from paceline.formatting import sized
 from paceline.parallel.batchnorm import desynchronise
+from paceline.parallel.gradient_hooks import without_gradient_hooks
 from paceline.parallel.initialise import kept_randomness
 from paceline.session.axes import RunAxes
 from paceline.session.balance.memory import COPIES, AllocationMeter, is_out_of_memory, largest, limit_of, nbytes
@@ -108,7 +109,7 @@ class MemoryTrial:
         def attempt(samples: int) -> int | None:
             return self._attempt(model, trained, self._rows(terms, samples), fixed)
 
-        with self._alone(), kept_randomness(), _uncompiled(), _unhooked(trained):
+        with self._alone(), kept_randomness(), _uncompiled(), without_gradient_hooks(trained):
             kept = buffers([model])
             try:
                 found, _ = largest(attempt, share=share, most=batch, limit=limit, fixed=fixed, first=first)
@@ -171,19 +172,6 @@ def _is_known(hook: Any) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func
     return str(getattr(hook, "__module__", None)).partition(".")[0] in ("torch", "paceline")
-
-
-@contextmanager
-def _unhooked(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Take the hooks on gradients off, which `torch.autograd.grad` would call, too."""
-    hooks = [(own, dict(own)) for parameter in parameters if (own := cast("dict[int, Any] | None", parameter._backward_hooks))]
-    for own, _ in hooks:
-        own.clear()
-    try:
-        yield
-    finally:
-        for own, before in hooks:
-            own.update(before)
 
 
 def _uncompiled() -> AbstractContextManager[None]:
