@@ -98,32 +98,44 @@ def test_parameters_that_some_workers_use(zero: Any) -> None:
     same(lambda: fill(Choosing().double()), step, shard("blocks.*", zero=zero), 2, optimizer=optimizer)
 
 
+class BucketAhead(GradientBucket):
+    """Lets rank 0 be ahead: rank 1 has no gradients before `ahead` is set, as it is when rank 0 waits. `under_way`: what it has sent."""
+
+    ahead: threading.Event
+    under_way: set[str]
+
+    def put(self, index: int, grad: Tensor, scale: float) -> None:
+        assert self.memory.rank == 0 or self.ahead.wait(PATIENCE)
+        super().put(index, grad, scale)
+
+    def send(self, group: Group) -> None:
+        super().send(group)
+        if group.rank == 0:
+            self.under_way.add(self.memory.unit)
+
+    def arrives(self, seconds: float, meter: AxisMeter) -> bool:
+        self.ahead.set()
+        return super().arrives(seconds, meter)
+
+    def reset(self) -> None:
+        if self.memory.rank == 0:
+            self.under_way.discard(self.memory.unit)
+        super().reset()
+
+
 def test_a_worker_that_is_ahead_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    ahead, under_way, most = threading.Event(), set[str](), list[int]()
+    """Rank 1 has no gradients before rank 0 waits, or has sent more than it should."""
+    most = list[int]()
 
-    class Watched(GradientBucket):
-        """Of rank 0; rank 1 has no gradients before rank 0 waits, or has sent more than it should."""
-
-        def put(self, index: int, grad: Tensor, scale: float) -> None:
-            assert self.memory.rank == 0 or ahead.wait(PATIENCE)
-            super().put(index, grad, scale)
+    class Watched(BucketAhead):
+        ahead, under_way = threading.Event(), set[str]()
 
         def send(self, group: Group) -> None:
             super().send(group)
             if group.rank == 0:
-                under_way.add(self.memory.unit)
-                most.append(len(under_way))
+                most.append(len(self.under_way))
                 if most[-1] > 2:
-                    ahead.set()
-
-        def arrives(self, seconds: float, meter: AxisMeter) -> bool:
-            ahead.set()
-            return super().arrives(seconds, meter)
-
-        def reset(self) -> None:
-            if self.memory.rank == 0:
-                under_way.discard(self.memory.unit)
-            super().reset()
+                    self.ahead.set()
 
     monkeypatch.setattr(gradients, "GradientBucket", Watched)
     same(odd_net, fitting(vectors), shard("blocks.*", zero=2), 2)
@@ -196,30 +208,17 @@ def test_workers_that_sum_different_units_are_told_which() -> None:
 
 def test_a_large_gradient_is_copied_when_no_bucket_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """It and its copy are as large as a unit; rank 1 has no gradients before rank 0 waits, or has copied one too early."""
-    ahead, under_way, found = threading.Event(), set[str](), list[int]()
+    found = list[int]()
 
-    class Watched(GradientBucket):
+    class Watched(BucketAhead):
+        ahead, under_way = threading.Event(), set[str]()
+
         def put(self, index: int, grad: Tensor, scale: float) -> None:
             if self.memory.rank == 0 and 2 * grad.numel() > self.memory.layout.padded:
-                found.append(len(under_way))
-                if under_way:
-                    ahead.set()
-            assert self.memory.rank == 0 or ahead.wait(PATIENCE)
+                found.append(len(self.under_way))
+                if self.under_way:
+                    self.ahead.set()
             super().put(index, grad, scale)
-
-        def send(self, group: Group) -> None:
-            super().send(group)
-            if group.rank == 0:
-                under_way.add(self.memory.unit)
-
-        def arrives(self, seconds: float, meter: AxisMeter) -> bool:
-            ahead.set()
-            return super().arrives(seconds, meter)
-
-        def reset(self) -> None:
-            if self.memory.rank == 0:
-                under_way.discard(self.memory.unit)
-            super().reset()
 
     monkeypatch.setattr(gradients, "GradientBucket", Watched)
     layers = [nn.Linear(7, 9), *(nn.Linear(9, 9) for _ in range(3)), nn.Linear(9, 3)]

@@ -9,12 +9,12 @@ import resource
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from paceline.session.loop.interruptions import LONGEST_FAULT, InterruptionMeter, Interruptions
 from paceline.trace import Trace
+from tests.harness.garbage import litter
 
 SCHEDSTAT = Path("/proc/self/schedstat").exists()
 
@@ -24,15 +24,6 @@ def meter(trace: Trace | None = None, proc: Path = Path("/proc")) -> Interruptio
     found = InterruptionMeter(trace or Trace(), proc)
     assert found.take(1.0) == Interruptions()  # nothing is known of what was before
     return found
-
-
-def litter() -> None:
-    """Leave garbage that only a search finds."""
-    gc.disable()
-    for _ in range(100_000):
-        knot: list[Any] = []
-        knot.append(knot)
-    gc.enable()
 
 
 def test_garbage_collection_is_measured_and_drawn() -> None:

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,6 +26,7 @@ from paceline.session.record import stragglers
 from paceline.session.record.causes import CAUSES, MEASURED, REMEDIES, WORDS
 from paceline.session.record.stragglers import AGAIN, FLUSHES, PAUSE, StragglerSensor
 from paceline.session.run import Run
+from tests.harness.garbage import litter
 from tests.harness.jobs import Jobs
 from tests.harness.runs import batches, workers
 
@@ -216,16 +216,6 @@ def burn() -> None:
     hashlib.pbkdf2_hmac("sha256", b"all the same", b"work", 10_000)
 
 
-def litter() -> None:
-    """Leave garbage that only a search finds, and search for it."""
-    gc.disable()
-    for _ in range(100_000):
-        knot: list[Any] = []
-        knot.append(knot)
-    gc.enable()
-    gc.collect()
-
-
 @contextlib.contextmanager
 def crowded() -> Iterator[None]:
     """Leave this thread, for the rest of its life, a tenth of a processor, whose rest a program takes that never rests."""
@@ -260,6 +250,7 @@ def test_planted_causes_are_told_apart(tmp_path: Path, cause: str) -> None:
                         time.sleep(0.06)
                     if here and cause == "collection":
                         litter()
+                        gc.collect()
                     model(x).pow(2).mean().backward()
                     optimizer.step()
 
