@@ -113,7 +113,7 @@ def _start(job: LaunchRequest, given: Mapping[str, str] | None = None) -> int:
     if job.cut is not None:
         notation.prove_cuts(job.cut)
     if job.shares is not None:
-        notation.shares(job.shares)
+        notation.shares(job.shares, job.workers if job.hosts == 1 and job.join is None else None)
     if job.name is not None:
         folders.prove(job.name)
     return launch.run(job, {**environment(), **(given or {})})

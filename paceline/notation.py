@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hi
 from paceline.cluster.launcher import isolation
 from paceline.codec.words import words
 from paceline.errors import NotationError, PacelineError, UsageError
-from paceline.formatting import choices, spell
+from paceline.formatting import choices, counted, spell
 
 Vocabulary = Mapping[str, "str | Callable[..., Any]"]
 
@@ -113,14 +113,23 @@ def prove_cuts(text: str) -> None:
     _attempt(cuts, text)
 
 
-def shares(text: str) -> Literal["auto"] | tuple[float, ...]:
-    """Return the shares that `text` means: "auto", or one number for each worker. Raises `NotationError`."""
+def shares(text: str, workers: int | None = None) -> Literal["auto"] | tuple[float, ...]:
+    """Return the shares that `text` means: "auto", or one number for each of the workers, if it is known how many there are.
+
+    Raises `NotationError`.
+    """
     if text.strip() == "auto":
         return "auto"
     try:
-        return tuple(float(part) for part in text.split(","))
+        found = tuple(float(part) for part in text.split(","))
     except ValueError:
         raise NotationError(f"--shares {text} can't be read: say auto, or one number per worker, such as 2,1") from None
+    if not all(0 <= share < math.inf for share in found) or not any(found):
+        raise NotationError(f"--shares {text}: each is a number, zero or more, and at least one is above zero")
+    if workers not in (None, len(found)):
+        given = f"{counted(len(found), 'number')} for {counted(workers or 0, 'worker')}"
+        raise NotationError(f"--shares {text} has {given}: give one number per worker, in rank order")
+    return found
 
 
 def _attempt(make: Callable[[str], Any], text: str) -> None:
