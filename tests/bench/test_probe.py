@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import paceline
 from paceline.bench import probe
 from paceline.cluster import topology_file
 from tests.harness import nursery
@@ -26,6 +29,16 @@ def test_the_command_writes_what_it_shows(job: Jobs) -> None:
     assert sorted(path.name for path in job.folder.iterdir()) == ["found.json"]
     again = job.start([*command[:-1], "again.json", "--hosts", "0"]).end()
     assert again.code == 2 and "--hosts is 0" in again.err
+
+
+def test_an_interrupt_ends_it_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(**options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(vars(paceline), "start", interrupted)
+    monkeypatch.setattr(sys, "argv", ["probe.py"])
+    with pytest.raises(SystemExit, match=r"^130$"):
+        runpy.run_path(probe.__file__, run_name="__main__")
 
 
 @pytest.mark.slow
