@@ -225,10 +225,7 @@ def _in_lab(asked: ScalingRequest, each: Launch, given: Mapping[str, str]) -> tu
     if threads is None and all(host.processors is None for host in asked.cluster.hosts):
         threads = max(1, machine.cores() // asked.cluster.workers)
     start = LabRequest(asked.script, each.args, sync=asked.sync, threads=threads, environ=given)
-    try:
-        outcome = terminal.perform(part_of(asked.cluster, each.workers), start)
-    except KeyboardInterrupt:
-        return 130, ""
+    outcome = terminal.perform(part_of(asked.cluster, each.workers), start)
     return outcome.code, outcome.output
 
 

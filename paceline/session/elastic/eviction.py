@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.cluster.mesh import Mesh
 from paceline.errors import UsageError
 from paceline.session.elastic.departure import Departure
 from paceline.session.groups import CurrentView
@@ -49,8 +48,8 @@ class WarningCount:
 class Eviction:
     """Has a worker leave that is late in `WARNINGS` looks, the same one on all workers; never with fewer left than the job needs."""
 
-    def __init__(self, view: CurrentView, leaving: Departure, history: RunHistory, mesh: Mesh | None = None) -> None:
-        self._view, self._leaving, self._history, self._mesh = view, leaving, history, mesh
+    def __init__(self, view: CurrentView, leaving: Departure, history: RunHistory) -> None:
+        self._view, self._leaving, self._history = view, leaving, history
         self._counts = WarningCount()
         self._names: tuple[int, ...] = ()
         self._kept: set[int] = set()  # workers that would have had to leave, but are needed
@@ -64,7 +63,7 @@ class Eviction:
         rank = self._counts.add(names, judgement)
         if rank is None:
             return
-        who = named(frozenset({rank}), hosts, self._mesh)
+        who = named(frozenset({rank}), hosts)
         why = f"{who} was late in {WARNINGS} looks in a row, for {judgement.words}"
         needed = self._view.worker.place.min_workers
         if len(names) <= needed:

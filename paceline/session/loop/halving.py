@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils._pytree import tree_leaves
 
+from paceline.comm.group import pieces
 from paceline.data.batches import cut, rows
 from paceline.errors import DataError
 from paceline.formatting import counted
@@ -84,8 +84,8 @@ def _tell(text: str) -> None:
 class HalvedSteps:
     """Remembers how many rows fit into the memory of worker `rank`."""
 
-    def __init__(self, rank: Callable[[], int], tell: Callable[[str], None] = _tell) -> None:
-        self._rank, self._tell = rank, tell
+    def __init__(self, rank: Callable[[], int]) -> None:
+        self._rank = rank
         self.most: int | None = None  # rows at a time; None: all, so far
         self._proven: int | None = None  # with which a step has been taken
         self._failed = 0  # the fewest rows that didn't fit
@@ -122,7 +122,7 @@ class HalvedSteps:
         if self.most != self._proven:
             self._proven = self.most
             failed = counted(self._failed, "sample")
-            self._tell(f"rank {self._rank()} ran out of memory on {failed}, and takes {self.most} at a time from now on")
+            _tell(f"rank {self._rank()} ran out of memory on {failed}, and takes {self.most} at a time from now on")
         return loss
 
     def may_halve(self, error: Exception, count: int) -> bool:
@@ -137,9 +137,7 @@ class HalvedSteps:
 
     def _parts(self, batch: StepBatch, count: int, value: Value, weights: Weights, scale: Callable[[Tensor], float]) -> Tensor:
         most = self.most or count
-        pieces = math.ceil(count / most)
-        edges = [count * number // pieces for number in range(pieces + 1)]
-        parts = [batch.part(start, stop, count) for start, stop in pairwise(edges)]
+        parts = [batch.part(start, stop, count) for start, stop in pieces(count, math.ceil(count / most))]
         trained = [parameter for parameter in batch.model.parameters() if parameter.requires_grad]
         sums: list[Tensor | None] = [None] * len(trained)
         total: Tensor | None = None

@@ -64,7 +64,5 @@ class PrepareOptions:
 def _check(options: Mapping[str, Any], size: int) -> None:
     if options["batchnorm"] not in ("sync", "local"):
         raise UsageError(f"batchnorm={options['batchnorm']!r} is unknown; possible are 'sync' and 'local'")
-    if isinstance(options["shares"], str) and options["shares"] == "auto" and options["shard"] == "mine":
-        raise UsageError("shares='auto' and shard='mine' contradict each other: the stream deals its samples by itself; leave out one")
     check_options(options["loss"], options["weigh"], options["accumulate"])
     policy(options["shares"], size)
