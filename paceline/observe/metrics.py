@@ -1,0 +1,119 @@
+"""The metrics of a run in columns: each line is read once, so that a file which still grows is followed without beginning again."""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from collections.abc import Mapping
+from io import BufferedReader
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import UsageError
+from paceline.session.record.folder import PARTS, RunFolder
+
+OWN = frozenset(("step", "time", "samples", "seconds"))  # fields of a line that nobody has logged
+Floats = NDArray[np.float64]
+
+
+class StepColumns(NamedTuple):
+    """The finished steps of a run, one element each."""
+
+    step: Floats
+    time: Floats  # seconds since the start of the run
+    samples: Floats
+    seconds: Floats  # a column for each of PARTS
+
+
+class ValueColumns(NamedTuple):
+    """What was logged by one name, one element for each line that has it."""
+
+    step: Floats
+    time: Floats
+    value: Floats
+
+
+class MetricsReader:
+    """Reads the metrics of one run. `read` takes in the lines that are new, and begins again where the file is another one.
+
+    A last line without its end is left for the next time. A line that is no JSON, or isn't of this version, raises UsageError.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._forget()
+
+    def _forget(self) -> None:
+        self._file = (0, 0)  # device and inode
+        self._offset = self._lines = 0
+        self._steps, self._parts = [array("d") for _ in range(3)], [array("d") for _ in PARTS]
+        self._values: dict[str, tuple[array[float], array[float], array[float]]] = {}
+
+    def read(self) -> bool:
+        """Take in what is new; without a file there is nothing. Returns whether there was something."""
+        try:
+            file = self._folder.metrics.open("rb")
+        except FileNotFoundError:
+            return False
+        with file:
+            found = os.fstat(file.fileno())
+            if (found.st_dev, found.st_ino) != self._file or found.st_size < self._offset:
+                self._forget()
+                self._file = (found.st_dev, found.st_ino)
+            before = self._lines
+            file.seek(self._offset)
+            self._take(file)
+        return self._lines > before
+
+    def _take(self, file: BufferedReader) -> None:
+        for text in file:
+            whole = text.endswith(b"\n")
+            try:
+                line = json.loads(text)
+            except ValueError as error:
+                if not whole:
+                    return  # half-written
+                raise UsageError(
+                    f"{self._folder.metrics} is damaged in line {self._lines + 1} ({error}); mend or remove that line"
+                ) from error
+            try:
+                self._add(line)
+            except (AttributeError, KeyError, ValueError, TypeError) as error:
+                raise UsageError(f"{self._folder.metrics} is not of this version of paceline: {error!r}") from error
+            self._lines, self._offset = self._lines + 1, self._offset + len(text)
+
+    def _add(self, line: Mapping[str, Any]) -> None:
+        step, time = float(line["step"]), float(line["time"])
+        named = [(name, float(value)) for name, value in line.items() if name not in OWN]
+        spent = line.get("seconds")
+        if spent is not None:
+            row = [float(spent[part]) for part in PARTS]
+            for column, value in zip((*self._steps, *self._parts), (step, time, float(line["samples"]), *row), strict=True):
+                column.append(value)
+        for name, value in named:
+            columns = self._values.setdefault(name, (array("d"), array("d"), array("d")))
+            for column, each in zip(columns, (step, time, value), strict=True):
+                column.append(each)
+
+    @property
+    def lines(self) -> int:
+        """The number of lines taken in."""
+        return self._lines
+
+    @property
+    def steps(self) -> StepColumns:
+        """What was read of finished steps."""
+        step, time, samples = (_copied(column) for column in self._steps)
+        return StepColumns(step, time, samples, np.stack([_copied(column) for column in self._parts], axis=1))
+
+    @property
+    def values(self) -> dict[str, ValueColumns]:
+        """What was read of each logged name; nan and infinities are among the values."""
+        return {name: ValueColumns(*(_copied(column) for column in columns)) for name, columns in self._values.items()}
+
+
+def _copied(column: array[float]) -> Floats:
+    return np.array(column, dtype=np.float64)  # a view would keep the column from growing
