@@ -1,8 +1,10 @@
-"""Pages as a browser reads them: their elements and attributes, by Python's parser."""
+"""Pages as a browser reads them: their elements and attributes, by Python's parsers."""
 
 from __future__ import annotations
 
 from html.parser import HTMLParser
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
 
 
 class Tags(HTMLParser):
@@ -22,3 +24,9 @@ class Tags(HTMLParser):
     def names(self) -> list[str]:
         """Names of all elements, in order."""
         return [name for name, _ in self.found]
+
+
+def tree(markup: str | None) -> Element:
+    """Read one element with all that is in it; what isn't well-formed fails."""
+    assert markup is not None
+    return ElementTree.fromstring(markup)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
-from paceline.observe.page.markup import element, render
+from paceline.observe.page.markup import element
 from paceline.observe.page.sections import sections
 
 
@@ -14,7 +14,7 @@ def page(datas: Sequence[Mapping[str, Any]], *, head: str = "", script: str = ""
     """Return the page of these runs as HTML. `head`: more of the head of the page, as HTML; `script`: more JavaScript, which runs last."""
     names = ", ".join(str(data["name"]) for data in datas)
     body = "\n".join(sections(datas).values())
-    title = render(element("title", None, f"{names} - paceline"))
+    title = element("title", None, f"{names} - paceline")
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'"
     return "\n".join(
         [

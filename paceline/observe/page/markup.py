@@ -1,49 +1,48 @@
-"""Elements of HTML and SVG. Whatever text they are given is escaped when they are written, so nothing in a run can become markup."""
+"""Elements of HTML and SVG, as text. What isn't markup already is escaped, so nothing that a run has named can become markup."""
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Iterable, Mapping
-from xml.etree import ElementTree
-from xml.etree.ElementTree import Element
+from typing import Final
 
-Child = Element | str | float | None
-Attributes = Mapping[str, "str | float | None"]
+EMPTY: Final = frozenset(("br", "col", "hr", "meta", "circle", "line", "path", "polygon", "rect"))  # elements without an end
 
 _BARE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")  # what no page may contain
 
 
-def element(tag: str, attributes: Attributes | None = None, *children: Child | Iterable[Child]) -> Element:
-    """Return an element with these children, in order: elements, and text or numbers; None is left out, as are attributes of None."""
-    made = Element(tag, {name: _text(value) for name, value in (attributes or {}).items() if value is not None})
-    last: Element | None = None
-    for child in _flat(children):
-        if isinstance(child, Element):
-            made.append(child)
-            last = child
-        elif last is None:
-            made.text = (made.text or "") + _text(child)
-        else:
-            last.tail = (last.tail or "") + _text(child)
-    return made
+class Markup(str):
+    """Text that is HTML, and isn't escaped again."""
+
+    __slots__ = ()
 
 
-def render(made: Element) -> str:
-    """Write an element as HTML."""
-    return ElementTree.tostring(made, encoding="unicode", method="html")
+Child = Markup | str | float | None
+Attributes = Mapping[str, str | float | None]
 
 
-def _flat(children: Iterable[Child | Iterable[Child]]) -> Iterable[Element | str | float]:
-    for child in children:
-        if child is None:
-            continue
-        if isinstance(child, Element | str | int | float):
-            yield child
-        else:
-            yield from _flat(child)
+def element(tag: str, attributes: Attributes | None = None, *children: Child | Iterable[Child]) -> Markup:
+    """Return an element with these children, in order: markup, and text or numbers; None is left out, as are attributes of None."""
+    given = "".join(f' {name}="{_escaped(value)}"' for name, value in (attributes or {}).items() if value is not None)
+    inside = join(*children)
+    return Markup(f"<{tag}{given}/>" if tag in EMPTY and not inside else f"<{tag}{given}>{inside}</{tag}>")
 
 
-def _text(value: str | float) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return _BARE.sub("�", str(value))
+def join(*children: Child | Iterable[Child]) -> Markup:
+    """Return children one after the other."""
+    return Markup("".join(map(_written, children)))
+
+
+def _written(child: Child | Iterable[Child]) -> str:
+    if child is None:
+        return ""
+    if isinstance(child, Markup):
+        return child
+    if isinstance(child, str | int | float):
+        return _escaped(child)
+    return join(*child)
+
+
+def _escaped(value: str | float) -> str:
+    return html.escape(_BARE.sub("�", f"{value:.6g}" if isinstance(value, float) else str(value)))

@@ -6,9 +6,8 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from xml.etree.ElementTree import Element
 
-from paceline.observe.page.markup import element
+from paceline.observe.page.markup import Markup, element
 from paceline.observe.page.scales import Scale
 
 WIDE, HIGH = 1000, 220  # of the plane of curves; it is as wide as the screen allows
@@ -50,7 +49,7 @@ class Plot:
     marks: Sequence[Mark] = field(default_factory=list)
 
 
-def draw(plot: Plot) -> Element:
+def draw(plot: Plot) -> Markup:
     """Draw a plot: numbers of the vertical axis at the left, the curves, and numbers of the horizontal axis below."""
     lines = [line for curve in plot.curves for line in _curve(curve, plot)]
     plane = element("svg", {"viewBox": f"0 0 {WIDE} {HIGH}", "preserveAspectRatio": "none", "width": "100%", "height": HIGH}, lines)
@@ -68,7 +67,7 @@ def draw(plot: Plot) -> Element:
     return element("figure", None, _legend(plot.curves), drawn)
 
 
-def _curve(curve: Curve, plot: Plot) -> Iterator[Element]:
+def _curve(curve: Curve, plot: Plot) -> Iterator[Markup]:
     kind = curve.kind % COLOURS
     if curve.low:
         for part in _pieces(curve.x, curve.low, curve.high):
@@ -108,7 +107,7 @@ def _down(y: float, axis: Scale) -> float:
     return (1 - min(max(axis.at(y), -0.05), 1.05)) * HIGH
 
 
-def _grid(plot: Plot) -> Iterator[Element]:
+def _grid(plot: Plot) -> Iterator[Markup]:
     for value, _ in plot.y.ticks:
         y = _down(value, plot.y)
         yield element("line", {"class": "grid", "x1": 0, "x2": "100%", "y1": y, "y2": y})
@@ -118,7 +117,7 @@ def _grid(plot: Plot) -> Iterator[Element]:
         yield element("text", {"class": "tick", "x": f"{100 * at:.2f}%", "y": HIGH + 16, "text-anchor": anchor}, words)
 
 
-def _heights(axis: Scale) -> Element:
+def _heights(axis: Scale) -> Markup:
     ticks = (
         element("text", {"class": "tick", "x": "100%", "y": max(_down(value, axis) + 4, 9), "text-anchor": "end"}, words)
         for value, words in axis.ticks
@@ -127,19 +126,19 @@ def _heights(axis: Scale) -> Element:
     return element("svg", {"class": "heights", "height": HIGH + 22, "width": 8 + 7 * longest, "aria-hidden": "true"}, ticks)
 
 
-def _mark(mark: Mark, axis: Scale) -> Element:
+def _mark(mark: Mark, axis: Scale) -> Markup:
     at = f"{100 * _across(mark.x, axis):.2f}%"
     return element("line", {"class": f"mark {mark.kind}", "x1": at, "x2": at, "y1": 0, "y2": HIGH}, element("title", None, mark.words))
 
 
-def _legend(curves: Sequence[Curve]) -> Element | None:
+def _legend(curves: Sequence[Curve]) -> Markup | None:
     if len(curves) < 2:
         return None
     items = (element("span", {"class": "key"}, swatch(curve.kind), curve.name) for curve in curves)
     return element("figcaption", {"class": "legend"}, items)
 
 
-def swatch(kind: int) -> Element:
+def swatch(kind: int) -> Markup:
     """Draw the line of a curve, for a legend."""
     line = element("line", {"class": f"line c{kind % COLOURS}", "x1": 1, "x2": 25, "y1": 6, "y2": 6})
     return element("svg", {"class": "swatch", "width": 26, "height": 12, "aria-hidden": "true"}, line)

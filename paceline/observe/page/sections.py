@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
-from xml.etree.ElementTree import Element
 
 from paceline.observe.page import loss
-from paceline.observe.page.markup import element, render
+from paceline.observe.page.markup import Markup, element
 
 Data = Mapping[str, Any]
 
-OF_ONE: Final[Mapping[str, tuple[str, Callable[[Data], Element | None]]]] = {
+OF_ONE: Final[Mapping[str, tuple[str, Callable[[Data], Markup | None]]]] = {
     "loss": ("Loss", loss.of_one),
 }
 
@@ -23,5 +22,5 @@ def sections(datas: Sequence[Data]) -> dict[str, str]:
     for name, (title, draw) in OF_ONE.items():
         content = draw(data)
         if content is not None:
-            found[name] = render(element("section", {"id": name}, element("h2", None, title), content))
+            found[name] = element("section", {"id": name}, element("h2", None, title), content)
     return found

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 from paceline.observe.page import scales
-from paceline.observe.page.markup import render
 from paceline.observe.page.plots import HIGH, WIDE, Curve, Mark, Plot, draw, finite
+from tests.harness.pages import tree
 
 
 def plot(*curves: Curve, **changes: object) -> Plot:
@@ -14,32 +14,32 @@ def plot(*curves: Curve, **changes: object) -> Plot:
 
 
 def test_a_curve() -> None:
-    text = render(draw(plot(Curve("loss", [0, 2, 4], [2, 1, 0]))))
+    text = draw(plot(Curve("loss", [0, 2, 4], [2, 1, 0])))
     assert f'd="M0.0,0.0 {WIDE / 2},{HIGH / 2} {WIDE}.0,{HIGH}.0"' in text
     assert "<title>loss over steps</title>" in text
     assert "legend" not in text
 
 
 def test_a_curve_with_a_hole() -> None:
-    made = draw(plot(Curve("loss", [0, 1, 2, 3, 4], [1, 1, None, 1, None])))
+    made = tree(draw(plot(Curve("loss", [0, 1, 2, 3, 4], [1, 1, None, 1, None]))))
     assert [path.get("d", "").count(",") for path in made.iter("path")] == [2, 2]
 
 
 def test_a_band() -> None:
-    made = draw(plot(Curve("loss", [0, 4], [1, 1], [0, 0], [2, 2])))
+    made = tree(draw(plot(Curve("loss", [0, 4], [1, 1], [0, 0], [2, 2]))))
     band, line = made.iter("path")
     assert band.get("d") == f"M0.0,{HIGH}.0 {WIDE}.0,{HIGH}.0 {WIDE}.0,0.0 0.0,0.0Z"
     assert "line" in line.get("class", "")
 
 
 def test_several_curves_have_a_legend_and_different_lines() -> None:
-    made = draw(plot(Curve("a", [0], [1], kind=0), Curve("b", [0], [1], kind=1)))
+    made = tree(draw(plot(Curve("a", [0], [1], kind=0), Curve("b", [0], [1], kind=1))))
     assert [key.get("class") for key in made.iter("span")] == ["key", "key"]
     assert {path.get("class") for path in made.iter("path")} == {"line c0", "line c1"}
 
 
 def test_marks_and_numbers_for_read_outs() -> None:
-    made = draw(plot(Curve("loss", [0, 4], [1, None]), marks=[Mark(2, "a loss", "loss")], unit="step"))
+    made = tree(draw(plot(Curve("loss", [0, 4], [1, None]), marks=[Mark(2, "a loss", "loss")], unit="step")))
     (mark,) = (line for line in made.iter("line") if "mark" in line.get("class", ""))
     assert mark.get("x1") == "50.00%" and mark[0].text == "a loss"
     (sheet,) = (found for found in made.iter("div") if found.get("data-points"))
