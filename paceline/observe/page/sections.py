@@ -18,7 +18,7 @@ OF_ONE: Final[Mapping[str, tuple[str, Callable[[Data], Markup | None]]]] = {
 def sections(datas: Sequence[Data]) -> dict[str, str]:
     """Return the sections of the page of these runs as HTML, by their ids, in order; those that have nothing to show are left out."""
     (data,) = datas
-    found = {}
+    found: dict[str, str] = {}
     for name, (title, draw) in OF_ONE.items():
         content = draw(data)
         if content is not None:
