@@ -35,7 +35,6 @@ UNTESTED = {  # modules without a test file of their name so far: tests of their
     "data/stream_access",
     "errors",
     "lab/enter",
-    "observe/advice",
     "observe/facts",
     "server/endpoints",
     "server/scheduler_rpc",

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from paceline.cluster.mesh import Mesh
 from paceline.errors import UsageError
 from paceline.observe import serving
+from paceline.observe.metrics import Floats, MetricsReader
 from paceline.session.record.folder import PARTS, RunFolder
 from paceline.session.record.pipeline_profile import PipelineProfile
 
@@ -33,6 +35,19 @@ class OwnWork:
 
     seconds: float  # in a step, the median
     late: float  # the share of the steps in which it was a tenth above what is usual among the workers
+
+
+@dataclass(frozen=True)
+class LinkFacts:
+    """A link between hosts that became slow."""
+
+    step: int  # at which that was noticed
+    words: str
+    advice: str  # empty where nothing is known that would help
+    hosts: tuple[str, ...]  # whose links they are; of two hosts the one between them
+    rate: float  # bytes that it carries in a second
+    usual: float | None  # what others carry, where there are others
+    gain: float | None  # how many times as fast steps would be with what is advised
 
 
 @dataclass(frozen=True)
@@ -83,7 +98,7 @@ class RunFacts:
     steady: SteadyTimes | None = None  # None where the steps are too few to tell
     work: tuple[OwnWork, ...] = ()  # of each rank
     late: tuple[dict[str, float], ...] = ()  # of each rank: seconds of a mean step by which it was late, by cause
-    links: tuple[tuple[int, str, str], ...] = ()  # that became slow: at which step, in words, and what would help
+    links: tuple[LinkFacts, ...] = ()  # that became slow
     untold: tuple[str, ...] = ()  # causes that could not be told on some worker
     dealing: DealingFacts | None = None  # None where it isn't known
     bytes_sent: dict[str, float] | None = None
@@ -122,12 +137,16 @@ class RunFacts:
         return self.step_seconds[part] / self.step if self.step > 0 else 0.0
 
 
-def read(folder: RunFolder) -> RunFacts:
-    """Read the facts of a run: from its summary, or, if it has none yet, from its metrics."""
+def read(folder: RunFolder, metrics: MetricsReader | None = None) -> RunFacts:
+    """Read the facts of a run: from its summary, or, if it has none yet, from its metrics.
+
+    `metrics`: a reader of the run's metrics, which goes on where it was.
+    """
+    metrics = metrics or MetricsReader(folder)
     if folder.summary.is_file():
-        return _from_summary(folder)
+        return _from_summary(folder, metrics)
     if folder.metrics.is_file():
-        return _from_metrics(folder)
+        return _from_metrics(folder, metrics)
     if folder.path.is_file():
         raise UsageError(f"{folder.path} is a file: give the folder of a run, such as runs/NAME, or nothing for the newest in runs")
     if not folder.path.is_dir():
@@ -143,22 +162,25 @@ def read(folder: RunFolder) -> RunFacts:
 
 def timed_steps(folder: RunFolder) -> list[tuple[int, dict[str, float]]]:
     """Return the samples of each step in the metrics of a run, and the seconds of its parts."""
-    lines = _lines(folder)
-    return list(zip((int(line["samples"]) for line in lines if "seconds" in line), _steps(folder, lines), strict=True))
+    metrics = MetricsReader(folder)
+    metrics.read()
+    steps = metrics.steps
+    rows = zip(steps.samples.tolist(), steps.seconds.tolist(), strict=True)
+    return [(int(samples), dict(zip(PARTS, seconds, strict=True))) for samples, seconds in rows]
 
 
-def steadied(steps: Sequence[dict[str, float]]) -> SteadyTimes | None:
-    """Find the times that last through these steps, each with the seconds of its parts; None where they are too few."""
-    if len(steps) < FEWEST:
+def steadied(seconds: Floats) -> SteadyTimes | None:
+    """Find the times that last through these steps, each a row with the seconds of PARTS; None where they are too few."""
+    if len(seconds) < FEWEST:
         return None
-    warmed = steps[WARM:]
+    warmed = seconds[WARM:]
     tenths = [warmed[n * len(warmed) // TENTHS : (n + 1) * len(warmed) // TENTHS] for n in range(TENTHS)]
-    means = [{part: statistics.fmean(step[part] for step in tenth) for part in PARTS} for tenth in tenths]
-    least = {part: sorted(mean[part] for mean in means)[TENTHS // 5] for part in PARTS}
-    return SteadyTimes(statistics.median(sum(mean.values()) for mean in means), least)
+    means = np.array([tenth.mean(axis=0) for tenth in tenths])
+    least = np.sort(means, axis=0)[TENTHS // 5]
+    return SteadyTimes(float(np.median(means.sum(axis=1))), dict(zip(PARTS, least.tolist(), strict=True)))
 
 
-def _from_summary(folder: RunFolder) -> RunFacts:
+def _from_summary(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
     try:
         fields = json.loads(folder.summary.read_text(encoding="utf-8"))
         saved = fields.get("checkpoints") or {"count": 0, "stall_seconds": 0.0, "write_seconds": 0.0}
@@ -177,7 +199,7 @@ def _from_summary(folder: RunFolder) -> RunFacts:
             hosts=int(fields["hosts"]),
             work=tuple(OwnWork(float(rank["seconds"]), float(rank["late"])) for rank in fields.get("rank_work", [])),
             late=tuple({str(cause): float(value) for cause, value in rank.items()} for rank in fields.get("rank_late", [])),
-            links=tuple((int(link["step"]), str(link["words"]), str(link["advice"])) for link in fields.get("links", [])),
+            links=tuple(map(_link, fields.get("links", []))),
             untold=tuple(map(str, fields.get("untold", []))),
             dealing=DealingFacts(int(dealt["num_workers"]), tuple(map(int, dealt["shares"]))) if dealt else None,
             bytes_sent={where: float(fields["bytes_sent"][where]) for where in ("within", "between")},
@@ -197,7 +219,22 @@ def _from_summary(folder: RunFolder) -> RunFacts:
         raise UsageError(f"{folder.summary} lacks {error}: it is not a summary of this version of paceline") from error
     except (ValueError, TypeError, AttributeError) as error:
         raise UsageError(f"{folder.summary} is damaged ({error}); remove it, and the report is made of {folder.metrics.name}") from error
-    return replace(facts, steady=steadied(_steps(folder, _lines(folder)))) if folder.metrics.is_file() else facts
+    if not folder.metrics.is_file():
+        return facts
+    metrics.read()
+    return replace(facts, steady=steadied(metrics.steps.seconds))
+
+
+def _link(fields: Mapping[str, Any]) -> LinkFacts:
+    return LinkFacts(
+        step=int(fields["step"]),
+        words=str(fields["words"]),
+        advice=str(fields["advice"]),
+        hosts=tuple(map(str, fields["hosts"])),
+        rate=float(fields["rate"]),
+        usual=_number(fields["usual"]),
+        gain=_number(fields["gain"]),
+    )
 
 
 def _mesh(fields: Mapping[str, Any]) -> Mesh | None:
@@ -209,47 +246,20 @@ def _mesh(fields: Mapping[str, Any]) -> Mesh | None:
     return Mesh(tuple((str(axis), int(size)) for axis, size in sizes.items()), tuple(by_place))
 
 
-def _from_metrics(folder: RunFolder) -> RunFacts:
-    lines = _lines(folder)
-    steps = _steps(folder, lines)
-    try:
-        losses = [_number(line["loss"]) for line in lines if "loss" in line]
-        return RunFacts(
-            name=folder.name,
-            ended=False,
-            steps=len(steps),
-            samples=sum(int(line["samples"]) for line in lines if "seconds" in line),
-            final_loss=losses[-1] if losses else None,
-            step_seconds={part: statistics.fmean([step[part] for step in steps] or [0.0]) for part in PARTS},
-            seconds=max((float(line["time"]) for line in lines), default=None),
-            steady=steadied(steps),
-        )
-    except (KeyError, ValueError, TypeError) as error:
-        raise _foreign(folder, error) from error
-
-
-def _lines(folder: RunFolder) -> list[dict[str, Any]]:
-    texts = folder.metrics.read_text(encoding="utf-8").splitlines()
-    lines: list[dict[str, Any]] = []
-    for line_number, text in enumerate(texts, 1):
-        try:
-            lines.append(json.loads(text))
-        except ValueError as error:
-            if line_number < len(texts):  # the last may be half-written
-                raise UsageError(f"{folder.metrics} is damaged in line {line_number} ({error}); mend or remove that line") from error
-    return lines
-
-
-def _steps(folder: RunFolder, lines: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
-    """Return the seconds of the parts of each step."""
-    try:
-        return [{part: float(line["seconds"][part]) for part in PARTS} for line in lines if "seconds" in line]
-    except (KeyError, ValueError, TypeError) as error:
-        raise _foreign(folder, error) from error
-
-
-def _foreign(folder: RunFolder, error: Exception) -> UsageError:
-    return UsageError(f"{folder.metrics} is not of this version of paceline: {error!r}")
+def _from_metrics(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
+    metrics.read()
+    steps, losses = metrics.steps, metrics.values.get("loss")
+    spent = steps.seconds.mean(axis=0).tolist() if len(steps.seconds) else [0.0] * len(PARTS)
+    return RunFacts(
+        name=folder.name,
+        ended=False,
+        steps=len(steps.step),
+        samples=int(steps.samples.sum()),
+        final_loss=None if losses is None else float(losses.value[-1]),
+        step_seconds=dict(zip(PARTS, spent, strict=True)),
+        seconds=metrics.seconds,
+        steady=steadied(steps.seconds),
+    )
 
 
 def _number(value: Any) -> float | None:

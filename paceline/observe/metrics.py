@@ -39,7 +39,7 @@ class ValueColumns(NamedTuple):
 class MetricsReader:
     """Reads the metrics of one run. `read` takes in the lines that are new, and begins again where the file is another one.
 
-    A last line without its end is left for the next time. A line that is no JSON, or isn't of this version, raises UsageError.
+    A last line that isn't whole is left for the next time. Another one that is no JSON, or isn't of this version, raises UsageError.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -49,6 +49,7 @@ class MetricsReader:
     def _forget(self) -> None:
         self._file = (0, 0)  # device and inode
         self._offset = self._lines = 0
+        self._last = -1.0
         self._steps, self._parts = [array("d") for _ in range(3)], [array("d") for _ in PARTS]
         self._values: dict[str, tuple[array[float], array[float], array[float]]] = {}
 
@@ -70,12 +71,11 @@ class MetricsReader:
 
     def _take(self, file: BufferedReader) -> None:
         for text in file:
-            whole = text.endswith(b"\n")
             try:
                 line = json.loads(text)
             except ValueError as error:
-                if not whole:
-                    return  # half-written
+                if not file.read(1):
+                    return  # the last one, which is half-written
                 raise UsageError(
                     f"{self._folder.metrics} is damaged in line {self._lines + 1} ({error}); mend or remove that line"
                 ) from error
@@ -84,6 +84,7 @@ class MetricsReader:
             except (AttributeError, KeyError, ValueError, TypeError) as error:
                 raise UsageError(f"{self._folder.metrics} is not of this version of paceline: {error!r}") from error
             self._lines, self._offset = self._lines + 1, self._offset + len(text)
+            self._last = max(self._last, float(line["time"]))
 
     def _add(self, line: Mapping[str, Any]) -> None:
         step, time = float(line["step"]), float(line["time"])
@@ -102,6 +103,11 @@ class MetricsReader:
     def lines(self) -> int:
         """The number of lines taken in."""
         return self._lines
+
+    @property
+    def seconds(self) -> float | None:
+        """How far the lines go, in seconds since the start of the run; None without a line."""
+        return self._last if self._lines else None
 
     @property
     def steps(self) -> StepColumns:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from paceline.errors import UsageError
 from paceline.formatting import counted, sized
 from paceline.observe.facts import RunFacts
+from paceline.observe.remarks import Remark
 from paceline.observe.tables import aligned, seconds
 from paceline.parallel.pipelining.drawing import draw
 from paceline.parallel.pipelining.schedules import SCHEDULES, check, make_schedule
@@ -62,7 +63,7 @@ def _in_milliseconds(timeline: PipelineTimeline) -> PipelineTimeline:
     return replace(timeline, rows=rows, transfers=())
 
 
-def advise(facts: RunFacts) -> Iterator[str]:
+def advise(facts: RunFacts) -> Iterator[Remark]:
     """Advise on the slowest pipeline of a run: its split, its schedule, its micro-batches, and waits that are none of theirs."""
     profile = slowest(facts)
     if profile is None:
@@ -71,14 +72,15 @@ def advise(facts: RunFacts) -> Iterator[str]:
     yield from _schedule(profile)
     yield from _more(profile)
     if profile.bubble > profile.timeline.bubble + APART and profile.step_seconds * APART > LEAST:
-        yield (
+        words = (
             f"Workers of the pipeline are idle for {profile.bubble:.0%} of a step, and by its schedule it would be "
             f"{profile.timeline.bubble:.0%}: actions of one kind take different times. The row `stage` of trace.json shows which: more "
             "workers than cores, other programs on the machines, or lengths that differ"
         )
+        yield Remark(words, profile.bubble - profile.timeline.bubble, most=True)
 
 
-def _split(facts: RunFacts, profile: PipelineProfile) -> Iterator[str]:
+def _split(facts: RunFacts, profile: PipelineProfile) -> Iterator[Remark]:
     """Advise where a stage holds the others up."""
     loads = [sum(stage.seconds.values()) for stage in profile.stages]
     most = max(range(len(loads)), key=loads.__getitem__)
@@ -94,12 +96,14 @@ def _split(facts: RunFacts, profile: PipelineProfile) -> Iterator[str]:
     counts = best_split(problem)
     now, then = problem.timeline(profile.split).makespan, problem.timeline(counts).makespan
     if _pays(now, then):
-        yield f"{head}. split={counts}, where it is {profile.split} now, takes {_less(now, then)} if that fits into memory"
+        words = f"{head}. split={counts}, where it is {profile.split} now, takes {_less(now, then)} if that fits into memory"
+        yield Remark(words, 1 - then / now)
     elif loads[most] > 1.2 * mean and _pays(now, now * mean / loads[most]):
-        yield f"{head}, and no other split of these {len(profile.costs)} layers is faster: name smaller layers, or make that one cheaper"
+        words = f"{head}, and no other split of these {len(profile.costs)} layers is faster: name smaller layers, or make that one cheaper"
+        yield Remark(words, 1 - mean / loads[most], most=True)
 
 
-def _schedule(profile: PipelineProfile) -> Iterator[str]:
+def _schedule(profile: PipelineProfile) -> Iterator[Remark]:
     """Advise where another schedule is faster, its best split included."""
     now = profile.timeline.makespan
     best: tuple[float, PipelineTimeline, list[int]] | None = None
@@ -124,10 +128,11 @@ def _schedule(profile: PipelineProfile) -> Iterator[str]:
     memory = f"; a worker keeps {kept[0]:.3g} micro-batches at once at most then, {kept[1]:.3g} now" if kept[0] > kept[1] else ""
     split = "" if timeline.schedule.placed == profile.plan.placed else f" with split={counts}"
     name = timeline.schedule.name
-    yield f"schedule={name!r}{split} in the place of {profile.schedule!r} takes {_less(now, best[0])} by simulation{memory}"
+    words = f"schedule={name!r}{split} in the place of {profile.schedule!r} takes {_less(now, best[0])} by simulation{memory}"
+    yield Remark(words, 1 - best[0] / now)
 
 
-def _more(profile: PipelineProfile) -> Iterator[str]:
+def _more(profile: PipelineProfile) -> Iterator[Remark]:
     """Advise where more micro-batches make the bubble smaller."""
     count = profile.micro_batches
     found = profile.timeline
@@ -136,10 +141,11 @@ def _more(profile: PipelineProfile) -> Iterator[str]:
     halved = replace(profile, stages=tuple(_halved(stage) for stage in profile.stages), micro_batches=2 * count)
     then = replace(halved, sends=_half(profile.sends), returns=_half(profile.returns)).timeline
     if _pays(found.makespan, then.makespan):
-        yield (
+        words = (
             f"The bubble is {found.bubble:.0%} with {_micro_batches(count)}. micro_batches={2 * count} takes "
             f"{_less(found.makespan, then.makespan)}, if half a micro-batch takes half the time"
         )
+        yield Remark(words, 1 - then.makespan / found.makespan)
 
 
 def _halved(stage: StageProfile) -> StageProfile:

@@ -80,7 +80,7 @@ def _late(facts: RunFacts) -> str:
 
 
 def _links(facts: RunFacts) -> str:
-    return "\n".join(f"From step {step} on {words}." for step, words, _ in facts.links)
+    return "\n".join(f"From step {link.step} on {link.words}." for link in facts.links)
 
 
 def _traffic(facts: RunFacts) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.formatting import counted, sized
+from paceline.observe.remarks import Remark
 
 BUSY = 0.6  # of a run: a server that works for so long keeps workers waiting
 AHEAD = 0.25  # of the turns
@@ -79,7 +80,7 @@ def _shares(counts: Mapping[int, int]) -> str:
     return ", ".join(f"{number} ({count / total:.0%})" for number, count in sorted(counts.items()))
 
 
-def advise(servers: Sequence[ServerFacts], seconds: float, samples: int) -> Iterator[str]:
+def advise(servers: Sequence[ServerFacts], seconds: float, samples: int) -> Iterator[Remark]:
     """Advise where a server is busy most of the time, where workers are held by the bound, and where work is thrown away."""
     busy = [server for server in servers if seconds > 0 and server.busy / seconds > BUSY]
     if busy:
@@ -87,20 +88,21 @@ def advise(servers: Sequence[ServerFacts], seconds: float, samples: int) -> Iter
         head = f"{' and '.join(server.name for server in busy)}: at work for {most:.0%} of the run, so workers wait there"
         alike = 2 * min(server.received for server in servers) > max(server.received for server in servers)
         if alike or len(busy) == len(servers):
-            yield f"{head}. More servers share the work: --servers N"
+            yield Remark(f"{head}. More servers share the work: --servers N")
         else:
-            yield f"{head}, while another gets less than half as many bytes: more of them (--servers N) help as far as they share these"
+            words = f"{head}, while another gets less than half as many bytes: more of them (--servers N) help as far as they share these"
+            yield Remark(words)
     for server in servers:
         far, turns = max(server.staleness, default=0), sum(server.staleness.values())
         if far and server.makers and server.staleness[far] > AHEAD * turns:
-            yield (
+            yield Remark(
                 f"Workers were {counted(far, 'turn')} ahead of the slowest in {server.staleness[far] / turns:.0%} of their turns: if that "
                 "is the bound, they wait there. A larger one helps if workers are slow now and then; if it is always the same one, "
                 "staleness=inf, or leaving it out"
             )
         _, lost, again = server.dropped
         if samples and (lost - again) / samples > LEFT_OUT:
-            yield (
+            yield Remark(
                 f"Backup workers dropped {lost - again:,} samples for good, {(lost - again) / samples:.0%} of those trained: with "
                 "requeue=True they are dealt again; a worker that is always late is better left out"
             )

@@ -20,7 +20,9 @@ def fields(**changes: Any) -> dict[str, Any]:
 
 
 def advice(*servers: dict[str, Any], seconds: float = 10.0, samples: int = 1000) -> list[str]:
-    return list(serving.advise([serving.read(server, number) for number, server in enumerate(servers)], seconds, samples))
+    return [
+        remark.words for remark in serving.advise([serving.read(server, number) for number, server in enumerate(servers)], seconds, samples)
+    ]
 
 
 def test_two_servers(tmp_path: Path) -> None:
