@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -329,6 +331,8 @@ def spawn(
         try:
             results[rank] = body(group)
         except BaseException as error:  # noqa: BLE001  whatever ends a rank is raised by spawn
+            if isinstance(error, DeadlineExceeded):
+                error.add_note(_stacks(threads))
             failures.append(_Failure(rank, error))
             group.leave(f"it ended with {type(error).__name__}: {error}")
         else:
@@ -341,6 +345,13 @@ def spawn(
     if failures:  # a rank that aborts the group for its own error may come here after those that it has ended
         raise next((each.error for each in failures if not isinstance(each.error, ViewChanged)), failures[0].error)
     return [results[rank] for rank in range(size)]
+
+
+def _stacks(threads: Sequence[threading.Thread]) -> str:
+    """Return where each of `threads` is at present: the last calls of its stack."""
+    frames = sys._current_frames()
+    stacks = [(thread.name, frames[thread.ident]) for thread in threads if thread.ident in frames]
+    return "\n".join(f"{name} is at\n{''.join(traceback.format_stack(frame)[-6:])}" for name, frame in stacks)
 
 
 def _join(threads: Sequence[threading.Thread], failures: Sequence[_Failure], deadline: float) -> None:

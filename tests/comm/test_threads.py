@@ -177,6 +177,25 @@ def test_the_missing_rank_is_named_at_the_deadline() -> None:
     spawn(3, body, deadline=0.3)
 
 
+def test_at_the_deadline_the_stack_of_the_missing_rank_is_shown() -> None:
+    over = threading.Event()
+
+    def stand_aside() -> None:
+        over.wait(60)
+
+    def body(group: ThreadGroup) -> None:
+        if group.rank == 1:
+            stand_aside()
+            return
+        group.barrier().wait()
+
+    with pytest.raises(DeadlineExceeded) as caught:
+        spawn(2, body, deadline=0.3)
+    over.set()
+    (note,) = caught.value.__notes__
+    assert "rank 1 is at" in note and "stand_aside" in note
+
+
 def test_a_rank_that_leaves_early_is_named_at_once() -> None:
     def body(group: ThreadGroup) -> None:
         if group.rank == 0:

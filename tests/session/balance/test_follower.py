@@ -303,7 +303,7 @@ def test_streams_follow_speeds_too() -> None:
     [
         (pl.AllReduce(), {"shares": "fast"}, DataError, "shares is 'fast': give 'auto', one number per worker, or a function"),
         (pl.ParameterServer(staleness=2), {"shares": "auto"}, DataError, "a fast one takes more by itself: leave out shares"),
-        (pl.AllReduce(), {"shares": "auto", "shard": "mine"}, UsageError, "the stream deals its samples by itself; leave out one"),
+        (pl.AllReduce(), {"shares": "auto", "shard": "mine"}, UsageError, "with shard=.mine. the stream deals them: leave out one of them"),
     ],
     ids=["word", "staleness", "mine"],
 )
