@@ -205,6 +205,7 @@ def generate(
     temperature: Annotated[float, typer.Option(help="How freely tokens are drawn; 0 is --greedy.", min=0)] = 0.8,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")] = False,
     seed: Annotated[int | None, typer.Option(help="Draws the same tokens each time; default: others each time.")] = None,
+    best: options.Best = False,
     threads: options.Threads = None,
 ) -> None:
     """Write text with the model of a run, cut in any way."""
@@ -219,7 +220,7 @@ def generate(
     if not where.is_dir():
         raise UsageError(f"there is no folder {where}; give that of a run, such as runs/NAME, or of one of its checkpoints")
     args = [f"--of={where}", f"--prompt={prompt}", f"--tokens={tokens}", f"--temperature={0.0 if greedy else temperature}"]
-    args += [] if seed is None else [f"--seed={seed}"]
+    args += [*([] if seed is None else [f"--seed={seed}"]), *(["--best"] if best else [])]
     script = str(APPS / "generation.py")
     raise typer.Exit(_start(LaunchRequest(script, tuple(args), count, threads=threads, mesh=mesh, bare=True)))
 
@@ -419,13 +420,14 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write, such as out.safetensors.")],
     *,
     part: Annotated[str | None, typer.Option(help="Which of several models, or what run.keep was told; default: the only model.")] = None,
+    best: options.Best = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> None:
-    """Write the model of a run's newest checkpoint to one file of safetensors."""
+    """Write the model of a run's newest checkpoint, or of its best, to one file of safetensors."""
     from paceline.fault.export import export as write
     from paceline.observe.choosing import choose
 
-    found = write(choose(folder), out, part, force=force, say=lambda text: typer.echo(f"paceline: {text}", err=True))
+    found = write(choose(folder), out, part, best=best, force=force, say=lambda text: typer.echo(f"paceline: {text}", err=True))
     typer.echo(f"{out}: the model of {found.path} at step {found.step}, {sized(out.stat().st_size)}")
 
 

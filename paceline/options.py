@@ -27,6 +27,7 @@ SecretFile = Annotated[Path | None, typer.Option(help="The job's secret (mode 06
 Nic = Annotated[str | None, typer.Option(help="Network interface, by name or address; default: the route to the others.")]
 Dealing = Annotated[str, typer.Option(help="How ranks are dealt to hosts: block, or round-robin; the same on all hosts.")]
 Dtypes = Annotated[str, typer.Option(help="Dtypes of the matrices that are multiplied: those that the training uses.")]
+Best = Annotated[bool, typer.Option("--best", help="The best checkpoint in the place of the newest, of a run that has saved by a metric.")]
 Measured = Annotated[Path, typer.Option("--out", help="The file to write, on the first host.")]
 Restarts = Annotated[
     int, typer.Option(help="How often workers of all hosts start again after a loss; with --min-workers: how many of each host.")

@@ -78,14 +78,14 @@ COMMANDS = {
     "lab shell": "host command --lab",
     "lab clean": "",
     "demo": "--workers --steps --alone --folder --text --mesh",
-    "generate": "folder --prompt --workers --mesh --tokens --temperature --greedy --seed --threads",
+    "generate": "folder --prompt --workers --mesh --tokens --temperature --greedy --seed --best --threads",
     "bench collectives": "--workers --threads --sizes --via --seconds --draw",
     "bench pipeline": "--draw --forward --backward --transfer",
     "bench scaling": "script args --workers --kind --batch-option --lab --rounds --steps --seconds --threads --sync --folder --read",
     "bench training": "--workers --threads --model --batch --steps --sync",
     "probe": "--workers --hosts --join --host-rank --secret-file --threads --interface --placement --dtypes --out",
     "report": "folder",
-    "export": "folder out --part --force",
+    "export": "folder out --part --best --force",
     "layout": "script args --workers --sync --mesh --cut",
 }
 

@@ -72,10 +72,11 @@ def main() -> None:
     parser.add_argument("--prompt", required=True, help="the text to go on from")
     parser.add_argument("--tokens", type=int, required=True, help="tokens to write")
     parser.add_argument("--temperature", type=float, required=True, help="0: always the likeliest token")
+    parser.add_argument("--best", action="store_true", help="the best checkpoint of the run in the place of the newest")
     parser.add_argument("--seed", type=int, default=None, help="default: another one each time")
     options = parser.parse_args()
 
-    with pl.load(options.of, mesh="tensor") as loaded:
+    with pl.load(options.of, mesh="tensor", best=options.best) as loaded:
         run, model = loaded.run, loaded.model
         if not isinstance(model, GPT) or model.shape.vocab != BYTES:
             raise UsageError(f"{options.of} has no GPT that writes bytes; give a run of paceline demo")

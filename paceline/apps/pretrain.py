@@ -96,7 +96,7 @@ def main() -> None:
             outcome = {"validation": [before, after], "sample": written}
             (run.folder.path / "demo.json").write_text(json.dumps(outcome))
             (run.folder.path / DESCRIPTION).write_text(describe("gpt", asdict(SMALL)))
-        run.save(keep=1)
+        run.save(keep=1, metric=after, best="min")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from paceline.fault.block_files import BlockReader, LazyTensors
 from paceline.fault.checkpoint import Checkpoint
 from paceline.fault.disk import block
 from paceline.fault.file_layout import NAMES, header
+from paceline.fault.manifest import MANIFEST
 from paceline.formatting import choices
 from paceline.state.snapshot import UNREADABLE, Json, decode, entries, raw
 
@@ -32,25 +33,26 @@ _MODEL: Final = re.compile(r"model\d*")
 Say = Callable[[str], None]
 
 
-def state_dict(folder: str | Path, part: str | None = None) -> dict[str, Any]:
+def state_dict(folder: str | Path, part: str | None = None, *, best: bool = False) -> dict[str, Any]:
     """Read a model from a checkpoint, as a dict for `model.load_state_dict`, however the run that wrote it had cut the model.
 
     `folder`: that of a run (its newest whole checkpoint is read), its checkpoints, or one checkpoint. `part`: which of the things that were
-    prepared or kept, where it isn't the only model: "model1", or what `run.keep` was told. Needs no run, and no other workers. Nothing
-    in a checkpoint is unpickled.
+    prepared or kept, where it isn't the only model: "model1", or what `run.keep` was told. `best`: the best checkpoint in the place of the
+    newest, where the run has saved with `run.save(metric=..., best=...)`. Needs no run, and no other workers. Nothing in a checkpoint is
+    unpickled.
 
     Raises `CheckpointError` where there is none that can be used, `UsageError` for a part that isn't in it, with those that are.
 
     Example: `model.load_state_dict(pl.state_dict("runs/circle"))`.
     """
-    found = locate(Path(folder), lambda text: warnings.warn(text, stacklevel=3))
+    found = locate(Path(folder), lambda text: warnings.warn(text, stacklevel=3), best=best)
     tree = model_tree(found, part)
     with BlockReader(found.path, found.index) as reader, _readable(found):
         state: dict[str, Any] = decode(tree, LazyTensors(reader))
     return state
 
 
-def export(folder: Path, out: Path, part: str | None = None, *, force: bool = False, say: Say) -> Checkpoint:
+def export(folder: Path, out: Path, part: str | None = None, *, best: bool = False, force: bool = False, say: Say) -> Checkpoint:
     """Write a model from a checkpoint to one file of safetensors, and return the checkpoint. Arguments are those of `state_dict`.
 
     A file that is there is replaced with `force` only, and once the new one is whole. Tied weights are written under each of their names.
@@ -61,7 +63,7 @@ def export(folder: Path, out: Path, part: str | None = None, *, force: bool = Fa
         )
     if out.exists() and not force:
         raise UsageError(f"{out} is there already; choose another name, or replace it with --force")
-    found = locate(folder, say)
+    found = locate(folder, say, best=best)
     nodes = _entries(model_tree(found, part))
     with BlockReader(found.path, found.index) as reader:
         tensors = LazyTensors(reader)
@@ -80,17 +82,19 @@ def export(folder: Path, out: Path, part: str | None = None, *, force: bool = Fa
     return found
 
 
-def locate(folder: Path, say: Say) -> Checkpoint:
+def locate(folder: Path, say: Say, *, best: bool = False) -> Checkpoint:
     """Find the checkpoint that is meant by a folder, and check it; its tensors have no memory, and states of single ranks are left out.
 
     Raises `CheckpointError` if there is none, or none that can be used; those that are passed over are named through `say`.
     """
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}; give that of a run, such as runs/NAME, or of one of its checkpoints")
-    if (folder / checkpoint.MANIFEST).exists():
+    if (folder / MANIFEST).exists():
+        if best:
+            raise UsageError(f"{folder} is one checkpoint: give the folder of its run to get the best, or leave out best")
         return checkpoint.read(folder, lazy=True, own=False)
     inner = folder / "checkpoints"
-    return checkpoint.load(inner if inner.is_dir() else folder, say=say, lazy=True, own=False)
+    return checkpoint.load(inner if inner.is_dir() else folder, say=say, best=best, lazy=True, own=False)
 
 
 def model_tree(found: Checkpoint, asked: str | None) -> Json:

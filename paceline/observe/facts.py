@@ -109,6 +109,7 @@ class RunFacts:
     codecs: list[str] = field(default_factory=list)  # whether each paid, in words
     events: list[dict[str, Any]] = field(default_factory=list)
     saves: int = 0  # checkpoints on the disk
+    best: tuple[str, float] | None = None  # the name of the best of them, and its metric
     stall: float = 0.0  # seconds for which training stood still for each of them
     write: float = 0.0  # seconds that each took until it was on the disk
     background: bool = False  # whether all were asked for in the background
@@ -210,6 +211,7 @@ def _from_summary(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
             codecs=[str(codec["words"]) for codec in fields.get("codecs", [])],
             events=[{"time": float(event["time"]), "what": str(event["what"])} for event in fields["events"]],
             saves=int(saved["count"]),
+            best=(str(saved["best"]["checkpoint"]), float(saved["best"]["metric"])) if "best" in saved else None,
             stall=float(saved["stall_seconds"]) / each,
             write=float(saved["write_seconds"]) / each,
             background=int(saved.get("background", 0)) >= each,

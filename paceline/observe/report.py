@@ -131,10 +131,10 @@ def _held(measured: int, predicted: int | None) -> str:
 def _checkpoints(facts: RunFacts) -> str:
     if not facts.saves:
         return ""
-    once = facts.saves == 1
+    once, best = facts.saves == 1, "" if facts.best is None else f" The best is {facts.best[0]}, with a metric of {facts.best[1]:.6g}."
     return (
         f"{counted(facts.saves, 'checkpoint')}: training stood still for {seconds(facts.stall)}{'' if once else ' each'}, and "
-        f"{'it was' if once else 'they were'} on the disk after {seconds(facts.write)} of writing{'' if once else ' each'}."
+        f"{'it was' if once else 'they were'} on the disk after {seconds(facts.write)} of writing{'' if once else ' each'}.{best}"
     )
 
 

@@ -61,7 +61,7 @@ class RunConclusion:
             self.loop.clock.interruptions.untold,
             history.note,
             history.events,
-            self.saving.tally(),
+            self.saving.facts(self.folder.checkpoints) if self.view.is_first else {},
             facts,
             served,
             history.results,

@@ -68,6 +68,7 @@ def load(
     mesh: str | None = None,
     cut: Asked | None = None,
     part: str | None = None,
+    best: bool = False,
     device: str | None = None,
 ) -> LoadedModel:
     """Join the workers that were started with this process, and load a model with the weights of a run's newest checkpoint, to be used.
@@ -75,7 +76,7 @@ def load(
     `folder`: that of a run, its checkpoints, or one checkpoint; it may have been written in any layout. `model`: the model, or a function
     that makes it, which is called under `pl.meta()`: then no worker ever has the whole. It can be left out for runs of `paceline demo`.
     `mesh`, `cut`: the layout to use it in, as for `start` and `run.prepare`; models of the demo bring cuts along. `part`: which of
-    several models, as for `state_dict`. `device`: as for `start`.
+    several models, `best`: the best checkpoint in the place of the newest, as for `state_dict`. `device`: as for `start`.
 
     The run that begins leaves no folder behind. In a run that is there, `run.prepare(model, init="runs/NAME")` does the same.
 
@@ -97,7 +98,7 @@ def load(
         run.on_close(lambda: shutil.rmtree(run.folder.path.parent, ignore_errors=True))
     try:
         cuts = program.cuts(run.mesh.cut) if cut is None and program is not None else cut
-        ready: nn.Module = run.prepare(_built(make), init=StoredModel(where, part), cut=cuts)
+        ready: nn.Module = run.prepare(_built(make), init=StoredModel(where, part, best), cut=cuts)
         ready.eval()
     except BaseException as error:  # the script has no run yet to leave by
         run.fail(type(error), error)

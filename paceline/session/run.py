@@ -22,10 +22,11 @@ from paceline.data.shares import AskedShares
 from paceline.data.spec import Loss as Reduction
 from paceline.data.spec import Readers, Sharding, Weigh
 from paceline.errors import UsageError
-from paceline.fault import checkpoint
+from paceline.fault import catalogue
 from paceline.formatting import spell
 from paceline.parallel.pipelining.batches import Loss
 from paceline.session.axes import RunAxes
+from paceline.session.checkpoint.best import asked
 from paceline.session.checkpoint.resumption import RunResumption
 from paceline.session.checkpoint.saving import CheckpointSaver, SaveRequest
 from paceline.session.checkpoint.state import RunProgress, WorkerState
@@ -329,21 +330,33 @@ class Run:
 
     # ---- state
 
-    def save(self, *, keep: int = 3, background: bool = False) -> Path:
-        """Write a checkpoint of everything prepared and kept, and return its folder; the newest `keep` stay. Collective.
+    def save(
+        self,
+        *,
+        keep: int = 3,
+        background: bool = False,
+        metric: Tensor | float | None = None,
+        best: Literal["min", "max"] | None = None,
+    ) -> Path:
+        """Write a checkpoint of everything prepared and kept, and return its folder; the newest `keep` stay, and the best. Collective.
 
         In the loop body the present step counts as taken: save after `optimizer.step()`, at the end of the body. When it returns, the
         checkpoint is on the disk. With `background` it has been copied in the first worker's memory, and a thread there writes it while
         training goes on: the folder is there once it is whole. One is written at a time: a save that comes before waits for it.
 
+        `metric` is one number by which checkpoints are compared, `best` says whether the smallest ("min") or the largest ("max") is the
+        best of them. The first worker's number counts for all; give `run.mean(loss)`. One that isn't finite is never the best, among equals
+        the earlier one is. `paceline.state_dict(folder, best=True)` gives the model of the best; `resume` takes the newest.
+
         Raises `CheckpointError` where the disk refuses: for what was written in the background at the next save, `resume` or `close`.
+        Raises `UsageError` for a metric that is no number, and for a `best` that isn't that of the saves before.
         """
         step = self.steps + (self._loop.led is not None and self._loop.led.last_micro)
-        folder = self.folder.checkpoints
+        folder, measured = self.folder.checkpoints, asked(metric, best)
         if self._loop.transaction.failed:  # this turn is dealt again, and saves then
-            return next(iter(checkpoint.newest(folder)), folder)
+            return next(iter(catalogue.newest(folder)), folder)
         self._resumption.before_save()
-        return self._saving.save(SaveRequest(folder, step, keep, background))
+        return self._saving.save(SaveRequest(folder, step, keep, background, measured))
 
     def resume(self, folder: str | Path | None = None) -> bool:
         """Go on from the newest whole checkpoint (of `folder`, a run's; default: of runs called the same before).

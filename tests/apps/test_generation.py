@@ -195,6 +195,7 @@ def test_the_command(job: Jobs, written: Path) -> None:
         (("runs/test", "--mesh", "data, tensor=2"), "mesh='data, tensor=2' leaves the size of data open: say how many, data=2"),
         (("runs/test", "--mesh", "tensor=3"), "tokens.weight has size 256, which 3 workers can't cut evenly"),
         (("runs/test", "--prompt", ""), "--prompt is empty"),
+        (("runs/test", "--best"), "none was saved with a metric that is a number"),
     ],
 )
 def test_wrong_commands(job: Jobs, written: Path, options: tuple[str, ...], why: str) -> None:

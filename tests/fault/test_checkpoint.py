@@ -26,7 +26,9 @@ from torch import Tensor, nn
 
 from paceline.errors import CheckpointError, UsageError
 from paceline.fault import checkpoint
-from paceline.fault.checkpoint import Checkpoint, load, newest, save
+from paceline.fault.catalogue import newest
+from paceline.fault.checkpoint import Checkpoint, load, save
+from paceline.fault.manifest import sealed
 from paceline.state.snapshot import Snapshot, pack
 from paceline.state.versioned import Randomness, Versioned
 
@@ -219,7 +221,7 @@ def seal(path: Path, **changes: Any) -> None:
     """Write the manifest anew as a paceline would that has these fields; None: hasn't."""
     manifest = json.loads((path / "manifest.json").read_text()) | changes
     del manifest["seal"]
-    (path / "manifest.json").write_bytes(checkpoint._sealed({name: field for name, field in manifest.items() if field is not None}))
+    (path / "manifest.json").write_bytes(sealed({name: field for name, field in manifest.items() if field is not None}))
 
 
 def rewrite(path: Path, file: str, data: bytes) -> None:
@@ -232,7 +234,7 @@ def rewrite(path: Path, file: str, data: bytes) -> None:
 def test_a_newer_format_is_said_and_never_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, state(1), 1)
     with monkeypatch.context() as future:
-        future.setattr(checkpoint, "_UNCUT", 3)
+        future.setattr(checkpoint, "UNCUT", 3)
         save(tmp_path, state(2), 2)
     newer = r"step-00000002: it is of a newer paceline \(format 3; this one reads up to 2\), which has to be there to use it"
     said: list[str] = []
@@ -412,7 +414,7 @@ def test_disk_full(small: Path, size: int) -> None:
     assert load(folder, say=silent).step == 3
 
 
-@pytest.mark.parametrize("where", ["disk.write", "disk.sync", "_prune"])
+@pytest.mark.parametrize("where", ["disk.write", "disk.sync", "catalogue.prune"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_any_refusal_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, code: int) -> None:
     save(tmp_path, state(1), 1)
@@ -423,9 +425,9 @@ def test_any_refusal_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
     wanted = "full" if code != errno.EIO else "Input/output error.*can be written"
     with monkeypatch.context() as broken:
         broken.setattr(f"paceline.fault.checkpoint.{where}", refuse)
-        with pytest.raises(CheckpointError, match=wanted if where != "_prune" else "step 2 is saved in .*older ones") as caught:
+        with pytest.raises(CheckpointError, match=wanted if where != "catalogue.prune" else "step 2 is saved in .*older ones") as caught:
             save(tmp_path, state(2), 2)
-    there = ["step-00000001"] + ["step-00000002"] * (where == "_prune")
+    there = ["step-00000001"] + ["step-00000002"] * (where == "catalogue.prune")
     assert there[-1] in str(caught.value)
     assert entries(tmp_path) == there
     assert value(load(tmp_path, say=silent)) == len(there)

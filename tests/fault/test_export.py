@@ -18,6 +18,7 @@ from paceline.fault import checkpoint, disk, export
 from paceline.fault.block_files import BlockReader, LocalBlocks, plan
 from paceline.fault.checkpoint import WrittenBlocks
 from paceline.fault.file_layout import image
+from paceline.fault.manifest import Metric
 from paceline.state.blocks import whole, within
 from paceline.state.snapshot import Snapshot, pack
 
@@ -151,6 +152,16 @@ def test_a_file_of_safetensors(tmp_path: Path, cut: bool, monkeypatch: pytest.Mo
     with safetensors.safe_open(out, "pt") as file:
         assert file.metadata() == {"format": "pt"}
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    good, late, out = nn.Linear(2, 2), nn.Linear(2, 2), tmp_path / "out.safetensors"
+    for step, model, value in ((1, good, 0.9), (2, late, 0.4)):
+        checkpoint.save(tmp_path / "checkpoints", state(model), step, metric=Metric(value, "max"))
+    assert run(monkeypatch, tmp_path, out, "--best") == 0
+    assert "step-00000001 at step 1" in capsys.readouterr().out
+    assert torch.equal(safetensors.torch.load_file(out)["weight"], good.weight)
+    assert same(pl.state_dict(tmp_path, best=True), good.state_dict()) and same(pl.state_dict(tmp_path), late.state_dict())
 
 
 def test_a_file_that_is_there_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

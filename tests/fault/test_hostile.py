@@ -21,8 +21,10 @@ import torch
 from torch import nn
 
 from paceline.errors import CheckpointError
-from paceline.fault import checkpoint, disk
-from paceline.fault.checkpoint import load, newest, save
+from paceline.fault import disk
+from paceline.fault.catalogue import newest
+from paceline.fault.checkpoint import load, save
+from paceline.fault.manifest import sealed
 from paceline.state.snapshot import Snapshot, loads, pack
 from paceline.state.versioned import Versioned
 
@@ -56,7 +58,7 @@ def two(folder: Path) -> Path:
 def seal(path: Path, manifest: dict[str, Any]) -> None:
     """Write a manifest as paceline does."""
     manifest.pop("seal", None)
-    (path / "manifest.json").write_bytes(checkpoint._sealed(manifest))
+    (path / "manifest.json").write_bytes(sealed(manifest))
 
 
 def manifest(path: Path) -> dict[str, Any]:

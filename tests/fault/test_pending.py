@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.errors import CheckpointError
-from paceline.fault import checkpoint, disk, pending
+from paceline.fault import catalogue, checkpoint, disk, pending
 from paceline.fault.block_files import BlocksLayout, LocalBlocks, plan
 from paceline.fault.file_layout import image
 from paceline.state.snapshot import Snapshot, pack
@@ -30,7 +30,7 @@ def state() -> Snapshot:
 
 def test_a_checkpoint_is_there_when_all_parts_are(tmp_path: Path) -> None:
     place = pending.reserve(tmp_path)
-    assert place.is_dir() and checkpoint.newest(tmp_path) == []
+    assert place.is_dir() and catalogue.newest(tmp_path) == []
 
     def first() -> None:
         pending.leave(place, 0, part(0))
@@ -38,7 +38,7 @@ def test_a_checkpoint_is_there_when_all_parts_are(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=first)
     thread.start()
-    assert checkpoint.newest(tmp_path) == [], "one part is missing"
+    assert catalogue.newest(tmp_path) == [], "one part is missing"
     pending.leave(place, 1, part(1))
     thread.join(60)
     found = checkpoint.load(tmp_path, say=print)

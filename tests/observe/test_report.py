@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,12 +48,17 @@ def test_a_quiet_run(tmp_path: Path) -> None:
             "4 checkpoints: training stood still for 25.0 ms each, and they were on the disk after 500.0 ms of writing each.",
             "",
         ),
+        (
+            (1, 0.05, 0.4, {"checkpoint": "step-00000003", "step": 3, "metric": 0.25, "best": "min"}),
+            "on the disk after 400.0 ms of writing. The best is step-00000003, with a metric of 0.25.",
+            "",
+        ),
         ((4, 2.0, 1.8), "4 checkpoints", "Checkpoints took 20% of the run: run.save(background=True) writes them"),
         ((9, 1.0, 9.0), "9 checkpoints", "Training stood still for checkpoints for 10% of the run: save less often"),
     ],
 )
-def test_checkpoints(tmp_path: Path, counted: tuple[float, ...], words: str, advice: str) -> None:
-    saved = dict(zip(("count", "stall_seconds", "write_seconds"), counted, strict=True))
+def test_checkpoints(tmp_path: Path, counted: tuple[Any, ...], words: str, advice: str) -> None:
+    saved = dict(zip(("count", "stall_seconds", "write_seconds", "best"), counted, strict=False))
     text = report(finished(tmp_path, seconds=10.0, checkpoints=saved))
     assert words in text
     assert advice in text if advice else "Nothing stands out" in text

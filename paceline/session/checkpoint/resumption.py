@@ -12,7 +12,7 @@ from pathlib import Path
 
 from paceline.cluster.discover import JobStart
 from paceline.comm.agreement import Agreement
-from paceline.fault import checkpoint
+from paceline.fault import catalogue
 from paceline.session.checkpoint.saving import CheckpointSaver
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.record.collector import RunRecords
@@ -57,7 +57,7 @@ class RunResumption:
         self._trains = True
         if not self._again:
             return
-        if not self._asked and checkpoint.newest(self._folder.checkpoints):
+        if not self._asked and catalogue.newest(self._folder.checkpoints):
             self._announce(
                 "the job has started again, and trains from the beginning although it has checkpoints: loop over run.epochs(n), "
                 "or call run.resume() after run.prepare"
@@ -69,7 +69,7 @@ class RunResumption:
         if not self._restartable or self._warned:
             return
         self._warned, tally = True, self._saving.tally()
-        if not tally["count"] and not tally["background"] and not checkpoint.newest(self._folder.checkpoints):
+        if not tally["count"] and not tally["background"] and not catalogue.newest(self._folder.checkpoints):
             self._announce("an epoch is over and nothing is saved: --restarts would begin anew; call run.save now and then")
 
     def before_save(self) -> None:

@@ -14,14 +14,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import torch
 
 from paceline.errors import CheckpointError
-from paceline.fault import checkpoint
+from paceline.fault import catalogue, checkpoint
 from paceline.fault.background import BackgroundWrite
 from paceline.fault.file_layout import CopyMemory, FileLayout, image, received
+from paceline.fault.manifest import Metric
+from paceline.session.checkpoint import best
 from paceline.session.checkpoint import tables as stored
 from paceline.session.checkpoint.parts import CutParts, PendingParts
 from paceline.session.checkpoint.state import WorkerState
@@ -57,6 +60,7 @@ class SaveRequest:
     step: int
     keep: int
     background: bool
+    metric: Metric | None = None  # by which it may be the best
 
 
 class CheckpointSaver:
@@ -86,6 +90,7 @@ class CheckpointSaver:
         self._failure: CheckpointError | None = None  # in the background, not raised yet
         self._promised: Path | None = None  # what the last save in the background is to become
         self._tally = SaveTally()
+        self._best = best.BestCheckpoint(context.announce)
 
     def save(self, order: SaveRequest) -> Path:
         """Write a checkpoint, or begin one in the background, and return its path on all workers. Collective."""
@@ -99,7 +104,7 @@ class CheckpointSaver:
             order = replace(order, background=False)
         begun: list[tuple[str, str]] = []  # by this worker: once, however often others are lost in the call
 
-        def first(own: dict[int, FileLayout], cut: PendingParts | None) -> bytes:
+        def first(order: SaveRequest, own: dict[int, FileLayout], cut: PendingParts | None) -> bytes:
             if not begun:
                 missed = self._missed()
                 self.settle()
@@ -109,10 +114,12 @@ class CheckpointSaver:
 
         def act() -> str:
             self._own.abilities.converge()
-            own = self._collect()
+            own, metric = self._collect(order.metric)
+            if metric is not None:
+                self._agreement.tell("run.save, its metric", lambda: self._prove(order.folder, metric))
             cut = self._begin_parts(order) if self._parts.layout.is_cut else None
             what = "run.save, begun" if order.background else "run.save, written"
-            path, missed, *counted = msgpack.unpackb(self._agreement.tell(what, lambda: first(own, cut)))
+            path, missed, *counted = msgpack.unpackb(self._agreement.tell(what, lambda: first(replace(order, metric=metric), own, cut)))
             self._tally = SaveTally(*counted)
             if missed:
                 self._event(missed)
@@ -122,6 +129,12 @@ class CheckpointSaver:
         self._promised = path if order.background else None
         self._tally.stall_seconds += time.perf_counter() - began
         return path
+
+    def _prove(self, folder: Path, metric: Metric) -> bytes:
+        """Raise `UsageError` for a metric that can't be compared with those of what was saved before."""
+        self.settle()
+        self._best.check(folder, metric)
+        return b""
 
     def _begin_parts(self, order: SaveRequest) -> PendingParts:
         """Write this worker's part of what is cut, or begin to; the first worker's goes with the rest. Collective."""
@@ -145,19 +158,23 @@ class CheckpointSaver:
             began = time.perf_counter()
             more = stored.images(self._tables.kept)
             blocks = None if cut is None else cut.collect
-            path = checkpoint.write(folder, state, step, own=own, keep=keep, more=more, at=at, blocks=blocks)
+            write_now = partial(
+                checkpoint.write, folder, state, step, own=own, keep=keep, more=more, at=at, blocks=blocks, metric=order.metric
+            )
+            path = self._best.follow(folder, order.metric, write_now)
             self._count(nbytes, time.perf_counter() - began)
             return path
         self._memory = self._memory or CopyMemory(pinned=self._pinned)
         state = state.hold(self._memory, 0)
         own[self._agreement.group.rank] = own[self._agreement.group.rank].hold(self._memory, 1)
         held = None if cut is None or cut.mine is None else cut.held(self._memory, 2)
-        target = checkpoint.free(folder, step)
+        target = catalogue.free(folder, step)
 
         def write(moved: Callable[[int], None]) -> Path:
             before = partial(held.leave, moved) if held is not None else lambda: None
             blocks = None if cut is None else partial(cut.collect, before=before)
-            return checkpoint.write(folder, state, step, own=own, keep=keep, target=target, moved=moved, at=at, blocks=blocks)
+            options: dict[str, Any] = {"target": target, "moved": moved, "at": at, "blocks": blocks, "metric": order.metric}
+            return self._best.follow(folder, order.metric, partial(checkpoint.write, folder, state, step, own=own, keep=keep, **options))
 
         self._writing = BackgroundWrite(f"step {step}", nbytes, write, self._context.announce)
         return target
@@ -208,8 +225,12 @@ class CheckpointSaver:
         return text
 
     def tally(self) -> dict[str, float]:
-        """Return the counts and times as fields of the summary."""
+        """Return the counts and times."""
         return asdict(self._tally)
+
+    def facts(self, folder: Path) -> dict[str, Any]:
+        """Return what the summary says of the checkpoints in `folder`: the counts and times, and which is the best."""
+        return {**asdict(self._tally), **self._best.facts(folder)}
 
     def end(self) -> None:
         """Wait for a write under way and free its memory, as the run ends."""
@@ -228,7 +249,7 @@ class CheckpointSaver:
 
         def read() -> bytes:
             self.settle()
-            folder = next((folder for folder in folders if checkpoint.newest(folder)), None)
+            folder = next((folder for folder in folders if catalogue.newest(folder)), None)
             if folder is None:
                 context.announce(_nothing(folders, named=named))
                 return bytes(msgpack.packb(None))
@@ -249,19 +270,23 @@ class CheckpointSaver:
             self._tables.forget()
         if self._agreement.group.size > len(head[1]):
             context.announce(f"the checkpoint was written by {len(head[1])} workers: the random generators of the others go on as they are")
+        self._best.resumed(Path(head[0]).parent)
         return Path(head[0])
 
     # ---- between workers
 
-    def _collect(self) -> dict[int, FileLayout]:
-        """Bring what each worker has for itself to the first one, which gets it by rank; the others get nothing."""
+    def _collect(self, metric: Metric | None) -> tuple[dict[int, FileLayout], Metric | None]:
+        """Bring what each worker has for itself to the first one, which gets it by rank (the others get nothing), and agree on a metric."""
         agreement, group = self._agreement, self._agreement.group
         mine, first = image(self._own.snapshot()), group.rank == 0
         body = torch.empty(0, dtype=torch.uint8) if first else mine.dump()
-        lengths = [int.from_bytes(answer, "little") for answer in agreement.meet("run.save", body.nbytes.to_bytes(8, "little"))]
+        answers = agreement.meet("run.save", msgpack.packb([body.nbytes, best.to_plain(metric)]))
+        lengths, given = zip(*map(msgpack.unpackb, answers), strict=True)
+        metric, odd = best.agreed([best.from_plain(each) for each in given])
+        self._best.doubt(odd)
         found = {rank: torch.empty(length, dtype=torch.uint8) for rank, length in enumerate(lengths) if first and rank}
         group.exchange([] if first else [(0, body)], list(found.items())).wait()
-        return {group.rank: mine} | {rank: received(body) for rank, body in found.items()}
+        return {group.rank: mine} | {rank: received(body) for rank, body in found.items()}, metric
 
     def _hand_out(self, body: Snapshot | None) -> Snapshot:
         """Send the first worker's snapshot to all workers."""
@@ -284,7 +309,7 @@ def _nothing(folders: Sequence[Path], *, named: bool) -> str:
     )
     root = folders[0].parent.parent
     places = sorted((place for place in root.glob("*/checkpoints") if place.is_dir()), key=lambda place: place.stat().st_mtime)
-    last = next((kept[0] for place in reversed(places) if (kept := checkpoint.newest(place))), None)
+    last = next((kept[0] for place in reversed(places) if (kept := catalogue.newest(place))), None)
     there = f"no run in {root} has one"
     if last is not None:
         there = f"the newest is {last}: run.resume({str(last.parent.parent)!r}) goes on from it"

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from paceline.errors import CheckpointError, UsageError
 from paceline.fault.block_files import BlockReader
-from paceline.fault.checkpoint import MANIFEST, Checkpoint
+from paceline.fault.checkpoint import Checkpoint
 from paceline.fault.export import locate, model_tree
+from paceline.fault.manifest import MANIFEST
 from paceline.parallel import weights
 from paceline.parallel.placement import Rectangle
 from paceline.parallel.weights import Weights
@@ -26,10 +27,11 @@ from paceline.state.snapshot import entries, path_of
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model in a run's folder, or in one of its checkpoints. `part`: which of several, as for `paceline.state_dict`."""
+    """A model in a run's folder, or in one of its checkpoints. `part`, `best`: which, as for `paceline.state_dict`."""
 
     folder: Path
     part: str | None = None
+    best: bool = False
 
 
 Source = weights.Source | StoredModel
@@ -49,7 +51,7 @@ def opened(source: Source, say: Callable[[str], None]) -> Iterator[Weights]:
         return
     with contextlib.ExitStack() as files:
         with _unusable():
-            stored = _of_checkpoint(locate(source.folder, say), source.part, files)
+            stored = _of_checkpoint(locate(source.folder, say, best=source.best), source.part, files)
         yield stored
 
 

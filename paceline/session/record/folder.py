@@ -165,7 +165,7 @@ class RunSummary:
     bytes_sent: dict[str, float]  # by all workers, in a step: "within" hosts, and "between" them
     codecs: list[dict[str, Any]]  # whether each codec in use paid: the fields of `paceline.sync.codec_cost.Verdict`
     parameters_sha256: str
-    checkpoints: dict[str, float]  # the fields of `paceline.session.checkpoint.saving.Tally`
+    checkpoints: dict[str, Any]  # the fields of `paceline.session.checkpoint.saving.SaveTally`, and the "best" if there is one
     events: list[dict[str, Any]]  # joins, losses, recoveries: at least {"time": seconds since the start, "what": text}
     servers: list[dict[str, Any]] = field(default_factory=list)  # messages, bytes, staleness, what was dropped (`paceline.server.main`)
     loader: dict[str, Any] | None = None  # how the training loader was dealt: num_workers, and the shares of a usual batch

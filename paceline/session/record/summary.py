@@ -44,7 +44,7 @@ class RunOutcome(NamedTuple):
     untold: Sequence[str]  # causes of lateness that can't be told where this worker runs
     event: Callable[[str], None]
     events: list[dict[str, Any]]
-    checkpoints: dict[str, float]
+    checkpoints: dict[str, Any]
     servers: list[dict[str, Any]]  # what each has done
     served: list[Served]  # and when, on the first worker
     results: dict[str, Any]

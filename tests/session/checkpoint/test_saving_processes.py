@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import sys
@@ -33,8 +34,8 @@ DYING = """
 SAVING = """
             if run.steps == 14:
                 (out / "left").write_text(" ".join(path.name for path in run.folder.checkpoints.iterdir()))
-            if run.steps in (4, 14):
-                run.save(background=True)
+            if run.steps in (4, 14, 19, 24):
+                run.save(background=True, keep=1, metric=(run.steps - 17) ** 2, best="min")
 """
 
 
@@ -48,8 +49,12 @@ def test_the_writer_dies_and_another_worker_saves_next(job: Jobs, tmp_path: Path
     assert found.events[1:] == ["step-00000005 was lost with the worker that wrote it"], found.events
     assert (tmp_path / "left").read_text().startswith(".saving-")  # and no checkpoint
     folder = tmp_path / "runs" / "run" / "checkpoints"
-    assert [path.name for path in folder.iterdir()] == ["step-00000015"]
-    assert checkpoint.load(folder, say=print).own.keys() == {0, 1}
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000020", "step-00000025"]  # the best, and the newest
+    assert [checkpoint.load(folder, say=print, best=best).own.keys() for best in (True, False)] == [{0, 1}] * 2
+    assert checkpoint.load(folder, say=print, best=True).step == 20
+    assert "step 20 is the best so far: 4, after 9 at step 15" in ended.err
+    summary = json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())
+    assert summary["checkpoints"]["best"] == {"checkpoint": "step-00000020", "step": 20, "metric": 4.0, "best": "min"}
 
 
 REFUSED = """

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.errors import CheckpointError
-from paceline.fault import checkpoint
+from paceline.fault import catalogue, checkpoint
 from paceline.session.checkpoint import tables
 from paceline.session.run import Run
 from paceline.sync.tables import client
@@ -44,7 +44,7 @@ def test_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: st
     """In parts of a few rows; the other seed in the second run doesn't matter, as the first one was saved."""
     monkeypatch.setattr(client, "PART_BYTES", 7 * DIM * 8)
     workers(before[0], lambda run: body(run, kind, before[1], until=9), folder=tmp_path)
-    (found,) = checkpoint.newest(tmp_path / "test" / "checkpoints")
+    (found,) = catalogue.newest(tmp_path / "test" / "checkpoints")
     assert len(list(found.glob("table-000-*.safetensors"))) > 4, "part by part"
     resumed = workers(after[0], lambda run: body(run, kind, after[1], folder=tmp_path, seed=5))
     assert distance(resumed[0], one(kind, epochs=3)) < 1e-9 and torch.equal(resumed[0], resumed[-1])
@@ -60,7 +60,7 @@ def test_a_save_in_the_background_is_one_at_once(tmp_path: Path) -> None:
 
 def test_what_is_damaged_is_noticed(tmp_path: Path) -> None:
     workers(1, lambda run: body(run, "sgd", 1, until=5), folder=tmp_path)
-    (found,) = checkpoint.newest(tmp_path / "test" / "checkpoints")
+    (found,) = catalogue.newest(tmp_path / "test" / "checkpoints")
     path = found / "table-001-00001.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
