@@ -55,6 +55,7 @@ from paceline.session.record.hangs import HangDetector
 from paceline.session.record.hints import StartupHints
 from paceline.session.record.history import RunHistory
 from paceline.session.record.layout import ModelLayout
+from paceline.session.record.live import LiveRecord
 from paceline.session.record.log import MetricsLog
 from paceline.session.record.memory import MemoryWatch
 from paceline.session.record.straggler_policy import Policy, PolicyCheck
@@ -127,10 +128,11 @@ class _Assembly:
         if self.elastic:
             check_elastic(worker.device, self.abilities)
         self.folder, self.log = open_records(self.history, self.abilities.sample_queue is not None)
-        self._watch(comparison)
+        self._watch()
+        self._conclude(comparison)
 
-    def _watch(self, comparison: Comparison) -> None:
-        """Build what follows the training, and what ends it."""
+    def _watch(self) -> None:
+        """Build what follows the training."""
         context, loop, prepared, history = self.context, self.loop, self.prepared, self.history
         worker = self.view.worker
         self.progress = RunProgress(loop, prepared.loaders)
@@ -142,9 +144,9 @@ class _Assembly:
         )
         parts = CutParts(self.axes.everyone, self.layout, patience(worker.deadline))
         self.saving = CheckpointSaver(
-            prepared.state, self.own, context, history.note, parts=parts, tables=tables, deadline=worker.deadline, pinned=pinned
+            prepared.state, self.own, context, history, parts=parts, tables=tables, deadline=worker.deadline, pinned=pinned
         )
-        self.records, self.hints = RunRecords(history, self.log, LogMeetings()), StartupHints(prepared, loop)
+        self.records, self.hints = RunRecords(history, self.folder, self.log, LogMeetings()), StartupHints(prepared, loop)
         self.resumption = RunResumption(
             self.saving,
             everyone=self.axes.everyone,
@@ -162,21 +164,30 @@ class _Assembly:
         self.splits = EpochSplits(loop, prepared.cuts, prepared.optimizers)
         self.memory = MemoryWatch(prepared, self.abilities.remote)
         self.links = LinkWatch(loop, self.axes, self.strategy, history, survives=self.elastic)
+
+    def _conclude(self, comparison: Comparison) -> None:
+        """Build what says how far the run is, and what ends it."""
+        view, log, prepared, history = self.view, self.log, self.prepared, self.history
+        book = log.book
         conclusion = RunConclusion(
             self.strategy,
             self.axes,
             self.abilities,
-            self.view,
-            loop,
+            view,
+            self.loop,
             prepared,
             self.saving,
             history,
             self.folder,
-            self.log,
+            log,
             self.memory,
             self.links,
         )
-        self.ending = RunEnding(conclusion, self.watch, self.hints, self.joined.watching, self.joined.world)
+        self.live = LiveRecord(self.folder, lambda: book is not None and not book.stands_by, conclusion.so_far, self.context.announce)
+        self.context.follow(history.note)
+        history.follow(self.live.update)
+        self.live.update()
+        self.ending = RunEnding(conclusion, self.watch, self.hints, self.joined.watching, self.joined.world, live=self.live)
         self.comparer = ReplicaComparer(
             comparison,
             self.axes.replicas,
@@ -282,6 +293,7 @@ class _Assembly:
             recovery=recovery,
             follower=self.follower,
             links=self.links,
+            live=self.live,
             eviction=eviction,
         )
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NoReturn
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
 
 from paceline.cluster.control import events
 from paceline.comm.native.default_group import DefaultProcessGroup
+from paceline.formatting import spell
 from paceline.session.axes import RunAxes
 from paceline.session.checkpoint.saving import CheckpointSaver
 from paceline.session.groups import CurrentView
@@ -19,16 +20,17 @@ from paceline.session.record.folder import RunFolder
 from paceline.session.record.hangs import HangDetector
 from paceline.session.record.hints import StartupHints
 from paceline.session.record.history import RunHistory
+from paceline.session.record.live import EVENTS, LiveRecord
 from paceline.session.record.log import MetricsLog
 from paceline.session.record.memory import MemoryWatch
-from paceline.session.record.summary import RunOutcome, conclude
+from paceline.session.record.summary import RunOutcome, conclude, dealt
 from paceline.sync.abilities import Abilities
 from paceline.sync.base import Strategy
 
 
 @dataclass(frozen=True)
 class RunConclusion:
-    """What is left of a run when it ends well."""
+    """What is left of a run when it ends well, and what is known of that before."""
 
     strategy: Strategy
     axes: RunAxes
@@ -42,6 +44,44 @@ class RunConclusion:
     log: MetricsLog
     memory: MemoryWatch
     links: LinkWatch
+
+    def so_far(self) -> dict[str, Any]:
+        """Return the fields of the summary that are known while the run is under way, and under `live` where it is.
+
+        To be asked of the worker that writes.
+        """
+        totals, book = self.log.totals(work=False), self.log.book
+        assert totals is not None and book is not None, "the first worker keeps the book"
+        fields, cluster, everyone = asdict(totals), self.view.cluster, self.axes.everyone
+        del fields["rank_work"]
+        late = None
+        if book.latest is not None:
+            found, step = book.latest
+            host = cluster.of(found.rank).name
+            late = {"rank": found.rank, "host": host, "seconds": found.seconds, "step": step, "cause": found.cause}
+        mesh = self.axes.mesh
+        return {
+            "sync": spell(self.strategy),
+            "workers": everyone.group.size,
+            "hosts": len(cluster.hosts),
+            **fields,
+            "checkpoints": self.saving.tally(),
+            "events": self.history.events[-EVENTS:],
+            "loader": dealt(self.prepared.loaders),
+            "mesh": dict(mesh.axes) if self.axes.cut else {},
+            "places": [mesh.coordinates(rank) for rank in range(mesh.size)] if self.axes.cut else [],
+            "links": self.links.found,
+            "live": {
+                "began": self.history.began,
+                "step": self.loop.steps,
+                "total_steps": self.log.total_steps,
+                "cluster": [{"host": host.name, "ranks": list(host.ranks)} for host in cluster.hosts],
+                "origins": list(everyone.origins),
+                "recent": book.recent,
+                "late": late,
+                "link": self.links.remark,
+            },
+        }
 
     def write(self) -> None:
         """Write the summary and the trace. Collective."""
@@ -80,8 +120,11 @@ class RunEnding:
         hints: StartupHints,
         watching: HangDetector | None,
         world: DefaultProcessGroup | None,
+        *,
+        live: LiveRecord,
     ) -> None:
-        self._conclusion, self._watch, self._hints, self._watching, self._world = conclusion, watch, hints, watching, world
+        self._conclusion, self._live, self._watch, self._hints, self._watching = conclusion, live, watch, hints, watching
+        self._world = world
         self._view, self._context, self._loop = conclusion.view, conclusion.axes.slice, conclusion.loop
         self._log, self._saving, self._prepared = conclusion.log, conclusion.saving, conclusion.prepared
         self._endings: list[Callable[[], None]] = []
@@ -101,6 +144,7 @@ class RunEnding:
             self._loop.finish()
             self._conclusion.write()
             self._context.agreement.tell("the end of the run", self._saving.last)
+            self._live.end()
         except BaseException as error:
             self._leave(type(error), error)
             raise
@@ -130,6 +174,7 @@ class RunEnding:
             self._world.explain(error)
         self._loop.explain(error)
         events.report_failure(self._view.worker.place, kind, error)
+        self._live.fail(kind, error)
         self._log.leave()
         self.free(failed=True)
 

@@ -217,14 +217,16 @@ class Records:
 
     def open(self, history: RunHistory, adds: bool) -> tuple[RunFolder, MetricsLog]:
         """Open the folder and the log; `adds`: the samples of a step are each worker's own."""
-        folder, worker, say = self._folder(), self._worker, self._worker.say
+        folder, worker = self._folder(), self._worker
         self._go_on(history)
         events.opened(worker.place, str(folder.path.absolute()), history.seed, history.began)  # for launchers that start others for it
         if worker.page is not None:
             worker.page.writes_to(folder.path)
         book = self._book(folder, adds=adds)
+        if book is not None and not book.stands_by:
+            events.writes(worker.place, str(folder.path.absolute()))
         mesh, accounts = self._axes.mesh if self._axes.cut else None, self._axes.slice.accounts
-        return folder, MetricsLog(book, on_nan=self._on_nan, say=say, note=history.tell, accounts=accounts, mesh=mesh)
+        return folder, MetricsLog(book, on_nan=self._on_nan, say=history.tell, accounts=accounts, mesh=mesh)
 
     def _folder(self) -> RunFolder:
         """Return the folder of the run that this worker joins or that its job has begun before, or a new one. Collective."""

@@ -167,7 +167,7 @@ class CompressedExchange:
         if now < GAIN * promised[best]:
             self._context.announce(f"codec: {times}, so sums stay exact")
             return
-        self._context.announce(f"codec: {times}, which is taken from step {self._context.step_state.step} on")
+        self._context.tell(f"codec: {times}, which is taken from step {self._context.step_state.step} on")
         self.account.codec = self._names[best]
         self._take(best)
 

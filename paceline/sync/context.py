@@ -98,7 +98,18 @@ class SyncContext:
     closed_waited: float = 0.0
     cut_axes: tuple[str, ...] = ()  # of the mesh, along which workers that are not of this group hold other parts of what is trained
     meters: Sequence[AxisMeter] = ()  # of the exchanges along those axes
+    told: list[Callable[[str], None]] = field(default_factory=list)  # who notes what has happened, the same of all groups of a run
     pulling: float = 0.0  # seconds for parameters that were on their way when they were used, but for steps
+
+    def follow(self, note: Callable[[str], None]) -> None:
+        """Call `note` with the text of each `tell`, of this context or another one of the run."""
+        self.told.append(note)
+
+    def tell(self, text: str) -> None:
+        """Announce that something has happened, which is noted among the events of the run."""
+        for note in self.told:
+            note(text)
+        self.announce(text)
 
     def regroup(self, group: Group, hosts: tuple[int, ...], native: Callable[[], Group], cancel_scope: CancelScope) -> None:
         """Go on in the groups of a new view, as the present ones have broken."""

@@ -75,7 +75,7 @@ def make(
         again = start is not None and start.folder is not None
         kept = RunFolder.again(Path(folder) / "test", "test") if again else RunFolder.agree(agreement, Path(folder), "test", say=say)
         book = MetricsWriter(kept, adds=adds) if group.rank == 0 else None
-        return kept, MetricsLog(book, on_nan=on_nan, say=say, note=history.tell, accounts=context.accounts, clock=clock)
+        return kept, MetricsLog(book, on_nan=on_nan, say=history.tell, accounts=context.accounts, clock=clock)
 
     view = CurrentView(around)
     axes = RunAxes.plain(context, lambda: view.cluster) if mesh is None else RunAxes.of(lay_out(read(mesh), cluster), context, cluster)

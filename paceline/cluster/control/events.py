@@ -34,6 +34,11 @@ def opened(place: Place, folder: str, seed: int, began: float) -> None:
         _tell(place, {"event": "opened", "folder": folder, "seed": seed, "began": began})
 
 
+def writes(place: Place, folder: str) -> None:
+    """Report that this worker writes the run's folder from now on."""
+    _tell(place, {"event": "writes", "folder": folder})
+
+
 def surviving(place: Place) -> None:
     """Report that from now on the others can go on without this worker."""
     _tell(place, {"event": "surviving"})

@@ -28,6 +28,7 @@ from paceline.session.checkpoint import best
 from paceline.session.checkpoint import tables as stored
 from paceline.session.checkpoint.parts import CutParts, PendingParts
 from paceline.session.checkpoint.state import WorkerState
+from paceline.session.record.history import RunHistory
 from paceline.session.tables import RunTables
 from paceline.state.snapshot import Snapshot, byte_tensor, loads
 from paceline.state.versioned import Versioned
@@ -66,7 +67,7 @@ class SaveRequest:
 class CheckpointSaver:
     """Saves and resumes `state`, which all workers share, and `own`, which each worker has for itself.
 
-    `event` is called with each text that belongs in the summary.
+    `history` is told of each checkpoint, and of those that went wrong.
     """
 
     def __init__(
@@ -74,14 +75,14 @@ class CheckpointSaver:
         state: Versioned,
         own: WorkerState,
         context: SyncContext,
-        event: Callable[[str], None],
+        history: RunHistory,
         *,
         parts: CutParts,
         tables: RunTables,
         deadline: float,
         pinned: bool,
     ) -> None:
-        self._state, self._own, self._context, self._event, self._parts = state, own, context, event, parts
+        self._state, self._own, self._context, self._history, self._parts = state, own, context, history, parts
         self._agreement = parts.agreement  # of all workers
         self._patience = patience(deadline)
         self._tables, self._pinned = tables, pinned
@@ -122,12 +123,13 @@ class CheckpointSaver:
             path, missed, *counted = msgpack.unpackb(self._agreement.tell(what, lambda: first(replace(order, metric=metric), own, cut)))
             self._tally = SaveTally(*counted)
             if missed:
-                self._event(missed)
+                self._history.note(missed)
             return str(path)
 
         path = Path(self._agreement.attempt(act))
         self._promised = path if order.background else None
         self._tally.stall_seconds += time.perf_counter() - began
+        self._history.saved(path.name, order.step)
         return path
 
     def _prove(self, folder: Path, metric: Metric) -> bytes:
@@ -191,7 +193,7 @@ class CheckpointSaver:
         writing = self._writing
         if writing is None:
             if missed := self._missed():
-                self._event(missed)
+                self._history.note(missed)
             return
         if writing.wait(self._patience):
             self._writing, self._promised = None, None
@@ -199,7 +201,7 @@ class CheckpointSaver:
         if self._failure is None:
             self._count(writing.nbytes, writing.seconds)
         else:
-            self._event(str(self._failure))
+            self._history.note(str(self._failure))
 
     def settle(self) -> None:
         """Wait for a write under way on this worker, and raise the error that it failed with."""

@@ -10,6 +10,7 @@ import msgpack
 import torch
 from torch import nn
 
+from paceline.cluster.control import events
 from paceline.data.loader import ShareLoader
 from paceline.errors import UsageError
 from paceline.fault.replicate import Replicate
@@ -90,6 +91,7 @@ class ElasticRun:
         self._tally.doubt()
         if self._view.is_first:
             self._records.log.take_over(StatusLine())
+            events.writes(worker_context.place, str(self._records.folder.path.absolute()))
         self._loop.cut_turn(0 if self._loop.apart else founded.turn)
         self._prepared.regroup()
         layout = founded.layout or {}

@@ -21,7 +21,9 @@ from paceline.session.elastic.recovery import Recovery
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.registry import Prepared
 from paceline.session.probe.link_watch import LinkWatch
+from paceline.session.record.folder import RunFolder
 from paceline.session.record.history import RunHistory
+from paceline.session.record.live import LiveRecord
 from paceline.session.record.log import MetricsLog
 
 
@@ -41,6 +43,7 @@ class RunRecords:
     """What a run writes down, as far as a worker that has just come goes on with it."""
 
     history: RunHistory
+    folder: RunFolder
     log: MetricsLog
     meetings: LogMeetings
 
@@ -59,6 +62,7 @@ class LogCollector:
     """Collects on the first worker what was logged. `everyone`: all workers.
 
     At the same meetings `follower` has shares follow speeds, `links` looks after slow links, and `eviction` has those leave that are late.
+    Then `live` is brought up to date.
     """
 
     def __init__(
@@ -71,9 +75,10 @@ class LogCollector:
         recovery: Recovery | None,
         follower: ShareFollower,
         links: LinkWatch,
+        live: LiveRecord,
         eviction: Eviction | None = None,
     ) -> None:
-        self._follower, self._links, self._eviction = follower, links, eviction
+        self._follower, self._links, self._live, self._eviction = follower, links, live, eviction
         self._loop, self._prepared, self._everyone, self._recovery = loop, prepared, everyone, recovery
         self._history, self._log, self._meetings = records.history, records.log, records.meetings
         self._known: dict[int, bytes] = {}  # of each worker, how far its records are here, where they come by letter
@@ -131,6 +136,7 @@ class LogCollector:
                 if loader.terms.training:
                     loader.finish()
         self._follower.take([answer[5] for answer in answers])
+        self._live.update()
 
     def _say(self, reason: str | None) -> None:
         if reason is not None and not self.stopping:
@@ -158,6 +164,8 @@ class LogCollector:
                 self.asked = True  # all stop at the end of this epoch, which is now
                 assert self.sample_queue is not None
                 self.sample_queue.post(b"", stop=True)
+        if letters:
+            self._live.update()
 
     def part(self) -> None:
         """Begin an epoch in which workers are not in lockstep."""

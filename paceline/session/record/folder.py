@@ -3,6 +3,7 @@
 runs/NAME/
   metrics.jsonl   a line for each step        trace.json    what happened when, for Perfetto
   summary.json    written when the run ends   checkpoints/  what it can go on from
+  live.json       while it is under way: what is known of the summary, and where it is
 """
 
 from __future__ import annotations
@@ -69,6 +70,11 @@ class RunFolder:
     def summary(self) -> Path:
         """Path of the summary, which is there once the run has ended."""
         return self.path / "summary.json"
+
+    @property
+    def live(self) -> Path:
+        """Path of what is known while the run is under way, see `paceline.session.record.live`."""
+        return self.path / "live.json"
 
     @property
     def checkpoints(self) -> Path:

@@ -4,20 +4,43 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
+
+CHECKPOINT: Final = "checkpoint"  # the `event` of those events that are checkpoints
+SAVES: Final = 1000  # checkpoints that events tell of, the last ones
 
 
 class RunHistory:
-    """The run's `seed`, when it `began`, and its `events`; `results` are what the script of the first worker adds to the summary."""
+    """The run's `seed`, when it `began`, and its `events`; `results` are what the script of the first worker adds to the summary.
+
+    An event has at least a `time`, in seconds since the run began, and in `what` the words.
+    """
 
     def __init__(self, seed: int, began: float, announce: Callable[[str], None]) -> None:
         self.seed, self.began, self._announce = seed, began, announce
         self.events: list[dict[str, Any]] = []
         self.results: dict[str, Any] = {}
+        self._followers: list[Callable[[], None]] = []
+
+    def follow(self, noted: Callable[[], None]) -> None:
+        """Call `noted` each time when something was noted."""
+        self._followers.append(noted)
 
     def note(self, what: str) -> None:
         """Note that something happened."""
-        self.events.append({"time": time.time() - self.began, "what": what})
+        self._add({"time": time.time() - self.began, "what": what})
+
+    def saved(self, name: str, step: int) -> None:
+        """Note that a checkpoint of this name was written, or begun in the background. Of many the last `SAVES` are kept."""
+        self._add({"time": time.time() - self.began, "what": f"saved {name}", "event": CHECKPOINT, "step": step})
+        saves = [event for event in self.events if event.get("event") == CHECKPOINT]
+        if len(saves) > SAVES:
+            self.events.remove(saves[0])
+
+    def _add(self, event: dict[str, Any]) -> None:
+        self.events.append(event)
+        for noted in self._followers:
+            noted()
 
     def tell(self, what: str) -> None:
         """Note that something happened, and say so."""

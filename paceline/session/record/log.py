@@ -69,7 +69,7 @@ class MetricsLog:
     """The numbers that a script logs, on every worker.
 
     `book`: where the first worker writes them; None on the others. `on_nan`: "warn" says which rank had the first loss that was no number,
-    "stop" has `absorb` return the reason to stop too. `say` is told warnings, on every worker, and `note` who makes the others wait.
+    "stop" has `absorb` return the reason to stop too. `say` is told of such losses, on every worker, and who makes the others wait.
     `accounts` of codecs are logged with each step. `mesh`: where workers are, if a model is cut between them.
     """
 
@@ -79,14 +79,13 @@ class MetricsLog:
         *,
         on_nan: OnNan = "warn",
         say: Callable[[str], None],
-        note: Callable[[str], None] | None = None,
         accounts: Sequence[CodecAccount] = (),
         mesh: Mesh | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if on_nan not in ("warn", "stop"):
             raise UsageError(f"on_nan={on_nan!r} is unknown; possible are 'warn' and 'stop'")
-        self._book, self._on_nan, self._say, self._note, self._clock = book, on_nan, say, note or say, clock
+        self.book, self._on_nan, self._say, self._clock = book, on_nan, say, clock
         self._accounts = accounts
         self._began = clock()
         self._earlier = 0.0  # seconds that the run had taken when this log was made
@@ -175,8 +174,8 @@ class MetricsLog:
     def rewind(self, step: int, seconds: float) -> None:
         """Go on behind this step, of a run that has taken so many seconds: lines of later steps are removed."""
         self._earlier = seconds - (self._clock() - self._began)
-        if self._book is not None:
-            self._book.rewind(step)
+        if self.book is not None:
+            self.book.rewind(step)
 
     def hand_over(self, agreement: Agreement) -> None:
         """Bring all steps that are over to the first worker, which writes them. Collective."""
@@ -193,8 +192,8 @@ class MetricsLog:
 
     def take_over(self, line: StatusLine) -> None:
         """Write to disk from now on, in place of a worker that was lost, and show `line`."""
-        if self._book is not None:
-            self._book.take_over(line)
+        if self.book is not None:
+            self.book.take_over(line)
 
     def _enqueue(self, entry: _LogEntry) -> None:
         by_device: dict[torch.device, list[_Sums]] = {}
@@ -254,12 +253,12 @@ class MetricsLog:
         self._judge([(upto, bad) for upto, bad, _ in parts])
         steps = [[record for record in records if record[4] is not None] for _, _, records in parts]
         self.flushed = [[record[4] for record in mine] for mine in steps]
-        if self._book is not None:
-            self._book.enter([(upto, records) for upto, _, records in parts], self.total_steps, names, hosts, remark=remark)
+        if self.book is not None:
+            self.book.enter([(upto, records) for upto, _, records in parts], self.total_steps, names, hosts, remark=remark)
             causes = [[record[6] for record in mine] for mine in steps]
             slow = self.slowness.take(names or range(len(parts)), self.flushed, hosts, causes) if hosts else None
             if slow is not None:
-                self._note(slow)
+                self._say(slow)
         return self._reason if self._on_nan == "stop" else None
 
     def _judge(self, heads: list[tuple[int, Any]]) -> None:
@@ -283,17 +282,17 @@ class MetricsLog:
 
     def close(self) -> None:
         """Close files and terminal, without the others. Calling it twice is harmless."""
-        if self._book is not None:
-            self._book.close(self.total_steps)
+        if self.book is not None:
+            self.book.close(self.total_steps)
 
     def leave(self) -> None:
         """Close after an error, and hide it by no other."""
         with contextlib.suppress(PacelineError, OSError):
             self.close()
 
-    def totals(self) -> RunTotals | None:
-        """Return the totals of the run so far; None on a worker that doesn't write."""
-        return None if self._book is None or self._book.stands_by else self._book.totals(self._clock() - self._began)
+    def totals(self, *, work: bool = True) -> RunTotals | None:
+        """Return the totals of the run so far (`MetricsWriter.totals`); None on a worker that doesn't write."""
+        return None if self.book is None or self.book.stands_by else self.book.totals(self._clock() - self._began, work=work)
 
 
 class _DeviceCopy:

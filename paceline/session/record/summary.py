@@ -117,7 +117,7 @@ def _write(outcome: RunOutcome, axes: RunAxes, folder: RunFolder, log: MetricsLo
         events=outcome.events,
         checkpoints=outcome.checkpoints,
         servers=outcome.servers,
-        loader=_dealt(outcome.prepared.loaders),
+        loader=dealt(outcome.prepared.loaders),
         mesh=dict(axes.mesh.axes) if axes.cut else {},
         places=[axes.mesh.coordinates(rank) for rank in range(axes.mesh.size)] if axes.cut else [],
         axes=_by_axis(found.along, axes, steps),
@@ -166,7 +166,7 @@ def _pipelines(prepared: Prepared, axes: RunAxes, ahead: Sequence[timeline.Clock
     return [profile for profile in found if profile is not None]
 
 
-def _dealt(loaders: Iterable[ShareLoader]) -> dict[str, Any] | None:
+def dealt(loaders: Iterable[ShareLoader]) -> dict[str, Any] | None:
     """Return how the first training loader is dealt; None where there is none."""
     terms = next((loader.terms for loader in loaders if loader.terms.train is not False and loader.terms.training), None)
     if terms is None:

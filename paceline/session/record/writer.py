@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.session.record.folder import PARTS, RunFolder, RunTotals, tame
 from paceline.session.record.jsonl import JsonLines
-from paceline.session.record.lateness import LatenessTotals, lateness, stacked, worst
+from paceline.session.record.lateness import LatenessTotals, RankLateness, lateness, stacked, worst
 from paceline.session.record.status_line import FinishedStep, StatusLine
 from paceline.session.record.stragglers import WORK, unequal
 
@@ -38,6 +38,8 @@ class MetricsWriter:
         self._there: dict[int, set[str]] = {}  # by step: the fields of lines that an earlier start of the job has written
         self._work: deque[dict[int, float]] = deque(maxlen=LAST)  # seconds of own work of each rank in a step
         self.lateness = LatenessTotals(LAST)
+        self.latest: tuple[RankLateness, float] | None = None  # in the steps that were entered last, and the seconds of a mean one
+        self.recent: dict[str, float] = {}  # of these steps: how many, their samples, and of PARTS the seconds of a mean one
 
     def take_over(self, line: StatusLine) -> None:
         """Write from now on, in place of a worker that was lost: first the last lines that it had not written."""
@@ -77,22 +79,29 @@ class MetricsWriter:
         ready = sorted(key for key in self._groups if key[0] <= complete)
         self._find_late({key[1]: self._groups[key] for key in ready}, list(names or range(len(parts))), hosts)
         lines = [self._merge(key[1], self._groups.pop(key), total) for key in ready]
+        if timed := [line for line in lines if "seconds" in line]:
+            means = {part: sum(line["seconds"][part] for line in timed) / len(timed) for part in PARTS}
+            self.recent = {"steps": len(timed), "samples": sum(line["samples"] for line in timed), **means}
         self._write([line for line in lines if not self._there.get(line["step"], set()) >= line.keys()])
 
     def _find_late(self, steps: dict[int, dict[int, Record]], ranks: list[int], hosts: Sequence[str]) -> None:
         """Find out who was late in these steps, and why."""
         whole = {step: records for step, records in steps.items() if all(rank in records and records[rank][4] for rank in ranks)}
-        if len(ranks) < 2 or self.adds or not whole:
+        if not whole:
+            return
+        self.latest = None
+        if len(ranks) < 2 or self.adds:
             return
         late = lateness(stacked([*whole.values()], ranks))
         self.lateness.add([*whole], ranks, late)
+        latest = worst(late, range(len(ranks)))
+        mean = sum(max(sum(record[4]) for record in records.values()) for records in whole.values()) / len(whole)
+        self.latest = latest, mean
         if self._line is not None and hosts:
-            latest = worst(late, range(len(ranks)))
-            mean = sum(max(sum(record[4]) for record in records.values()) for records in whole.values()) / len(whole)
             self._line.late(latest, hosts[latest.rank], mean)
 
-    def totals(self, seconds: float) -> RunTotals:
-        """Return the totals of all steps, after `seconds` of running."""
+    def totals(self, seconds: float, *, work: bool = True) -> RunTotals:
+        """Return the totals of all steps, after `seconds` of running. Without `work` the `rank_work` is left out, which takes long."""
         inside = sum(self._seconds.values())
         if self.adds:  # workers have taken different numbers of steps: the time is that of the one that trained longest
             inside = max((sum(ranks[part] for part in PARTS) for ranks in self._ranks.values()), default=0.0)
@@ -104,7 +113,7 @@ class MetricsWriter:
             final_loss=self._final_loss,
             step_seconds={part: spent / max(self._steps, 1) for part, spent in self._seconds.items()},
             rank_seconds=[{part: ranks[part] / ranks["steps"] for part in PARTS} for _, ranks in sorted(self._ranks.items())],
-            rank_work=unequal(self._work),
+            rank_work=unequal(self._work) if work else [],
             rank_late=self.lateness.means(),
         )
 

@@ -27,6 +27,7 @@ from paceline.session.checkpoint.layout import StateLayout
 from paceline.session.checkpoint.parts import CutParts
 from paceline.session.checkpoint.saving import CheckpointSaver, SaveRequest
 from paceline.session.checkpoint.state import WorkerState
+from paceline.session.record.history import RunHistory
 from paceline.session.run import Run
 from paceline.state.versioned import Randomness, Versioned
 from tests.harness.cuts import network
@@ -111,7 +112,7 @@ class Worker:
                 tensor.zero_()
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.5)
         placements = cut(self.model, self.optimizer, grid, rank)
-        self.said, self.events, self.sync = list[str](), list[str](), Quiet(float(rank))
+        self.said, self.history, self.sync = list[str](), RunHistory(0, 0.0, print), Quiet(float(rank))
         agreement = Agreement(group)
         context: Any = SimpleNamespace(agreement=agreement, group=group, announce=self.said.append)
         state_layout = StateLayout(grid, rank, placements)
@@ -123,7 +124,7 @@ class Worker:
             self.state,
             own,
             context,
-            self.events.append,
+            self.history,
             parts=CutParts(agreement, state_layout, 30.0),
             tables=SimpleNamespace(kept=[], waiting=False, forget=lambda: None),  # type: ignore[arg-type]
             deadline=30.0,
@@ -149,7 +150,7 @@ def save(folder: Path, layout: str, *, background: bool = False, step: int = 3) 
                 for tensor in worker.model.state_dict().values():
                     tensor.fill_(-1)
         worker.saving.wait()
-        assert worker.saving.last() == b"" and worker.events == []
+        assert worker.saving.last() == b"" and [event["what"] for event in worker.history.events] == [f"saved {path.name}"]
         return path
 
     assert set(workers(layout, body)) == {folder / f"step-{step:08d}"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.session.record.history import RunHistory
+from paceline.session.record.history import SAVES, RunHistory
 
 
 def test_what_is_told_is_noted_too() -> None:
@@ -19,3 +19,22 @@ def test_who_comes_later_goes_on_with_it() -> None:
     history.note("one")
     other.learn(history.facts())
     assert (other.seed, other.began, other.events) == (7, 5.0, history.events)
+
+
+def test_who_follows_is_told_of_each() -> None:
+    told: list[int] = []
+    history = RunHistory(7, 0.0, print)
+    history.follow(lambda: told.append(len(history.events)))
+    history.note("one")
+    history.saved("step-00000004", 4)
+    assert told == [1, 2]
+    assert history.events[1] | {"time": 0} == {"time": 0, "what": "saved step-00000004", "event": "checkpoint", "step": 4}
+
+
+def test_of_many_checkpoints_the_last_are_kept() -> None:
+    history = RunHistory(7, 0.0, print)
+    history.note("first")
+    for step in range(SAVES + 3):
+        history.saved(f"step-{step}", step)
+    assert len(history.events) == SAVES + 1
+    assert [event["what"] for event in history.events[:2]] == ["first", "saved step-3"]
