@@ -9,19 +9,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from typer.core import TyperCommand
 
 import paceline
 from paceline import notation, options
 from paceline.bench import command
 from paceline.cluster import mesh as shape
-from paceline.cluster import topology_file
 from paceline.cluster.discover import environment
 from paceline.cluster.launcher import launch, output
 from paceline.cluster.launcher.request import LaunchRequest
+from paceline.commands import lab
 from paceline.errors import PacelineError, UsageError
 from paceline.formatting import sized
-from paceline.session.probe.dtypes import check as check_dtypes
 from paceline.session.record import folder as folders
 
 app = typer.Typer(
@@ -32,8 +30,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-lab = typer.Typer(help="A cluster on this machine: hosts, slow links and faults.", no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(lab, name="lab")
+app.add_typer(lab.app, name="lab")
 bench = typer.Typer(help="Measure what this machine can do.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench, name="bench")
 bench.command("scaling")(command.scaling)
@@ -134,18 +131,10 @@ def probe(
     out: options.Measured = Path("cluster.json"),
 ) -> None:
     """Measure what each worker computes and each link carries, say what is odd, and write it all to a file."""
-    args = _probing(dtypes, out, here=hosts == 1)
+    args = lab.probing(dtypes, out, here=hosts == 1)
     meeting = {"join": join, "host_rank": host_rank, "secret_file": secret_file, "placement": placement}
     given = {} if interface is None else {"PACELINE_INTERFACE": interface}
     raise typer.Exit(_measure("probe.py", args, workers, threads, given=given, hosts=hosts, bare=True, **meeting))
-
-
-def _probing(dtypes: str, out: Path, *, here: bool) -> tuple[str, ...]:
-    """Return the arguments of the script that measures a cluster; `here` says that the file will be written on this host."""
-    check_dtypes(dtypes.split(","))
-    if here:
-        topology_file.check_target(out)
-    return ("--dtypes", dtypes, "--out", str(out.absolute()))
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -291,114 +280,6 @@ def _measure(
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         job = LaunchRequest(str(BENCH / script), (*args, "--folder", folder), workers, threads=threads, **fields)
         return _start(job, given)
-
-
-class ScriptLast(TyperCommand):
-    """A command whose options may come before and after its first argument, but not after its second, the script."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        before, positional = self._options(ctx, args)
-        between, rest = self._options(ctx, positional[1:])
-        return super().parse_args(ctx, [*before, *between, *positional[:1], *rest])
-
-    def _options(self, ctx: Any, args: list[str]) -> tuple[list[str], list[str]]:
-        """Split `args` into the options at its beginning, and the rest."""
-        parser = type(self.make_parser(ctx))(ctx)
-        for parameter in self.get_params(ctx):
-            if parameter.param_type_name == "option":
-                parameter.add_to_parser(parser, ctx)
-        rest = parser.parse_args(list(args))[1]
-        return args[: len(args) - len(rest)], rest
-
-
-@lab.command("run", cls=ScriptLast, context_settings={"allow_interspersed_args": False})
-def run_in_lab(
-    cluster: Annotated[str, typer.Argument(help="A ready-made cluster, or a .toml file.")],
-    script: options.Script,
-    args: options.Arguments = None,
-    *,
-    fault: Annotated[list[str] | None, typer.Option(help="What is to go wrong, such as 'kill(rank=2, step=5)'; may be repeated.")] = None,
-    sync: options.Sync = None,
-    mesh: options.Mesh = None,
-    cut: options.Cut = None,
-    shares: options.Shares = None,
-    name: options.Name = None,
-    placement: Annotated[str | None, typer.Option(help="How ranks are dealt to hosts; default: what the cluster says.")] = None,
-    min_workers: options.MinWorkers = None,
-    restarts: options.Restarts = 0,
-    patience: options.Patience = 600.0,
-) -> None:
-    """Build a cluster, run a script on all of its hosts, and take the cluster down."""
-    from paceline.lab import terminal
-    from paceline.lab.running import LabRequest
-
-    start = LabRequest(
-        str(script),
-        tuple(args or ()),
-        fault or (),
-        sync,
-        name,
-        min_workers=min_workers,
-        restarts=restarts,
-        patience=patience,
-        mesh=mesh,
-        cut=cut,
-        shares=shares,
-        show=True,
-    )
-    raise typer.Exit(terminal.run(cluster, placement, start))
-
-
-@lab.command("probe")
-def probe_in_lab(
-    cluster: Annotated[str, typer.Argument(help="A ready-made cluster, or a .toml file.")],
-    *,
-    dtypes: options.Dtypes = "float32,bfloat16",
-    out: options.Measured = Path("cluster.json"),
-) -> None:
-    """Build a cluster, measure it as `paceline probe` does, and take it down."""
-    from paceline.lab import terminal
-    from paceline.lab.running import LabRequest
-    from paceline.observe.cluster import describe
-
-    args = _probing(dtypes, out, here=True)
-    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        start = LabRequest(str(BENCH / "probe.py"), (*args, "--quiet", "--folder", folder), show=True)
-        code = terminal.run(cluster, None, start, kept=False)
-    if code == 0:
-        typer.echo(describe(topology_file.read(out)))
-    raise typer.Exit(code)
-
-
-@lab.command("check")
-def check_lab() -> None:
-    """Say what this machine can do for a lab, and what is missing, and why."""
-    from paceline.lab import terminal
-
-    raise typer.Exit(terminal.check())
-
-
-@lab.command("shell", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
-def shell_in_lab(
-    host: Annotated[str, typer.Argument(help="Name or number of a host of the lab that runs.")],
-    command: Annotated[
-        list[str] | None, typer.Argument(help="A command for a shell there, quoted as for ssh; default: the shell itself.")
-    ] = None,
-    *,
-    identity: Annotated[str | None, typer.Option("--lab", help="Which lab, if several run.")] = None,
-) -> None:
-    """Open a shell in a host of a lab that runs, or run a command there."""
-    from paceline.lab import terminal
-
-    terminal.shell(host, command or [], identity)
-
-
-@lab.command("clean")
-def clean_lab() -> None:
-    """Remove what labs have left that were killed."""
-    from paceline.lab import terminal
-
-    raise typer.Exit(terminal.clean())
 
 
 @app.command()

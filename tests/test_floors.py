@@ -20,7 +20,7 @@ FLOORS = [
     {"notation"},  # below session: start(sync="...") reads it
     {"session"},
     {"lab", "observe", "compat", "backend", "options"},
-    {"apps", "bench"},
+    {"apps", "bench", "commands"},
     {"cli"},
     {"__main__"},
 ]

@@ -1,0 +1,1 @@
+"""Commands of `paceline` that are more than a few lines: each a module with its options."""

@@ -1,0 +1,52 @@
+"""The commands of a lab: what reaches it, wherever the options stand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline.commands import lab
+from paceline.errors import UsageError
+from paceline.lab import terminal
+from paceline.lab.running import LabRequest
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None, LabRequest]]:
+    """What the lab is asked for; it ends with 3."""
+    found: list[tuple[str, str | None, LabRequest]] = []
+
+    def run(cluster: str, placement: str | None, start: LabRequest, **_: Any) -> int:
+        found.append((cluster, placement, start))
+        return 3
+
+    monkeypatch.setattr(terminal, "run", run)
+    return found
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--fault", "kill(rank=0)", "two-hosts", "--placement", "block", "train.py", "--sync", "x"],
+        ["two-hosts", "--fault", "kill(rank=0)", "--placement", "block", "train.py", "--sync", "x"],
+        ["--placement", "block", "--fault", "kill(rank=0)", "two-hosts", "train.py", "--sync", "x"],
+    ],
+)
+def test_options_stand_before_and_after_the_cluster(words: Sequence[str], asked: list[tuple[str, str | None, LabRequest]]) -> None:
+    assert CliRunner().invoke(lab.app, ["run", *words]).exit_code == 3
+    (cluster, placement, start) = asked[0]
+    assert (cluster, placement, start.script, start.args) == ("two-hosts", "block", "train.py", ("--sync", "x"))
+    assert (list(start.faults), start.sync, start.show) == (["kill(rank=0)"], None, True)
+
+
+def test_what_is_measured_is_checked_before_anything_is_built(tmp_path: Path) -> None:
+    assert lab.probing("float32", tmp_path / "cluster.json", here=True) == ("--dtypes", "float32", "--out", str(tmp_path / "cluster.json"))
+    with pytest.raises(UsageError, match="'int8' can't be measured"):
+        lab.probing("int8", tmp_path / "cluster.json", here=True)
+    with pytest.raises(UsageError, match="nowhere"):
+        lab.probing("float32", tmp_path / "nowhere" / "cluster.json", here=True)
+    lab.probing("float32", tmp_path / "nowhere" / "cluster.json", here=False)  # another host writes it
