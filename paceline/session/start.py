@@ -246,7 +246,7 @@ class Records:
         if start is not None and start.events:
             began = history.began if start.folder is None else start.began
             told = [{"time": max(when - began, 0.0), "what": what} for when, what in start.events]
-            history.learn({"events": told + history.events, "began": began, "seed": history.seed})
+            history.learn({**history.facts(), "events": told + history.events, "began": began})
 
     def _book(self, folder: RunFolder, *, adds: bool) -> MetricsWriter | None:
         """Return a writer of metrics on the first worker; where losses are survived, on all, as another one may have to go on."""

@@ -129,7 +129,7 @@ class CheckpointSaver:
         path = Path(self._agreement.attempt(act))
         self._promised = path if order.background else None
         self._tally.stall_seconds += time.perf_counter() - began
-        self._history.saved(path.name, order.step)
+        self._history.saved(path.name, order.step, background=order.background)
         return path
 
     def _prove(self, folder: Path, metric: Metric) -> bytes:

@@ -173,6 +173,7 @@ class RunSummary:
     parameters_sha256: str
     checkpoints: dict[str, Any]  # the fields of `paceline.session.checkpoint.saving.SaveTally`, and the "best" if there is one
     events: list[dict[str, Any]]  # joins, losses, recoveries: at least {"time": seconds since the start, "what": text}
+    saves: list[dict[str, Any]] = field(default_factory=list)  # the last checkpoints, as events with their "step"
     servers: list[dict[str, Any]] = field(default_factory=list)  # messages, bytes, staleness, what was dropped (`paceline.server.main`)
     loader: dict[str, Any] | None = None  # how the training loader was dealt: num_workers, and the shares of a usual batch
     mesh: dict[str, int] = field(default_factory=dict)  # the size of each axis, if a model was cut; then also

@@ -6,19 +6,20 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-CHECKPOINT: Final = "checkpoint"  # the `event` of those events that are checkpoints
-SAVES: Final = 1000  # checkpoints that events tell of, the last ones
+SAVES: Final = 1000  # checkpoints that are told of, the last ones
 
 
 class RunHistory:
-    """The run's `seed`, when it `began`, and its `events`; `results` are what the script of the first worker adds to the summary.
+    """The run's `seed`, when it `began`, its `events` and `saves`; `results` are what the script of the first worker adds to the summary.
 
-    An event has at least a `time`, in seconds since the run began, and in `what` the words.
+    An event has at least a `time`, in seconds since the run began, and in `what` the words. `saves` are the same of checkpoints, with their
+    `step`.
     """
 
     def __init__(self, seed: int, began: float, announce: Callable[[str], None]) -> None:
         self.seed, self.began, self._announce = seed, began, announce
         self.events: list[dict[str, Any]] = []
+        self.saves: list[dict[str, Any]] = []
         self.results: dict[str, Any] = {}
         self._followers: list[Callable[[], None]] = []
 
@@ -28,17 +29,16 @@ class RunHistory:
 
     def note(self, what: str) -> None:
         """Note that something happened."""
-        self._add({"time": time.time() - self.began, "what": what})
+        self.events.append({"time": time.time() - self.began, "what": what})
+        self._noted()
 
-    def saved(self, name: str, step: int) -> None:
-        """Note that a checkpoint of this name was written, or begun in the background. Of many the last `SAVES` are kept."""
-        self._add({"time": time.time() - self.began, "what": f"saved {name}", "event": CHECKPOINT, "step": step})
-        saves = [event for event in self.events if event.get("event") == CHECKPOINT]
-        if len(saves) > SAVES:
-            self.events.remove(saves[0])
+    def saved(self, name: str, step: int, *, background: bool) -> None:
+        """Note that a checkpoint of this name was written, or begun in the `background`. Of many the last `SAVES` are kept."""
+        what = f"{name} is being written" if background else f"saved {name}"
+        self.saves = [*self.saves[1 - SAVES :], {"time": time.time() - self.began, "what": what, "step": step}]
+        self._noted()
 
-    def _add(self, event: dict[str, Any]) -> None:
-        self.events.append(event)
+    def _noted(self) -> None:
         for noted in self._followers:
             noted()
 
@@ -49,8 +49,8 @@ class RunHistory:
 
     def facts(self) -> dict[str, Any]:
         """Return what a worker that has just joined has to know."""
-        return {"events": self.events, "began": self.began, "seed": self.seed}
+        return {"events": self.events, "saves": self.saves, "began": self.began, "seed": self.seed}
 
     def learn(self, facts: dict[str, Any]) -> None:
         """Take over what the `facts` of another worker say."""
-        self.events, self.began, self.seed = facts["events"], facts["began"], facts["seed"]
+        self.events, self.saves, self.began, self.seed = facts["events"], facts["saves"], facts["began"], facts["seed"]

@@ -44,6 +44,7 @@ class RunOutcome(NamedTuple):
     untold: Sequence[str]  # causes of lateness that can't be told where this worker runs
     event: Callable[[str], None]
     events: list[dict[str, Any]]
+    saves: list[dict[str, Any]]
     checkpoints: dict[str, Any]
     servers: list[dict[str, Any]]  # what each has done
     served: list[Served]  # and when, on the first worker
@@ -115,6 +116,7 @@ def _write(outcome: RunOutcome, axes: RunAxes, folder: RunFolder, log: MetricsLo
         codecs=[asdict(verdict) for verdict in verdicts if verdict is not None],
         parameters_sha256=found.digest,
         events=outcome.events,
+        saves=outcome.saves,
         checkpoints=outcome.checkpoints,
         servers=outcome.servers,
         loader=dealt(outcome.prepared.loaders),

@@ -129,6 +129,7 @@ def test_the_summary_has_every_field(tmp_path: Path) -> None:
             "parameters_sha256",
             "checkpoints",
             "events",
+            "saves",
             "servers",
             "loader",
             "mesh",
