@@ -163,14 +163,16 @@ def test_ranks_that_wait_for_each_other_are_found_before_the_deadline() -> None:
 
 
 def test_the_missing_rank_is_named_at_the_deadline() -> None:
-    named = threading.Barrier(3)
+    named, called = threading.Barrier(3), threading.Barrier(2)
 
     def body(group: ThreadGroup) -> None:
         if group.rank == 2:
             named.wait(60)
             return
+        work = group.all_reduce(torch.ones(1), name="w")
+        called.wait(60)
         with pytest.raises(DeadlineExceeded, match="missing") as caught:
-            group.all_reduce(torch.ones(1), name="w").wait()
+            work.wait()
         assert caught.value.missing == (2,) and "'w'" in str(caught.value)
         named.wait(60)
 
