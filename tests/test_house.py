@@ -94,6 +94,8 @@ OF_MORE = {  # test file without a module of its name: what it is about instead
     "session/test_processes": "whole runs on processes",
     "session/test_servers_surviving": "losses of servers",
     "session/test_tables_processes": "table servers as programs",
+    "session/test_adagrad_cut": "an optimizer that has state from its start, and cut models",
+    "session/test_tables_cut": "sparse tables beside cut layers",
     "session/test_tables_surviving": "losses of table servers",
     "sync/test_dtypes": "every dtype through every strategy",
     "parallel/test_pipeline_equality": "how near pipelines come to one process",

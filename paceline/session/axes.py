@@ -97,10 +97,10 @@ class RunAxes:
         """Return the first worker that has the same part of the model as `rank`."""
         return self.mesh.group(rank, ["data"])[0] if self.cut else 0
 
-    def refuse(self, what: str, instead: str) -> None:
-        """Raise `UsageError` for what can't be done where workers hold different parts of a model."""
-        if self.cut:
-            raise UsageError(f"{what} can't be had yet where the mesh ({self.mesh}) has {' and '.join(self.cut)}: {instead}")
+    def refuse(self, what: str, instead: str, *, beside: Sequence[str] = ()) -> None:
+        """Raise `UsageError` for what can't be done where workers hold different parts of a model, but for axes that it goes `beside`."""
+        if axes := [axis for axis in self.cut if axis not in beside]:
+            raise UsageError(f"{what} can't be had yet where the mesh ({self.mesh}) has {' and '.join(axes)}: {instead}")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from torch.optim.lr_scheduler import StepLR
 
 from paceline.errors import UsageError
-from paceline.parallel.repoint import repoint
+from paceline.parallel.repoint import begin_sums, repoint
 
 
 def cut(*olds: Parameter) -> dict[int, Parameter]:
@@ -43,3 +43,20 @@ def test_one_that_has_stepped_is_refused_as_it_is() -> None:
         repoint(optimizer, lambda p: new.get(id(p)))
     assert optimizer.param_groups[0]["params"][1] is model.bias
     repoint(optimizer, lambda p: None)  # nothing of what it remembers leaves
+
+
+def test_an_adagrad_begins_with_sums_of_parts() -> None:
+    """It remembers something of whole parameters as soon as it is made, which is no reason to refuse it before it has stepped."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.5, initial_accumulator_value=0.25)
+    new = cut(model.weight)
+    repoint(optimizer, lambda p: new.get(id(p)))
+    begin_sums(optimizer)
+    part = new[id(model.weight)]
+    assert torch.equal(optimizer.state[part]["sum"], torch.full((1, 3), 0.25)) and model.weight not in optimizer.state
+    part.grad, before = torch.ones(1, 3), part.detach().clone()
+    optimizer.step()
+    assert torch.allclose(part, before - 0.5 / 1.25**0.5)
+    again = cut(part)
+    with pytest.raises(UsageError, match="the Adagrad remembers something"):
+        repoint(optimizer, lambda p: again.get(id(p)))

@@ -18,7 +18,7 @@ from paceline.errors import UsageError
 from paceline.formatting import spell
 from paceline.parallel.cut import CutContext, CutGradients, ModelCut, SplitAgain
 from paceline.parallel.placement import Placements
-from paceline.parallel.repoint import refuse_memory, repoint
+from paceline.parallel.repoint import begin_sums, refuse_memory, repoint
 from paceline.session.axes import RunAxes
 from paceline.session.prepare.copies import ModelCopies
 from paceline.session.prepare.initial import InitialValues
@@ -150,6 +150,8 @@ class ModelCuts:
         """Let optimizers step what is trained in the place of their parameters. Raises `UsageError` for one that can't."""
         for optimizer in optimizers if self._renewed else ():
             repoint(optimizer, self.renewed)
+        for optimizer in optimizers if self.applied else ():
+            begin_sums(optimizer)
         self._refuse_whole(optimizers)
 
     def flat(self, optimizer: Optimizer) -> str:

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from paceline.cluster.mesh import SAMPLED
 from paceline.comm.group import Finished, Op, Work
 from paceline.comm.sample_queue import SampleQueue
 from paceline.data.balance import WorkerSpeeds
@@ -36,6 +37,8 @@ from paceline.sync.autograd import GradientTracker
 from paceline.sync.base import Slot
 
 BatchNorm = Literal["sync", "local"]
+
+UNCUT = "use shard, which cuts the layers beside it, or nn.Embedding"
 
 
 class Prepared:
@@ -189,7 +192,7 @@ class Prepared:
         """Start servers for the sparse tables among the models."""
         found = self.tables.find(self.models)
         if found:
-            self.axes.refuse(f"the sparse table {found[0][0]}", "cut along no axis, or use nn.Embedding")
+            self.axes.refuse(f"the sparse table {found[0][0]}", UNCUT, beside=SAMPLED)
         if found and self.survives and self._sample_queue is not None:
             raise UsageError(
                 f"sparse tables ({found[0][0]}) go on when workers are lost if all are in lockstep, and with staleness or backup_workers "
