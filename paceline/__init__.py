@@ -16,6 +16,7 @@ from paceline.errors import (
     ReplicasDiffer,
     ResourceError,
     UsageError,
+    WorkerFailed,
     WorkerLost,
 )
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from paceline.parallel.shard import shard
     from paceline.parallel.tensor.cut import tensor
     from paceline.parallel.tensor.styles import column, row, sequence, summed, vocab
+    from paceline.session.launch.launch import launch
     from paceline.session.load import load
     from paceline.session.probe.cluster_probe import probe
     from paceline.session.run import Run
@@ -63,6 +65,7 @@ __all__ = [
     "Sequence",
     "SparseEmbedding",
     "UsageError",
+    "WorkerFailed",
     "WorkerLost",
     "__version__",
     "adaptive",
@@ -78,6 +81,7 @@ __all__ = [
     "half",
     "int4",
     "int8",
+    "launch",
     "layers",
     "load",
     "meta",
@@ -116,6 +120,7 @@ _NAMES: Final = {
     "paceline.parallel.tensor.cut": ("tensor",),
     "paceline.parallel.tensor.styles": ("column", "row", "sequence", "summed", "vocab"),
     "paceline.fault.export": ("state_dict",),
+    "paceline.session.launch.launch": ("launch",),
     "paceline.session.load": ("load",),
     "paceline.session.probe.cluster_probe": ("probe",),
     "paceline.session.run": ("Run",),

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 import paceline
-from paceline import notation, options
+from paceline import options
 from paceline.bench import command
 from paceline.cluster import mesh as shape
 from paceline.cluster.discover import environment
@@ -20,7 +20,7 @@ from paceline.cluster.launcher.request import LaunchRequest
 from paceline.commands import lab
 from paceline.errors import PacelineError, UsageError
 from paceline.formatting import sized
-from paceline.session.record import folder as folders
+from paceline.session.launch import proof
 
 app = typer.Typer(
     name="paceline",
@@ -105,14 +105,7 @@ def run(
 
 def _start(job: LaunchRequest, given: Mapping[str, str] | None = None) -> int:
     """Run a job, and give its exit code."""
-    if job.sync is not None:
-        notation.prove(job.sync)  # here, once, rather than by every worker
-    if job.cut is not None:
-        notation.prove_cuts(job.cut)
-    if job.shares is not None:
-        notation.shares(job.shares, job.workers if job.hosts == 1 and job.join is None else None)
-    if job.name is not None:
-        folders.prove(job.name)
+    proof.prove(job)
     return launch.run(job, {**environment(), **(given or {})})
 
 

@@ -11,6 +11,7 @@ PacelineError
 ├── DeadlineExceeded (TimeoutError) a wait has passed its deadline; the missing ranks and hosts are named
 ├── WorkerLost                      another worker is gone
 │   └── ServerLost                  a server is gone; the workers may all be there
+├── WorkerFailed                    a worker of `pl.launch` has failed; its traceback is in the message
 ├── StateLost                       what was lost is nowhere else: a run can't go on, but from a checkpoint
 ├── ViewChanged                     the group this work belonged to has been replaced
 ├── ResourceError                   this machine lacks something (shared memory, a kernel feature, disk space)
@@ -66,6 +67,14 @@ class WorkerLost(PacelineError):
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
+
+
+class WorkerFailed(PacelineError):
+    """A worker of `pl.launch` has failed: `rank` says which (None: none of them began); the message has its traceback."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class StateLost(PacelineError):

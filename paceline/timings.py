@@ -155,6 +155,13 @@ class ProbeTimings:
 
 
 @dataclass(frozen=True)
+class CallTimings:
+    """Timings of a process that has workers carry out a call."""
+
+    end: float = 15.0  # for their launcher to end them and itself, once it is asked to; then it is killed, and its janitor ends them
+
+
+@dataclass(frozen=True)
 class Timings:
     """How long the parts of a job wait for each other, in seconds."""
 
@@ -169,6 +176,7 @@ class Timings:
     recovery: RecoveryTimings = field(default_factory=RecoveryTimings)
     servers: ServerTimings = field(default_factory=ServerTimings)
     probe: ProbeTimings = field(default_factory=ProbeTimings)
+    call: CallTimings = field(default_factory=CallTimings)
 
 
 DEFAULTS = Timings()

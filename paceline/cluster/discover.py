@@ -11,7 +11,7 @@ import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import overload
+from typing import NamedTuple, overload
 
 from paceline.cluster import secret as secrets
 from paceline.errors import PlaceError
@@ -42,6 +42,23 @@ class JobStart:
         """Read what `dump` has written."""
         fields = json.loads(text)
         return cls(**{**fields, "events": tuple((when, what) for when, what in fields["events"])})
+
+
+class CallPlace(NamedTuple):
+    """The place of a worker in a call by `pl.launch`: two descriptors that it inherits, and its number among the workers of the call."""
+
+    file: int  # what is to be called
+    channel: int  # where to tell of it
+    number: int  # its rank at the start, or that of the worker in whose place it came
+
+    def dump(self) -> str:
+        """Return the text for `load`."""
+        return ",".join(map(str, self))
+
+    @classmethod
+    def load(cls, text: str) -> CallPlace:
+        """Read what `dump` has written."""
+        return cls(*map(int, text.split(",")))
 
 
 @dataclass(frozen=True)
@@ -89,6 +106,7 @@ class Place:
     stack_fd: int | None = None  # where its stack is written when the launcher asks for it (paceline run)
     job: str | None = None  # what tells its job from all others (paceline run)
     job_start: JobStart | None = None  # where the job may start again (`paceline run --restarts`)
+    call: CallPlace | None = None  # of a worker that carries out a call (`pl.launch`)
     timings: Timings = DEFAULTS
 
 
@@ -159,6 +177,7 @@ def _paceline(environ: Environ) -> Place | None:
         stack_fd=_integer(environ, "PACELINE_STACK_FD", None),
         job=environ.get("PACELINE_JOB") or None,
         job_start=job_start(environ),
+        call=CallPlace.load(environ["PACELINE_CALL"]) if "PACELINE_CALL" in environ else None,
     )
 
 

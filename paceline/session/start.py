@@ -32,13 +32,13 @@ from paceline.session.axes import RunAxes
 from paceline.session.balance.quota import ProcessorQuota
 from paceline.session.excepthook import BRIEFLY, show, surface, surfacing
 from paceline.session.groups import CurrentView, WorkerContext, choose_device, everyone
+from paceline.session.launch.status import display
 from paceline.session.prepare import cuts
 from paceline.session.record import straggler_policy
 from paceline.session.record.folder import RunFolder
 from paceline.session.record.hangs import HangDetector, check_lateness
 from paceline.session.record.history import RunHistory
 from paceline.session.record.log import MetricsLog, OnNan
-from paceline.session.record.status_line import StatusLine
 from paceline.session.record.straggler_policy import Policy
 from paceline.session.record.writer import MetricsWriter
 from paceline.session.replicas.compare import Comparison, Differing
@@ -252,7 +252,7 @@ class Records:
         """Return a writer of metrics on the first worker; where losses are survived, on all, as another one may have to go on."""
         place = self._worker.place
         if place.rank == 0 and not place.joining:
-            return MetricsWriter(folder, StatusLine(), adds=adds)
+            return MetricsWriter(folder, display(place), adds=adds)
         return None if place.worker is None else MetricsWriter(folder, stands_by=True, adds=adds)
 
 

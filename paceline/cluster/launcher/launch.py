@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 
 from paceline.cluster import machine, network, secret
-from paceline.cluster.control import commands, progress
+from paceline.cluster.control import calls, commands, progress
 from paceline.cluster.control.progress import Page
-from paceline.cluster.discover import environment, job_start, seconds, timings
+from paceline.cluster.discover import CallPlace, environment, job_start, seconds, timings
 from paceline.cluster.hosts.admission import MeetingPoint, Point
 from paceline.cluster.hosts.channel import Channel
 from paceline.cluster.hosts.elastic import ElasticPeers, connect_all, enter
@@ -55,6 +55,7 @@ _NOT_INHERITED = (
     "PACELINE_JOINING",
     "PACELINE_STACK_FD",
     "PACELINE_RUN",
+    "PACELINE_CALL",
 )
 
 
@@ -144,8 +145,8 @@ def _start(job: LaunchRequest, surroundings: dict[str, str], restarts: JobRestar
         restarts.begin(peers)
         surroundings["PACELINE_JOB_START"] = restarts.start.dump()
         tasks = _first_parts(job, surroundings, mine, peers).tasks
-        mark, shown = surroundings["PACELINE_JOB"], screens(bare=job.bare)
-        supervisor = Supervisor(mine.offer.name, mark, peers, shown=shown, restarts=restarts, timings=mine.timings)
+        mark, shown, told = surroundings["PACELINE_JOB"], screens(bare=job.bare), calls.judge(job.call)
+        supervisor = Supervisor(mine.offer.name, mark, peers, shown=shown, told=told, restarts=restarts, timings=mine.timings)
         code = supervisor.run(tasks, started=inherited.close)
         left = peers.links()
         if left is not None and left.channels and not restarts.due:  # asked to end when the workers had ended
@@ -166,9 +167,9 @@ def _work(
         ready = _prepare(job, surroundings, mine, points, ranks)
         assembly = ready.peers if isinstance(ready.peers, ElasticPeers) else None
         mending = None if assembly is None else partial(_mending, job, assembly, ready.again, mine.timings)
-        shown = screens(bare=job.bare)
+        shown, told = screens(bare=job.bare), calls.judge(job.call)
         mark = surroundings["PACELINE_JOB"]
-        supervisor = Supervisor(ready.host, mark, ready.peers, mending, shown=shown, timings=mine.timings)
+        supervisor = Supervisor(ready.host, mark, ready.peers, mending, shown=shown, told=told, timings=mine.timings)
         code = supervisor.run(ready.tasks, started=inherited.close)  # what workers inherit is theirs alone from then on
         back = assembly is not None and assembly.cut_off and not supervisor.asked and job.patience > 0
         return code, assembly.points if back and assembly is not None else [], [task.rank for task in ready.tasks]
@@ -330,12 +331,12 @@ def _first_tasks(job: LaunchRequest, shared: dict[str, str], mine: _HostOffer, r
     tasks = []
     for local, rank in enumerate(ranks):
         environ = shared | {"RANK": str(rank), "LOCAL_RANK": str(local), "PACELINE_SECRET_FD": str(lent)}
-        descriptors = [lent]
+        descriptors = [lent, *(job.call or ())]
         if rank == 0 or mine.agent is not None:
             environ["PACELINE_STORE_FD"] = str(mine.stores[local].fileno())
             descriptors.append(mine.stores[local].fileno())
         page = _page(mine.progress, rank, shared)
-        environ |= {} if page is None else {"PACELINE_PROGRESS_PAGE": str(page.file)}
+        environ |= _own(job, rank, page)
         worker_number = mine.offer.numbers[local] if mine.agent is not None else None
         tasks.append(WorkerCommand(rank, job.command, environ, tuple(descriptors), page, worker_number))
     return tasks
@@ -380,9 +381,16 @@ def _another(job: LaunchRequest, shared: Mapping[str, str], brought: _HostOffer,
         mine |= {"PACELINE_SECRET_FD": str(lent), "PACELINE_STORE": f"{address}:{port}", "PACELINE_STORE_FD": str(store.fileno())}
         environ = {**shared, **mine, "PACELINE_JOINING": "1", "PACELINE_RUN": run}
         page = _page(brought.progress, rank, shared)
-        environ |= {} if page is None else {"PACELINE_PROGRESS_PAGE": str(page.file)}
+        environ |= _own(job, rank, page)
         worker_number = commands.named(random.randbits(32), port)
-        yield WorkerCommand(rank, job.command, environ, (lent, store.fileno()), page, worker_number, joining=True)
+        given = (lent, store.fileno(), *(job.call or ()))
+        yield WorkerCommand(rank, job.command, environ, given, page, worker_number, joining=True)
+
+
+def _own(job: LaunchRequest, rank: int, page: Page | None) -> dict[str, str]:
+    """Return the variables of the worker that the launcher calls by this rank: its page, and its place in a call."""
+    own = {} if page is None else {"PACELINE_PROGRESS_PAGE": str(page.file)}
+    return own if job.call is None else own | {"PACELINE_CALL": CallPlace(*job.call, rank).dump()}
 
 
 def _page(folder: str | None, rank: int, shared: Mapping[str, str]) -> Page | None:

@@ -31,7 +31,7 @@ class LaunchRequest:
     others to come. Without `min_workers` the whole job starts again, up to `restarts` times, and waits so long for another host in the
     place of one that is gone. `backend`: what scripts that use torch.distributed by themselves get in the place of Gloo ("paceline"; None:
     Gloo). `bare`: what workers write is shown at once and as it is, without the ranks that wrote it, for commands of which one worker
-    alone speaks.
+    alone speaks. `call`: two descriptors that workers inherit, of the file with what they are to call and of the channel to who has asked.
     """
 
     script: str
@@ -56,6 +56,7 @@ class LaunchRequest:
     straggler: str | None = None
     shares: str | None = None
     bare: bool = False
+    call: tuple[int, int] | None = None
 
     @property
     def command(self) -> list[str]:

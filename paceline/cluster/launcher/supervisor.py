@@ -31,10 +31,11 @@ class Supervisor:
         mending: Callable[[Supervisor], Replacement] | None = None,
         *,
         shown: tuple[Screen, Screen] | None = None,
+        told: Callable[[Failure], object] | None = None,
         restarts: JobRestarts | None = None,
         timings: Timings = DEFAULTS,
     ) -> None:
-        self._peers, self._restarts = peers, restarts
+        self._peers, self._restarts, self._told = peers, restarts, told
         self._timings = timings.supervisor
         self._workers: list[WorkerProcess] = []
         self._out, self._err = screens() if shown is None else shown
@@ -231,6 +232,8 @@ class Supervisor:
                 stream.close()
         verdict = self._final()
         if verdict is not None and self._asked is None:
+            if self._told is not None:
+                self._told(verdict)
             if verdict.tail and self._err.last != verdict.rank:
                 self._err.say(f"paceline: what rank {verdict.rank} said last:")
                 for line in verdict.tail.splitlines():

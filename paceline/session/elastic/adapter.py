@@ -19,10 +19,10 @@ from paceline.session.elastic.buddies import BuddyReplication
 from paceline.session.elastic.departure import Departure
 from paceline.session.elastic.recovery import ViewGroups
 from paceline.session.groups import CurrentView, reap
+from paceline.session.launch.status import display
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.registry import Prepared
 from paceline.session.record.collector import RunRecords
-from paceline.session.record.status_line import StatusLine
 from paceline.session.replicas.compare import ReplicaComparer
 from paceline.session.replicas.contents import own_buffers
 from paceline.session.replicas.step_count import StepCount
@@ -90,7 +90,7 @@ class ElasticRun:
         self._view.move(worker_context)
         self._tally.doubt()
         if self._view.is_first:
-            self._records.log.take_over(StatusLine())
+            self._records.log.take_over(display(worker_context.place))
             events.writes(worker_context.place, str(self._records.folder.path.absolute()))
         self._loop.cut_turn(0 if self._loop.apart else founded.turn)
         self._prepared.regroup()

@@ -31,7 +31,7 @@ from paceline.errors import PacelineError, UsageError
 from paceline.session.record.causes import MEASURED
 from paceline.session.record.folder import PARTS, RunTotals
 from paceline.session.record.lateness import LatenessTotals
-from paceline.session.record.status_line import StatusLine
+from paceline.session.record.status_line import StatusDisplay
 from paceline.session.record.stragglers import StragglerSensor
 from paceline.session.record.writer import MetricsWriter
 from paceline.sync.codec_cost import CodecAccount
@@ -190,7 +190,7 @@ class MetricsLog:
         """How many steps this log has finished."""
         return self._number
 
-    def take_over(self, line: StatusLine) -> None:
+    def take_over(self, line: StatusDisplay) -> None:
         """Write to disk from now on, in place of a worker that was lost, and show `line`."""
         if self.book is not None:
             self.book.take_over(line)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple, TextIO
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TextIO
 
 from paceline.session.record.folder import PARTS
 from paceline.session.record.lateness import RankLateness
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 EVERY = 1.0  # seconds between two lines
 _VALUES = 4  # logged values that are shown, the loss among them
 LATE, LEAST = 0.2, 1e-3  # of a step, and seconds of it, from which on it is shown that a worker is late
-_WINDOW = 30  # lines over which the time left is estimated
+WINDOW = 30  # lines over which the time left is estimated
 
 
 class FinishedStep(NamedTuple):
@@ -28,6 +28,22 @@ class FinishedStep(NamedTuple):
     samples: int
     values: Mapping[str, float]
     seconds: Mapping[str, float]
+
+
+class StatusDisplay(Protocol):
+    """A display of how far a run is."""
+
+    def step(self, beat: FinishedStep, total: int | None) -> None:
+        """Take in the next step, of `total` if that is known."""
+
+    def late(self, latest: RankLateness, host: str, step: float) -> None:
+        """Show from the next time on who is latest, on which host, where it matters in a step of so many seconds."""
+
+    def remark(self, text: str) -> None:
+        """Show this text, too, from the next time on."""
+
+    def close(self, total: int | None) -> None:
+        """Show the last step if it hasn't been, and let go. Calling it twice is harmless."""
 
 
 class StatusLine:
@@ -43,7 +59,7 @@ class StatusLine:
         self._seconds = dict.fromkeys(PARTS, 0.0)  # since the last line
         self._samples = 0
         self._late = self._remark = ""  # who is late, and what else is to be seen
-        self._marks: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
+        self._marks: deque[tuple[int, float]] = deque(maxlen=WINDOW)
 
     def step(self, beat: FinishedStep, total: int | None) -> None:
         """Take in the next step, of `total` if that is known, and show it if the last line is a second old."""
@@ -58,9 +74,7 @@ class StatusLine:
 
     def late(self, latest: RankLateness, host: str, step: float) -> None:
         """Show from the next line on who is latest, on which host, where it matters in a step of so many seconds."""
-        seconds = latest.seconds
-        matters = seconds >= LEAST and seconds >= LATE * step
-        self._late = f"rank {latest.rank} on {host} late {seconds / step:.0%}: {latest.cause}" if matters else ""
+        self._late = late_words(latest, host, step)
 
     def remark(self, text: str) -> None:
         """End lines with this text from the next one on."""
@@ -82,7 +96,7 @@ class StatusLine:
             self._samples,
             self._seconds,
             total=total,
-            left=self._left(total),
+            left=time_left(self._marks, total),
             remark="  ".join(filter(None, (self._late, self._remark))),
         )
         self._samples, self._seconds, self._unshown = 0, dict.fromkeys(PARTS, 0.0), False
@@ -99,11 +113,20 @@ class StatusLine:
             self._live.start()
         self._live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
 
-    def _left(self, total: int | None) -> float | None:
-        (first, began), (last, now) = self._marks[0], self._marks[-1]
-        if total is None or last == first:
-            return None
-        return max(total - last, 0) * (now - began) / (last - first)
+
+def late_words(latest: RankLateness, host: str, step: float) -> str:
+    """Say by how much of a step of so many seconds the latest worker is late, and why; nothing where it doesn't matter."""
+    seconds = latest.seconds
+    matters = seconds >= LEAST and seconds >= LATE * step
+    return f"rank {latest.rank} on {host} late {seconds / step:.0%}: {latest.cause}" if matters else ""
+
+
+def time_left(marks: Sequence[tuple[int, float]], total: int | None) -> float | None:
+    """Return the seconds until step `total`, by steps and the seconds at which they were over, oldest first; None if that isn't known."""
+    (first, began), (last, now) = marks[0], marks[-1]
+    if total is None or last == first:
+        return None
+    return max(total - last, 0) * (now - began) / (last - first)
 
 
 def describe(

@@ -10,7 +10,7 @@ from typing import Any
 from paceline.session.record.folder import PARTS, RunFolder, RunTotals, tame
 from paceline.session.record.jsonl import JsonLines
 from paceline.session.record.lateness import LatenessTotals, RankLateness, lateness, stacked, worst
-from paceline.session.record.status_line import FinishedStep, StatusLine
+from paceline.session.record.status_line import FinishedStep, StatusDisplay
 from paceline.session.record.stragglers import WORK, unequal
 
 LAST = 1000  # steps that are searched for stragglers
@@ -25,7 +25,7 @@ class MetricsWriter:
     A writer that `stands_by` only adds up, until `take_over`. `adds`: the samples of a record are its worker's own, and not those of all.
     """
 
-    def __init__(self, folder: RunFolder, line: StatusLine | None = None, *, stands_by: bool = False, adds: bool = False) -> None:
+    def __init__(self, folder: RunFolder, line: StatusDisplay | None = None, *, stands_by: bool = False, adds: bool = False) -> None:
         self._lines, self._line = JsonLines(folder.metrics), line
         self.stands_by = stands_by
         self.adds = adds
@@ -41,7 +41,7 @@ class MetricsWriter:
         self.latest: tuple[RankLateness, float] | None = None  # in the steps that were entered last, and the seconds of a mean one
         self.recent: dict[str, float] = {}  # of these steps: how many, their samples, and of PARTS the seconds of a mean one
 
-    def take_over(self, line: StatusLine) -> None:
+    def take_over(self, line: StatusDisplay) -> None:
         """Write from now on, in place of a worker that was lost: first the last lines that it had not written."""
         if not self.stands_by:
             return

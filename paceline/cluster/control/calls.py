@@ -1,0 +1,112 @@
+"""The channel of a call by `pl.launch`: what its workers, and their launcher, tell the process that has made it.
+
+caller                            launcher                    workers
+  socketpair, one end -- inherited --> . -------- inherited ----> .
+  "called"  <---------------------------------------------------- each worker, before it calls the function
+  "status"  <---------------------------------------------------- the first worker: how far its run is
+  "result"  <---------------------------------------------------- each worker: what the function has returned
+  "failed"  <---------------------------------------------------- a worker: the traceback of what the function has raised
+  "verdict" <------------------------ who failed first
+
+A message is JSON, and a file without a name for what is long: its descriptor travels with the message. The channel has no name and
+no port: only processes that have inherited it can write to it.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, BinaryIO, NamedTuple
+
+from paceline.cluster.hosts.peers import Failure
+
+_KIND = socket.AF_UNIX, socket.SOCK_SEQPACKET
+_LONGEST = 1 << 16  # bytes of a message without its file
+
+
+class CallMessage(NamedTuple):
+    """A message of a call. `body` is an open file, at its beginning, where the message has one; who reads it closes it."""
+
+    kind: str
+    fields: dict[str, Any]
+    body: BinaryIO | None
+
+
+class CallChannel:
+    """One end of the channel of a call."""
+
+    def __init__(self, wire: socket.socket) -> None:
+        self._wire = wire
+
+    @classmethod
+    def inherited(cls, descriptor: int) -> CallChannel:
+        """Return the end that this process has inherited; programs that it starts don't get it."""
+        os.set_inheritable(descriptor, False)
+        return cls(socket.fromfd(descriptor, *_KIND))
+
+    def fileno(self) -> int:
+        """Return the descriptor, to be waited for."""
+        return self._wire.fileno()
+
+    def close(self) -> None:
+        """Close this end. Twice is harmless."""
+        self._wire.close()
+
+    def send(self, kind: str, fields: Mapping[str, Any], write: Callable[[BinaryIO], object] | None = None, *, waits: bool = True) -> bool:
+        """Send a message; `write` is called with the file that goes with it. Returns whether it is on its way.
+
+        Without `waits` a message is dropped where the other end has not read for long. Nothing is sent to a caller that has ended.
+        """
+        descriptor = None if write is None else os.memfd_create("paceline-call", os.MFD_CLOEXEC)
+        try:
+            ancillary = []
+            if write is not None and descriptor is not None:
+                with open(descriptor, "wb", closefd=False) as file:
+                    write(file)
+                ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
+            flags = socket.MSG_NOSIGNAL | (0 if waits else socket.MSG_DONTWAIT)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError, BlockingIOError):
+                self._wire.sendmsg([json.dumps([kind, dict(fields)]).encode()], ancillary, flags)
+                return True
+            return False
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def receive(self) -> CallMessage | None:
+        """Take the next message that has come; None while there is none, and when all other ends are closed."""
+        try:
+            data, ancillary, _, _ = self._wire.recvmsg(_LONGEST, socket.CMSG_SPACE(4), socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
+        except (BlockingIOError, ConnectionResetError):
+            return None
+        given = array.array("i")
+        for _, _, descriptor in ancillary:
+            given.frombytes(descriptor)
+        body = os.fdopen(given[0], "rb") if given else None
+        if not data:
+            return None
+        if body is not None:
+            body.seek(0)  # where it was written last
+        kind, fields = json.loads(data)
+        return CallMessage(kind, fields, body)
+
+
+def channel() -> tuple[CallChannel, socket.socket]:
+    """Make a channel: the end of the caller, and the one that others inherit."""
+    mine, theirs = socket.socketpair(*_KIND)
+    return CallChannel(mine), theirs
+
+
+def judge(call: tuple[int, int] | None) -> Callable[[Failure], None] | None:
+    """Return what tells the caller who failed first; None where there is no call. `call`: the descriptors of a `LaunchRequest`."""
+    return None if call is None else partial(_tell, CallChannel.inherited(call[1]))
+
+
+def _tell(channel: CallChannel, failure: Failure) -> None:
+    fields = {"number": failure.rank, "line": failure.line().removeprefix("paceline: ")}
+    channel.send("verdict", fields, lambda file: file.write(failure.tail.encode(errors="replace")))

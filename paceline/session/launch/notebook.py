@@ -1,0 +1,73 @@
+"""The progress of a run in a notebook: a bar in the output of the cell, with what the status line has; kept when the notebook is saved."""
+
+from __future__ import annotations
+
+import html
+import importlib
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from paceline.session.record.folder import PARTS
+from paceline.session.record.lateness import RankLateness
+from paceline.session.record.status_line import WINDOW, FinishedStep, describe, late_words, time_left
+
+_COLOURS = {"compute": "#0072b2", "exchange": "#e69f00", "wait": "#cc79a7", "data": "#009e73"}  # which colour-blind people tell apart
+
+
+def in_kernel() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell is not None and hasattr(shell, "kernel")
+
+
+class NotebookBar:
+    """Shows how far a run is: a bar, the line of a terminal below it, and which part of the time went where.
+
+    `show` is IPython's `display`.
+    """
+
+    def __init__(self, show: Callable[..., Any] | None = None) -> None:
+        self._show = importlib.import_module("IPython.display").display if show is None else show
+        self._handle: Any = None  # what changes the bar that is shown
+        self._marks: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+        self._late = self._remark = ""
+
+    def step(self, beat: FinishedStep, total: int | None) -> None:
+        """Show the newest step; `beat` has the samples and the seconds of all since the last one."""
+        self._marks.append((beat.step, beat.time))
+        remark = "  ".join(filter(None, (self._late, self._remark)))
+        text = describe(beat, beat.samples, beat.seconds, total=total, left=time_left(self._marks, total), remark=remark)
+        bundle = {"text/plain": text, "text/html": drawn(beat, total, text)}
+        if self._handle is None:
+            self._handle = self._show(bundle, raw=True, display_id=True)
+        else:
+            self._handle.update(bundle, raw=True)
+
+    def late(self, latest: RankLateness, host: str, step: float) -> None:
+        """Say from the next time on who is latest."""
+        self._late = late_words(latest, host, step)
+
+    def remark(self, text: str) -> None:
+        """End the line with this text from the next time on."""
+        self._remark = text
+
+    def close(self, total: int | None) -> None:
+        """Leave the last step in the cell."""
+
+
+def drawn(beat: FinishedStep, total: int | None, text: str) -> str:
+    """Draw a bar as HTML: how far it is, the line `text`, and the parts of the time that is in `beat`."""
+    far = f'value="{min(beat.step, total)}" max="{total}"' if total else ""
+    whole = sum(beat.seconds.values())
+    parts = "".join(
+        f'<span title="{part} {beat.seconds.get(part, 0.0) / whole:.0%}" style="display:inline-block;height:4px;'
+        f'width:{beat.seconds.get(part, 0.0) / whole:.2%};background:{_COLOURS[part]}"></span>'
+        for part in (PARTS if whole > 0 else ())
+    )
+    return (
+        f'<div style="max-width:60em"><progress {far} style="width:100%"></progress>'
+        f'<div style="line-height:4px;font-size:0">{parts}</div><code>{html.escape(text)}</code></div>'
+    )
