@@ -1,0 +1,34 @@
+"""After DistributedDataParallel: `paceline run --workers 2 examples/migrations/ddp_after.py`, or `torchrun` as before.
+
+Gone are the process group, the samplers, the wrapper and its `.module`, the division of the batch, and what only the first may do.
+"""
+
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline as pl
+
+torch.manual_seed(0)
+points = torch.rand(4096, 2) * 2 - 1
+data = TensorDataset(points, (points.norm(dim=1) < 0.8).long())
+train, validation = torch.utils.data.random_split(data, [3584, 512])
+loader = DataLoader(train, batch_size=64, shuffle=True)  # of all workers together
+held_out = DataLoader(validation, batch_size=128)
+model = torch.nn.Sequential(torch.nn.Linear(2, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+with pl.start() as run:
+    model, optimizer, loader, held_out = run.prepare(model, optimizer, loader, held_out)
+    for epoch in run.epochs(3):
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            run.log(loss=loss)
+        with torch.no_grad():
+            right = torch.cat([run.gather(model(x).argmax(1) == y) for x, y in held_out])  # each sample once
+        run.print(f"epoch {epoch}: accuracy {right.float().mean():.3f}")
+        run.save()
