@@ -6,7 +6,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=  # tests are compiled once, not by each of the processes that run them
 
-.PHONY: demo test unit soak lint bench bench-peers clean
+.PHONY: demo test unit soak lint docs bench bench-peers clean
 
 demo: .venv/.made
 	$(BIN)/paceline demo
@@ -25,6 +25,10 @@ lint: .venv/.made
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The documentation site, in build/site, which opens without a server. Warnings are errors, such as a page that isn't in mkdocs.yml.
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 bench: .venv/.made
 	$(BIN)/paceline bench collectives
 	$(BIN)/paceline bench training
@@ -34,10 +38,12 @@ bench-peers: .venv/.made
 	$(BIN)/python -m benchmarks.peers --install $(BENCH_ARGS)
 	$(BIN)/python -m benchmarks.peers report
 
-.venv/.made: pyproject.toml constraints.txt
+.venv/.made: EXTRA = test
+.venv/.docs: EXTRA = docs
+.venv/.made .venv/.docs: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "paceline needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(EXTRA)]'
 	$(BIN)/python -m compileall -q paceline  # also where PYTHONDONTWRITEBYTECODE is set: it starts a fifth faster
 	@touch $@
 

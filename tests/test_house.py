@@ -14,7 +14,7 @@ from tests.harness.sources import TOGETHER, parsed
 pytestmark = TOGETHER
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "paceline"
-ELSEWHERE = {"benchmarks", "examples", "loops"}  # folders of tests of what is not in the package, and of loops as people write them
+ELSEWHERE = {"benchmarks", "examples", "loops", "website"}  # folders of tests of what is not in the package, and of loops as people write them
 UNTESTED = {  # modules without a test file of their name so far: tests of their folder reach them through others
     "__main__",
     "apps/load",
@@ -69,6 +69,7 @@ UNTESTED = {  # modules without a test file of their name so far: tests of their
     "sync/transaction",
 }
 OF_MORE = {  # test file without a module of its name: what it is about instead
+    "test_pages": "blocks of code, links and the navigation of all pages",
     "cluster/launcher/test_restarts_hosts": "jobs of several hosts that start again",
     "cluster/test_hush": "what torch says of strangers at its store",
     "fault/test_hostile": "checkpoints that somebody has made up",

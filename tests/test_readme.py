@@ -1,4 +1,4 @@
-"""What README, docs and examples say is true: scripts run, commands parse, names and links exist."""
+"""What README, docs and examples say is true: examples run, commands parse, and names exist. Blocks and links: tests/test_pages.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +14,27 @@ import typer.main
 
 import paceline
 from paceline.cli import app
-from paceline.lab.kernel import missing
 from tests.harness import nursery
+from tests.harness.documents import PAGES, blocks, name, text
+from tests.harness.documents import parse as parse_page
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-TEXTS = {page.name: page.read_text() for page in PAGES}
+TEXTS = {name(page): text(page) for page in PAGES}
 BRISK = "import tests.harness.brisk\n"
 EXAMPLES = [ROOT / "examples" / name for name in ("surrogate.py", "train.py")]  # tests/examples has the others
 
 
-def blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+def bodies(page: str, language: str) -> list[str]:
+    """The blocks of a language on a page."""
+    return [block.body for block in parse_page(TEXTS[page]) if block.language == language]
 
 
 def command_lines() -> list[str]:
     """Lines of consoles, and commands between backticks, that begin with `paceline `; mentions without a script left out."""
-    consoles = [
-        line[2:].split("  #")[0].strip() for text in TEXTS.values() for block in blocks(text, "console") for line in block.splitlines()
-    ]
-    quoted = [code for text in TEXTS.values() for code in re.findall(r"`(paceline [^`]+)`", text)]
+    consoles = [line for page in PAGES for block in blocks(page) for line in block.commands]
+    quoted = [code for page in TEXTS.values() for code in re.findall(r"`(paceline [^`]+)`", page)]
     mentions = {line for line in quoted if line.startswith(("paceline run", "paceline lab run")) and ".py" not in line}
-    return sorted({line for line in consoles + quoted if line.startswith("paceline ")} - mentions)
+    return sorted({line for line in consoles + quoted if line.startswith("paceline ")} - mentions - {"paceline lab"})
 
 
 def parse(words: list[str]) -> None:
@@ -53,8 +51,11 @@ def run_script(path: Path, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_script_of_the_readme_is_the_example() -> None:
-    _, _, script = (ROOT / "examples" / "train.py").read_text().partition('"""\n\n')
-    assert blocks(TEXTS["README.md"], "python") == [script]
+    text = (ROOT / "examples" / "train.py").read_text()
+    (script,) = bodies("README.md", "py")
+    imported, _, loop = script.partition("\n\n")
+    assert f"\n{imported}\n" in text and text.endswith(f"\n\n{loop}")
+    assert len(loop.splitlines()) == 9  # ten with the import
 
 
 @pytest.mark.slow
@@ -65,27 +66,9 @@ def test_examples_run_alone(path: Path, tmp_path: Path) -> None:
     assert [folder.name for folder in tmp_path.iterdir()] == ["runs"]
 
 
-def documents() -> Iterator[Any]:
-    """The pages of docs; those whose scripts build clusters are slow, and need a machine that can."""
-    for page in (page for page in PAGES if page.parent.name == "docs"):
-        building = "lab.cluster(" in TEXTS[page.name]
-        marks = [pytest.mark.lab, pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())] if building else []
-        yield pytest.param(page, id=page.name, marks=marks)
-
-
-@pytest.mark.jobs
-@pytest.mark.parametrize("page", documents())
-def test_scripts_in_docs_run(page: Path, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(BRISK + (ROOT / "examples" / "train.py").read_text())
-    for number, block in enumerate(blocks(TEXTS[page.name], "python")):
-        (tmp_path / f"block{number}.py").write_text(BRISK * ("torch" in block) + block)
-        answer = run_script(tmp_path / f"block{number}.py", tmp_path)
-        assert answer.returncode == 0, f"{block}\n{answer.stderr}"
-
-
 @pytest.mark.jobs
 def test_the_first_script_of_checkpoints_resumes(tmp_path: Path) -> None:
-    (script, *_) = blocks(TEXTS["checkpoints.md"], "python")
+    (script, *_) = bodies("docs/checkpoints.md", "python")
     (tmp_path / "train.py").write_text(BRISK + script.replace("run.epochs(3)", "run.epochs(2)"))
     assert "nothing to resume, training begins anew" in run_script(tmp_path / "train.py", tmp_path).stderr
     answer = run_script(tmp_path / "train.py", tmp_path)
@@ -118,48 +101,25 @@ def test_the_picture_of_the_readme() -> None:
 
 
 def test_names_of_run_exist(tmp_path: Path) -> None:
-    said = {name for text in TEXTS.values() for name in re.findall(r"\brun\.(?!py\b)([a-z_]+)", text)}
+    said = {name for page in TEXTS.values() for name in re.findall(r"\brun\.(?!py\b)([a-z_]+)", page)}
     with paceline.start(folder=str(tmp_path)) as run:
         assert [name for name in sorted(said) if not hasattr(run, name)] == []
 
 
 def test_public_names_exist() -> None:
-    said = {name for text in TEXTS.values() for name in re.findall(r"\bpl\.(\w+)", text)}
+    said = {name for page in TEXTS.values() for name in re.findall(r"\bpl\.(\w+)", page)}
     assert said <= set(paceline.__all__)
 
 
-def anchors(text: str) -> set[str]:
-    """What GitHub makes of the headings of a page."""
-    outside = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    headings = re.findall(r"^#+ (.+)$", outside, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def test_what_an_anchor_is() -> None:
-    text = "# Who hangs?\n\n## `paceline run`\n```console\n# no heading\n```\n### 2 hosts x 2, 1 Gbit/s\n"
-    assert anchors(text) == {"who-hangs", "paceline-run", "2-hosts-x-2-1-gbits"}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    for link in re.findall(r"\]\(([^)]+)\)", TEXTS[page.name]):
-        if "://" in link:
-            continue
-        path, _, anchor = link.partition("#")
-        target = page.parent / path if path else page
-        assert target.exists(), f"{page.name} leads to {link}"
-        assert not anchor or anchor in anchors(target.read_text()), f"{page.name} leads to {link}, and there is no such heading"
-
-
-def test_every_page_is_found_from_the_readme() -> None:
-    linked = set(re.findall(r"\]\(docs/(\w[\w-]*\.md)", TEXTS["README.md"]))
-    assert linked == {page.name for page in PAGES if page.parent.name == "docs"}
+def test_the_readme_leads_to_the_start_page() -> None:
+    assert "](docs/index.md)" in TEXTS["README.md"]
 
 
 def test_the_readme_is_short_and_begins_with_what_one_does_first() -> None:
     assert len(TEXTS["README.md"].splitlines()) < 150
     headings = re.findall(r"^## (.+)$", TEXTS["README.md"], re.MULTILINE)
     assert headings[:3] == ["Install", "The script", "Two workers"]
+    assert re.findall(r"^!\[.*", TEXTS["README.md"], re.MULTILINE) == [TEXTS["README.md"].splitlines()[2]]  # one picture, at the top
 
 
 def test_figures_of_the_readme_stand_where_they_come_from() -> None:
@@ -167,22 +127,23 @@ def test_figures_of_the_readme_stand_where_they_come_from() -> None:
     bullets = [line for line in section.splitlines() if line.startswith(("- ", "  "))]
     said = {number for line in bullets for number in re.findall(r"(?<![\w.=])\d+(?:\.\d+)?(?![\w.)])", line)}
     assert len(said) > 12
-    assert [number for number in sorted(said) if not re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.]\d)", TEXTS["results.md"])] == []
-    assert section.count("\n- ") == 5 and section.count("![") == 1
+    results = TEXTS["docs/results.md"]
+    assert [number for number in sorted(said) if not re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.]\d)", results)] == []
+    assert section.count("\n- ") == 5
 
 
 def test_targets_of_make_exist() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    said = {name for text in TEXTS.values() for name in re.findall(r"(?:`|^    )make ([a-z]+)", text, re.MULTILINE)}
+    said = {name for page in TEXTS.values() for name in re.findall(r"(?:`|^    )make ([a-z]+)", page, re.MULTILINE)}
     assert {"demo", "test"} <= said <= targets
 
 
 def test_what_is_refused_on_gpus_is_said_in_those_words() -> None:
-    (said,) = re.findall(r"`(runs on GPUs [^`]+)`", TEXTS["gpus.md"])
+    (said,) = re.findall(r"`(runs on GPUs [^`]+)`", TEXTS["docs/gpus.md"])
     assert said in (ROOT / "paceline" / "session" / "elastic" / "adapter.py").read_text()
 
 
 def test_variables_are_read() -> None:
     source = "".join((ROOT / "paceline" / "cluster" / name).read_text() for name in ("discover.py", "launcher/launch.py"))
-    said = {name for text in TEXTS.values() for name in re.findall(r"PACELINE_[A-Z]+", text)}
+    said = {name for page in TEXTS.values() for name in re.findall(r"PACELINE_[A-Z]+", page)}
     assert said and [name for name in said if f'"{name}"' not in source] == []

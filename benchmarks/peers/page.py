@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -160,8 +161,11 @@ def _foot(found: dict[str, Any]) -> str:
     runs = [f"- {run['when']}: `{run['command']}`" for run in found["runs"]]
     again = """## To measure again
 
-    python -m benchmarks.peers --install --estimate    # the peers' environments, and how long it would take
-    make bench-peers                                   # measure (or go on), then write this page
+<!-- not run: measures for minutes -->
+```console
+$ python -m benchmarks.peers --install --estimate    # the peers' environments, and how long it would take
+$ make bench-peers                                   # measure (or go on), then write this page
+```
 
 Each program is a file in `benchmarks/peers/programs/`; `benchmarks/README.md` says more. The numbers, every round's included, are in
 `docs/pictures/benchmarks.json`. They were measured in these runs, each of which went on where the one before had ended:
@@ -187,4 +191,4 @@ def _sentence(words: str) -> str:
 
 def _cell_text(why: str) -> str:
     """A reason as it can stand in a table."""
-    return why.replace("|", "\\|").replace("<", "&lt;")
+    return re.sub(r"([|\[\]])", r"\\\1", why).replace("<", "&lt;")
