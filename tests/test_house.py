@@ -14,7 +14,12 @@ from tests.harness.sources import TOGETHER, parsed
 pytestmark = TOGETHER
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "paceline"
-ELSEWHERE = {"benchmarks", "examples", "loops", "website"}  # folders of tests of what is not in the package, and of loops as people write them
+ELSEWHERE = {
+    "benchmarks",
+    "examples",
+    "loops",
+    "website",
+}  # folders of tests of what is not in the package, and of loops as people write them
 UNTESTED = {  # modules without a test file of their name so far: tests of their folder reach them through others
     "__main__",
     "apps/load",

@@ -25,7 +25,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def _filled(entry: Any) -> Any:
     if isinstance(entry, dict):
-        return {title: sorted(examples.pages(ROOT / "examples")) if below == WHERE_EXAMPLES_GO else below for title, below in entry.items()}
+        return {title: list(examples.pages(ROOT / "examples")) if below == WHERE_EXAMPLES_GO else below for title, below in entry.items()}
     return entry
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import typer.main
@@ -42,6 +43,11 @@ def test_an_example_says_what_it_is(tmp_path: Path) -> None:
     (tmp_path / "deep" / "job.yaml").write_text("kind: Job\n")
     assert set(examples.pages(tmp_path)) == {"examples/a-py.md", "examples/deep/job-yaml.md"}
     assert examples.pages(tmp_path)["examples/a-py.md"].startswith("# a.py\n\nTrains.\n\n```python")
+    (tmp_path / "README.md").write_text("# Examples\n")
+    cells = [{"cell_type": "markdown", "source": ["# Here\n"]}, {"cell_type": "code", "source": ["x = 1\n", "y = 2"]}]
+    (tmp_path / "note.ipynb").write_text(json.dumps({"cells": cells}))
+    assert next(iter(examples.pages(tmp_path).items())) == ("examples/index.md", "# Examples\n")
+    assert examples.pages(tmp_path)["examples/note-ipynb.md"] == "# note.ipynb\n\n## Here\n\n\n```python\nx = 1\ny = 2\n```"
     assert examples.homes(tmp_path)["examples/deep/job.yaml"] == "examples/deep/job-yaml.md"
 
 
