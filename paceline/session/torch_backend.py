@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from paceline.cluster import network
 from paceline.cluster.discover import Place, discover
+from paceline.cluster.machine import cores
 from paceline.cluster.store import Store, address, hosts
 from paceline.comm.backend.issue import Members
 from paceline.comm.backend.process_group import GroupBackend
@@ -50,7 +51,8 @@ def create(options: Any, chosen: Any = None) -> GroupBackend:
             text = f"these {size} workers are on {len(cluster.hosts)} hosts, and meet at no address that would tell which interface to use"
             raise PlaceError(f"{text}: {network.advice()}, or give init_process_group a TCPStore or init_method='tcp://...'")
         worker = WorkerContext(place, store, cluster, torch.device("cpu"), seconds, _announce(rank), names=names)
-        return Members(everyone(worker), worker.cluster.names())
+        beside = max(place.local_size, len(cluster.of(rank).ranks))  # the workers of this host, of which the group may have some
+        return Members(everyone(worker), worker.cluster.names(), cores() / beside)
 
     names = tuple(options.global_ranks_in_group) or tuple(range(size))
     return GroupBackend(rank, names, meet, options.store, pairs=_pairs(place, store, names, seconds, lazy=chosen is LAZY))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,24 +21,35 @@ from paceline.comm.shm.group import SharedGroup
 from paceline.comm.threads import spawn
 from tests.harness.processes import threads
 
+PATIENCE = 60.0  # seconds
 SIZES = [1, 2, 3]
 Body = Callable[[GroupBackend], Any]
 
 
-def backend(group: Group) -> GroupBackend:
+def backend(group: Group, *, cores: float = math.inf) -> GroupBackend:
+    """A process group on a host with so many cores for each worker."""
     hosts = tuple(f"host{rank}" for rank in range(group.size))
-    return GroupBackend(group.rank, range(group.size), lambda: Members(group, hosts), dist.HashStore(), pairs=None)
+    return GroupBackend(group.rank, range(group.size), lambda: Members(group, hosts, cores), dist.HashStore(), pairs=None)
+
+
+def meet(group: GroupBackend) -> None:
+    """Let the ranks of a group in shared memory make it; from then on callers begin operations themselves."""
+    group.barrier().wait()
+    end = time.monotonic() + PATIENCE
+    while not group._issuer._direct:  # until its thread has noted that nothing is left to it
+        assert time.monotonic() < end
+        os.sched_yield()
 
 
 def on_threads(size: int, body: Body) -> list[Any]:
     return spawn(size, lambda group: body(backend(group)))
 
 
-def on_shared_memory(size: int, body: Body) -> list[Any]:
+def on_shared_memory(size: int, body: Body, *, cores: float = math.inf) -> list[Any]:
     def run(rank: int, size: int, store: Store) -> Any:
         group = SharedGroup.from_store(store, rank, size, deadline=20)
         try:
-            return body(backend(group))
+            return body(backend(group, cores=cores))
         finally:
             group.close()
 

@@ -16,7 +16,7 @@ from paceline.cluster.topology import HostRanks, Topology
 from paceline.comm.backend.process_group import GroupBackend
 from paceline.errors import DeadlineExceeded, PlaceError
 from paceline.session import torch_backend
-from tests.harness.backends import mine, reducing
+from tests.harness.backends import meet, mine, reducing
 from tests.harness.processes import threads
 
 
@@ -51,6 +51,20 @@ def test_ranks_meet_and_exchange() -> None:
 
     wanted = sum(mine(r, 1000) for r in range(3))
     assert all(torch.allclose(x, wanted) for x in on_threads(3, body))
+
+
+@pytest.mark.parametrize(("have", "crowded"), [(3, True), (6, False)])
+def test_a_host_is_crowded_when_its_workers_compute_on_all_cores(have: int, crowded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_backend, "cores", lambda: have)
+
+    def body(group: GroupBackend, rank: int) -> bool:
+        before = group._issuer.crowded()
+        meet(group)
+        assert not before
+        return group._issuer.crowded()
+
+    torch.set_num_threads(1)
+    assert on_threads(3, body) == [crowded] * 3
 
 
 def test_messages_go_between_two_ranks_and_any_of_them() -> None:

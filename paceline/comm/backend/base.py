@@ -37,7 +37,7 @@ class BackendBase(ProcessGroup):
         self._pairs, self._store = pairs, store
         self._timeout: timedelta | None = None  # other than that of the group
         self._issuer = Issuer(meet, self._ranks)
-        self._completer = Completer()
+        self._completer = Completer(self._issuer.crowded)
         self._message_completer = Completer()  # apart, as what is sent may depend on anything
         self._sequence = 0
         self._coalesced: list[BackendWork] | None = None

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+
+import torch
 
 from paceline.comm.group import Group, Work
 from paceline.comm.shm.group import SharedGroup
@@ -27,10 +30,11 @@ FAREWELL = 1.0  # seconds that the thread may take to end
 
 
 class Members(NamedTuple):
-    """What ranks have once they have met: their group, and the host of each."""
+    """What ranks have once they have met: their group, the host of each, and how many cores of its host there are for each worker."""
 
     group: Group
     hosts: tuple[str, ...] = ()
+    cores: float = math.inf
 
 
 class Issuer:
@@ -62,6 +66,10 @@ class Issuer:
                 atexit.register(self._close)  # a thread that is inside torch while Python ends takes the process down with it
         self._waiting.put(issued)
         return issued
+
+    def crowded(self) -> bool:
+        """Whether calls are made by whoever asks, on a host whose cores all have a worker that computes."""
+        return self._direct and self._met is not None and self._met.cores <= torch.get_num_threads()
 
     def locate(self, error: BaseException) -> None:
         """Add to an error on which hosts the ranks are that it names."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 else:
     from torch.distributed import Work as TorchWork
 
+from paceline.comm.backend import backward
 from paceline.comm.group import Work
 from paceline.errors import DeadlineExceeded, PacelineError, WorkerLost
 
@@ -29,7 +30,7 @@ FAREWELL = 1.0  # seconds that the thread may take to end
 class BackendWork(TorchWork):
     """A work of torch.distributed over one of ours. `finish` takes the result of ours to where the caller wants it, once.
 
-    Who needs the end pushes the operation: `wait` in the caller, and where the caller has gone on, the thread of the `completer`.
+    Who needs the end pushes the operation: `wait` in the caller, and where the caller has gone on, what the `completer` chooses.
     `seconds`: how long to wait (None: the deadline of the group). `locate` adds to an error where the ranks are that it names.
     """
 
@@ -47,7 +48,7 @@ class BackendWork(TorchWork):
         self._work, self._finish, self._outputs, self._seconds = work, finish, outputs, seconds
         self.completer, self._locate = completer, locate
         self._lock = threading.Lock()
-        self._ended = False
+        self.ended = False
         self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
 
@@ -58,7 +59,7 @@ class BackendWork(TorchWork):
 
     def complete(self, seconds: float | None = None) -> None:
         """Bring the operation to its end, and raise what ended it."""
-        if not self._ended:
+        if not self.ended:
             self.end(seconds)
         if self._error is not None:
             raise self._error
@@ -68,7 +69,7 @@ class BackendWork(TorchWork):
         if not self._lock.acquire(timeout=-1 if seconds is None else seconds):
             raise DeadlineExceeded(f"the operation has not ended within {seconds:g} s; it may still")
         try:
-            if self._ended:
+            if self.ended:
                 return
             try:
                 result = self._work.wait(self._seconds if seconds is None else seconds)
@@ -79,18 +80,24 @@ class BackendWork(TorchWork):
                 if self._work.exception() is None and seconds is not None:
                     raise
                 self._error = error
-            self._ended, self._finish = True, None
+            self.ended, self._finish = True, None
             future = self._future
         finally:
             self._lock.release()
         if future is not None:
             _settle(future, self._error, self._outputs)
 
+    def conclude(self) -> None:
+        """Bring the operation to its end in a backward pass, which goes on: the error of an operation is raised by who waits for it."""
+        self.end()
+        if self._error is not None and not isinstance(self._error, Exception):
+            raise self._error  # an interrupt
+
     def is_completed(self) -> bool:
         """Whether the operation has ended."""
-        if not self._ended and self._work.done():
+        if not self.ended and self._work.done():
             self.end()
-        return self._ended
+        return self.ended
 
     def done(self) -> bool:
         """Whether the operation has ended, as works of groups say it."""
@@ -117,8 +124,8 @@ class BackendWork(TorchWork):
         """Return a future of the tensors that the operation fills; the thread of the completer brings it to its end."""
         with self._lock:
             if self._future is None:
-                self._future = torch.futures.Future()
-                if self._ended:
+                self._future = _Future(self.end)
+                if self.ended:
                     _settle(self._future, self._error, self._outputs)
                 else:
                     self.completer.add(self, soon=True)
@@ -129,10 +136,23 @@ class BackendWork(TorchWork):
         return self.get_future()
 
 
+class _Future(torch.futures.Future[Any]):
+    """The future of an operation, which Python code that waits for it ends itself with `end`."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        super().__init__()
+        self._end = end
+
+    def wait(self) -> Any:
+        if not self.done():
+            self._end()
+        return super().wait()
+
+
 def _settle(future: torch.futures.Future[Any], error: BaseException | None, outputs: Any) -> None:
     if error is None:
         future.set_result(outputs)
-    else:
+    elif isinstance(error, Exception):  # an interrupt is raised where it came
         future.set_exception(error)
 
 
@@ -220,25 +240,32 @@ class GlooResult(_GlooWork):
 
 
 class Completer:
-    """A thread that brings operations to their end where their callers have gone on: other ranks need this one for them.
+    """Brings operations to their end where their callers have gone on: other ranks need this one for them.
 
-    It looks for them every few milliseconds, so that operations which are waited for right away cost nothing here.
+    A thread looks for them every few milliseconds, so that operations which are waited for right away cost nothing here. While the host is
+    `crowded`, what begins in a backward pass is left to the end of the pass, unless the thread of that comes to wait for something before.
     """
 
-    def __init__(self) -> None:
-        self._works: deque[BackendWork] = deque()
+    def __init__(self, crowded: Callable[[], bool] = lambda: False) -> None:
+        self._crowded = crowded
+        self._works: deque[tuple[BackendWork, backward.PassThread | None]] = deque()
         self._wake = threading.Event()
         self._idle = self._closed = False
         self._thread: threading.Thread | None = None
 
     def add(self, work: BackendWork, *, soon: bool = False) -> None:
         """Complete a work, after those that were added before; `soon`: at once, as a future of it is waited for."""
-        self._works.append(work)
+        thread = None
+        if backward.inside() and self._crowded():
+            thread = backward.PassThread()
+            if soon:
+                backward.at_end(work.conclude)
+        self._works.append((work, thread))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="paceline completer", daemon=True)
             self._thread.start()
             atexit.register(self.close)  # a thread that is inside torch while Python ends takes the process down with it
-        if soon or self._idle:
+        if (soon and thread is None) or self._idle:
             self._wake.set()
 
     def _run(self) -> None:
@@ -251,10 +278,13 @@ class Completer:
                 continue
             self._wake.wait(None if self._idle else LOOK)
             self._wake.clear()
-            quiet += 1
+            quiet = quiet + 1 if not self._works else 0
             while self._works and not self._closed:
-                quiet = 0
-                self._works.popleft().end()
+                work, thread = self._works[0]
+                if thread is not None and not work.ended and thread.computes():
+                    break
+                self._works.popleft()
+                work.end()
 
     def close(self) -> None:
         """Stop; wait for that at most a second."""
