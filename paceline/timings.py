@@ -158,6 +158,7 @@ class ProbeTimings:
 class CallTimings:
     """Timings of a process that has workers carry out a call."""
 
+    look: float = 0.25  # at most between two looks whether it was interrupted: another of its threads may have been given the signal
     end: float = 15.0  # for their launcher to end them and itself, once it is asked to; then it is killed, and its janitor ends them
 
 

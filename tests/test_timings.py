@@ -72,7 +72,7 @@ SECONDS: dict[str, dict[str, float]] = {
     "recovery": {"view": 5.0, "look": 0.5, "join_look": 0.02, "meet_look": 0.002, "connect": 4.0, "form": 5.0, "copy": 5.0},
     "servers": {"look": 0.1, "wait_look": 0.02, "key": 10.0, "silence": 4.0, "alive": 10.0, "fill": 1.0, "last_pull": 1.0},
     "probe": {"answer": 30.0, "ready": 120.0, "word": 150.0},
-    "call": {"end": 15.0},
+    "call": {"look": 0.25, "end": 15.0},
 }
 ELSEWHERE: dict[str, str] = {  # modules with seconds of their own: why those are no timings of a job
     "cluster/control/progress.py": "a worker that somebody holds by hand",

@@ -92,13 +92,12 @@ class LauncherProcess:
     def _watch(self, until: float | None) -> None:
         """Show and hear all that comes until the launcher has ended, or until that `time.monotonic()`."""
         while streams := [output for output in (self._out, self._err) if output.open]:
-            left = None if until is None else until - time.monotonic()
-            if left is not None and left <= 0:
+            if until is not None and time.monotonic() >= until:
                 return
             poll = select.poll()
             for descriptor in (*(output.fileno() for output in streams), self._channel.fileno()):
                 poll.register(descriptor, select.POLLIN)
-            ready = {descriptor for descriptor, _ in poll.poll(None if left is None else 1000 * left)}
+            ready = {descriptor for descriptor, _ in poll.poll(1000 * self._timings.look)}
             for output in streams:
                 if output.fileno() in ready:
                     output.read()

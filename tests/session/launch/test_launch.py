@@ -183,7 +183,7 @@ class TestRefusals:
 
 # No `if __name__ == "__main__":`, which other ways to start processes need.
 CALLER = """
-import os, pathlib, signal, sys, time
+import os, pathlib, signal, sys, threading, time
 import paceline as pl
 
 def work():
@@ -193,6 +193,9 @@ def work():
     pathlib.Path(os.environ["RANK"]).write_text(str(os.getpid()))
     time.sleep(600)
 
+if sys.argv[1] == "elsewhere":  # a signal to the process is taken by the other thread, and wakes no wait of this one
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 pl.launch(work)
 """
 
@@ -221,6 +224,13 @@ class TestEnds:
         started = self.begin(job, "deaf")
         started.process.send_signal(signal.SIGINT)
         assert started.end().code == -signal.SIGINT
+
+    def test_an_interrupt_that_another_thread_takes_is_heard(self, job):
+        """A kernel has many threads."""
+        started = self.begin(job, "elsewhere")
+        started.process.send_signal(signal.SIGINT)
+        code, _, err = started.end()
+        assert code in (-signal.SIGINT, 128 + signal.SIGINT) and err.splitlines()[-1] == "KeyboardInterrupt"
 
     def test_a_killed_caller_takes_its_workers_along(self, job):
         started = self.begin(job, "usual")
