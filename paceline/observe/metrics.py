@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from io import BufferedReader
 from typing import Any, NamedTuple
 
@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import UsageError
-from paceline.session.record.folder import PARTS, RunFolder
+from paceline.session.record.folder import PARTS, SENT, RunFolder
 
-OWN = frozenset(("step", "time", "samples", "seconds"))  # fields of a line that nobody has logged
+OWN = frozenset(("step", "time", "samples", "seconds", "bytes_sent", "ranks"))  # fields of a line that nobody has logged
 Floats = NDArray[np.float64]
 
 
@@ -26,6 +26,7 @@ class StepColumns(NamedTuple):
     time: Floats  # seconds since the start of the run
     samples: Floats
     seconds: Floats  # a column for each of PARTS
+    sent: Floats  # bytes of all workers, a column for each of SENT
 
 
 class ValueColumns(NamedTuple):
@@ -34,6 +35,14 @@ class ValueColumns(NamedTuple):
     step: Floats
     time: Floats
     value: Floats
+
+
+class Look(NamedTuple):
+    """What each worker did in the steps since the look before, by its number: steps, seconds of PARTS, and seconds of lateness."""
+
+    step: float
+    time: float
+    workers: dict[str, list[float]]
 
 
 class MetricsReader:
@@ -51,6 +60,8 @@ class MetricsReader:
         self._offset = self._lines = 0
         self._last = -1.0
         self._steps, self._parts = [array("d") for _ in range(3)], [array("d") for _ in PARTS]
+        self._sent = [array("d") for _ in SENT]
+        self._looks: list[Look] = []
         self._values: dict[str, tuple[array[float], array[float], array[float]]] = {}
 
     def read(self) -> bool:
@@ -91,9 +102,13 @@ class MetricsReader:
         named = [(name, float(value)) for name, value in line.items() if name not in OWN]
         spent = line.get("seconds")
         if spent is not None:
-            row = [float(spent[part]) for part in PARTS]
-            for column, value in zip((*self._steps, *self._parts), (step, time, float(line["samples"]), *row), strict=True):
+            sent = line.get("bytes_sent", {})
+            row = [step, time, float(line["samples"]), *(float(spent[part]) for part in PARTS), *(float(sent.get(to, 0)) for to in SENT)]
+            for column, value in zip((*self._steps, *self._parts, *self._sent), row, strict=True):
                 column.append(value)
+        if "ranks" in line:
+            workers = {str(int(number)): [float(value) for value in values] for number, values in line["ranks"].items()}
+            self._looks.append(Look(step, time, workers))
         for name, value in named:
             columns = self._values.setdefault(name, (array("d"), array("d"), array("d")))
             for column, each in zip(columns, (step, time, value), strict=True):
@@ -113,7 +128,13 @@ class MetricsReader:
     def steps(self) -> StepColumns:
         """What was read of finished steps."""
         step, time, samples = (_copied(column) for column in self._steps)
-        return StepColumns(step, time, samples, np.stack([_copied(column) for column in self._parts], axis=1))
+        seconds, sent = (np.stack([_copied(column) for column in columns], axis=1) for columns in (self._parts, self._sent))
+        return StepColumns(step, time, samples, seconds, sent)
+
+    @property
+    def looks(self) -> Sequence[Look]:
+        """What was read of single workers."""
+        return tuple(self._looks)
 
     @property
     def values(self) -> dict[str, ValueColumns]:

@@ -23,6 +23,7 @@ from paceline.session.record.history import RunHistory
 from paceline.session.record.live import EVENTS, LiveRecord
 from paceline.session.record.log import MetricsLog
 from paceline.session.record.memory import MemoryWatch
+from paceline.session.record.outcome.settings import settings
 from paceline.session.record.summary import RunOutcome, conclude, dealt
 from paceline.sync.abilities import Abilities
 from paceline.sync.base import Strategy
@@ -103,11 +104,13 @@ class RunConclusion:
             history.note,
             history.events,
             history.saves,
+            history.began,
             self.saving.facts(self.folder.checkpoints) if self.view.is_first else {},
             facts,
             served,
             history.results,
             self.links.found,
+            settings(self.view.worker.place, self.view.worker.device, history.seed, self.prepared),
         )
         conclude(outcome, self.axes, self.folder, self.log)
 

@@ -2,77 +2,99 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-import numpy as np
-
-from paceline.observe.facts import read
+from paceline.errors import UsageError
+from paceline.observe import serving
+from paceline.observe.advice import quiet, remarks
+from paceline.observe.facts import RunFacts, read
 from paceline.observe.metrics import MetricsReader
-from paceline.observe.page.decimation import lasts, starts, stretches, sums
+from paceline.observe.page.course import course, looks, values
+from paceline.observe.page.events import kind
+from paceline.observe.verdict import verdict
 from paceline.session.record.folder import PARTS, RunFolder
+from paceline.session.record.pipeline_profile import PipelineProfile
+
+SPANS: Final = 3000  # actions of a pipeline that are drawn, at most
 
 
 def page_data(folder: Path | RunFolder, metrics: MetricsReader | None = None) -> dict[str, Any]:
     """Return what a page shows of the run in `folder`, under way or ended.
 
     `metrics`: a reader of that run, which goes on where it was. Raises UsageError as `paceline.observe.facts.read` does.
+
+    `summary` has the fields of summary.json, or those of them that are known of a run under way; all else is made for drawing: `course` and
+    `values` over the steps, `looks` of single workers over the time, `events` with their kinds, `pipelines` as spans, and texts.
     """
     folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
-    facts = read(folder)
     metrics = metrics or MetricsReader(folder)
-    metrics.read()
+    facts = read(folder, metrics)
+    summary = _summary(folder) if facts.ended else _so_far(facts)
+    advice = remarks(facts)
     return {
         "name": folder.name,
         "ended": facts.ended,
-        "steps": facts.steps,
-        "samples": facts.samples,
-        "seconds": _plain(facts.seconds),
-        "sync": facts.sync,
-        "workers": facts.workers,
-        "hosts": facts.hosts,
-        "step_seconds": facts.step_seconds,
-        "course": _course(metrics),
-        "values": _values(metrics),
-        "events": [dict(event) for event in facts.events],
+        "verdict": verdict(facts),
+        "advice": [{**remark._asdict(), "saves": remark.saves} for remark in advice],
+        "quiet": "" if advice else quiet(facts),
+        "untold": list(facts.untold),
+        "served": serving.tell(facts.servers, facts.seconds or 0.0, facts.samples),
+        "ranks": [facts.rank(rank) for rank in range(facts.workers)],
+        "summary": summary,
+        "course": course(metrics),
+        "values": values(metrics, facts.bytes_sent),
+        "looks": looks(metrics),
+        "events": [{**event, "kind": kind(event)} for event in summary.get("events", ())],
+        "pipelines": [_spans(profile) for profile in facts.pipelines],
     }
 
 
-def _course(metrics: MetricsReader) -> dict[str, Any]:
-    """Return the steps in stretches: the last step and second of each, how many steps and samples it has, and seconds of parts in all."""
-    columns = metrics.steps
-    begins = starts(len(columns.step))
-    spent = sums(columns.seconds, begins)
-    return {
-        "step": _list(lasts(columns.step, begins)),
-        "time": _list(lasts(columns.time, begins)),
-        "count": np.diff(np.append(begins, len(columns.step))).tolist(),
-        "samples": _list(sums(columns.samples, begins)),
-        "seconds": {part: _list(spent[:, at]) for at, part in enumerate(PARTS)},
-    }
-
-
-def _values(metrics: MetricsReader) -> dict[str, dict[str, list[float | None]]]:
-    found = {}
-    for name, columns in sorted(metrics.values.items(), key=lambda item: (item[0] != "loss", item[0])):
-        begins = starts(len(columns.step))
-        each = stretches(columns.value, begins)
-        found[name] = {
-            "step": _list(lasts(columns.step, begins)),
-            "time": _list(lasts(columns.time, begins)),
-            "mean": _list(each.mean),
-            "low": _list(each.low),
-            "high": _list(each.high),
-            "bad": _list(each.bad),
-        }
+def _summary(folder: RunFolder) -> dict[str, Any]:
+    """Return the fields of the summary, which was read before, as strict JSON has them."""
+    try:
+        found = plain(json.loads(folder.summary.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{folder.summary} can't be read any more ({error})") from error
+    assert isinstance(found, dict), "its facts were read before"
     return found
 
 
-def _list(values: Any) -> list[float | None]:
-    return [_plain(value) for value in np.asarray(values).tolist()]
+def _so_far(facts: RunFacts) -> dict[str, Any]:
+    """Return the fields that the metrics of a run under way tell."""
+    inside = facts.step * facts.steps
+    fields = {
+        "steps": facts.steps,
+        "samples": facts.samples,
+        "seconds": facts.seconds,
+        "samples_per_second": facts.samples / inside if inside > 0 else None,
+        "final_loss": facts.final_loss,
+        "step_seconds": {part: facts.step_seconds[part] for part in PARTS},
+    }
+    return {name: plain(value) for name, value in fields.items()}
 
 
-def _plain(value: float | None) -> float | None:
-    """Return what JSON takes: None for what is no number."""
-    return None if value is None or not math.isfinite(value) else value
+def plain(value: Any) -> Any:
+    """Return a value as strict JSON takes it: numbers that are none become their names."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _spans(profile: PipelineProfile) -> dict[str, Any]:
+    """Return the schedule of a pipeline with the times measured: for each worker [kind, stage, micro-batch, start, end] of its actions."""
+    timeline = profile.timeline
+    rows = [[[s.action.kind, s.action.stage, s.action.micro_batch, s.start, s.end] for s in row] for row in timeline.rows]
+    small = sum(map(len, rows)) <= SPANS
+    return {
+        "schedule": profile.schedule,
+        "micro_batches": profile.micro_batches,
+        "ranks": list(profile.ranks),
+        "seconds": timeline.makespan,
+        "rows": rows if small else [],
+    }

@@ -6,16 +6,23 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
-from paceline.observe.page.markup import element
-from paceline.observe.page.sections import sections
+from paceline.observe.page.drawing.bars import hatchings
+from paceline.observe.page.drawing.markup import Markup, element, join
+from paceline.observe.page.sections import sections, titles
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'"
 
 
 def page(datas: Sequence[Mapping[str, Any]], *, head: str = "", script: str = "") -> str:
     """Return the page of these runs as HTML. `head`: more of the head of the page, as HTML; `script`: more JavaScript, which runs last."""
+    found = sections(datas)
     names = ", ".join(str(data["name"]) for data in datas)
-    body = "\n".join(sections(datas).values())
-    title = element("title", None, f"{names} - paceline")
-    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'"
+    body = join(
+        hatchings(),
+        _links(datas, found),
+        element("main", None, Markup("\n".join(found.values()))),
+        element("footer", None, "Made by paceline. Where the pointer is, curves tell their values."),
+    )
     return "\n".join(
         [
             "<!doctype html>",
@@ -23,18 +30,23 @@ def page(datas: Sequence[Mapping[str, Any]], *, head: str = "", script: str = ""
             "<head>",
             '<meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
-            title,
-            f"<style>{_static('page.css')}</style>",
+            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+            element("title", None, f"{names} - paceline"),
+            f"<style>\n{_static('page.css')}</style>",
             head,
             "</head>",
-            "<body>",
-            f"<main>\n{body}\n</main>",
-            f"<script>{_static('page.js')}{script}</script>",
+            f"<body>\n{body}",
+            f"<script>\n{_static('page.js')}{script}</script>",
             "</body>",
             "</html>\n",
         ]
     )
+
+
+def _links(datas: Sequence[Mapping[str, Any]], found: Mapping[str, str]) -> Markup:
+    """Write the links to the sections that there are."""
+    links = (element("a", {"href": f"#{name}"}, title) for name, title in titles(datas).items() if title and name in found)
+    return element("nav", {"aria-label": "sections"}, links)
 
 
 def _static(name: str) -> str:

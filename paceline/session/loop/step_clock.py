@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from paceline.comm.group import Traffic
 from paceline.session.loop.interruptions import InterruptionMeter
 from paceline.session.record.causes import MEASURED
+from paceline.session.record.folder import SENT
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.context import SyncContext
 
@@ -43,6 +44,7 @@ class StepClock:
         self._collection = self._stolen = self._paging = 0.0  # seconds for which this worker was interrupted
         self._exposed = self._waited = 0.0
         self._sent = (0, 0)
+        self._settled = (0, 0)  # what was sent up to the last step
         self._axes: defaultdict[str, AxisTotals] = defaultdict(AxisTotals)  # in all steps
         self._axes_then: dict[str, AxisTotals] = {}
         self._units, self._turns = 0.0, 0
@@ -110,7 +112,7 @@ class StepClock:
     def settle(self, began: float) -> dict[str, float]:
         """Count what was done since `began`, between two turns, as part of the step.
 
-        Returns the seconds of the step by part, and by MEASURED, what this worker may be late for.
+        Returns the seconds of the step by part, and by MEASURED, what this worker may be late for; and as SENT the bytes that went out.
         """
         sent, waited = self._context.sent_and_waited()
         passed = waited - self._waited
@@ -120,6 +122,9 @@ class StepClock:
         exchange = self._exchange + max(spent - passed, 0.0)
         seconds = {"data": self._data, "wait": self._wait + passed, "exchange": exchange, "compute": self._compute}
         seconds |= zip(MEASURED, (self._reading, self._collection, self._stolen, self._paging), strict=True)
+        within, between = self._settled
+        seconds |= zip(SENT, (self._within - within, self._between - between), strict=True)
+        self._settled = (self._within, self._between)
         self._data = self._wait = self._exchange = self._compute = self._reading = 0.0
         self._collection = self._stolen = self._paging = 0.0
         self.work, self._units, self._turns = (self._units, self._turns), 0.0, 0

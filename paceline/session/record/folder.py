@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # so that reading a run's folder doesn't import torch
 
 PARTS: Final = ("compute", "exchange", "wait", "data")  # of a step, in this order everywhere
 KINDS: Final = ("parameters", "gradients", "optimizer")  # what a worker holds
+SENT: Final = ("within", "between")  # where bytes went: inside a host, and from one to another
 LAYOUT: Final = "layout.json"  # what each worker would hold, which `paceline layout` asks for
 _NUMBERED: Final = re.compile(r"(.+)-(\d+)")
 
@@ -158,6 +159,9 @@ class RunTotals:
     rank_seconds: list[dict[str, float]]  # step_seconds of each rank
     rank_work: list[dict[str, float]] = field(default_factory=list)  # of each rank, see `paceline.session.record.stragglers.unequal`
     rank_late: list[dict[str, float]] = field(default_factory=list)  # of each rank: seconds of a mean step by which it was late, by cause
+    members: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # all who took part, see `paceline.session.record.outcome.members.RunMembers`
 
 
 @dataclass(frozen=True)
@@ -180,9 +184,11 @@ class RunSummary:
     places: list[dict[str, int]] = field(default_factory=list)  # where each rank was on the axes
     axes: dict[str, dict[str, float]] = field(default_factory=dict)  # a step's exchange by axis: "seconds", a mean, and all bytes sent
     memory: list[dict[str, Any]] = field(default_factory=list)  # what each rank held (`paceline.session.record.memory`)
+    log_began: float = 0.0  # when times in metrics.jsonl are 0, in the seconds of events: what joining took
     untold: list[str] = field(default_factory=list)  # causes of lateness that could not be told on some worker
     links: list[dict[str, Any]] = field(default_factory=list)  # that became slow (`paceline.session.probe.link_watch`)
     pipelines: list[dict[str, Any]] = field(default_factory=list)  # of each (`paceline.session.record.pipeline_profile`)
+    settings: dict[str, Any] = field(default_factory=dict)  # what was asked for (`paceline.session.record.outcome.settings`)
     results: dict[str, Any] = field(default_factory=dict)  # what the script has put into `Run.results`
 
     def fields(self) -> dict[str, Any]:

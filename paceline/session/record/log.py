@@ -5,7 +5,8 @@
     all workers   absorb(all bytes)       the first merges them by step and writes the means; all learn of a loss that is no number
 
 Records are msgpack: [upto, bad, [record, ...]], a record being
-[number, step, time, samples, [seconds of PARTS] or None, {name: [weighted sum, weight]}, [microseconds of MEASURED] or None].
+[number, step, time, samples, [seconds of PARTS] or None, {name: [weighted sum, weight]}, [microseconds of MEASURED] or None,
+[bytes of SENT] or None].
 Every record up to the number `upto` has been handed over, so a step is complete once the smallest `upto` of all workers reaches it.
 """
 
@@ -29,7 +30,7 @@ from paceline.cluster.mesh import Mesh
 from paceline.comm.agreement import Agreement
 from paceline.errors import PacelineError, UsageError
 from paceline.session.record.causes import MEASURED
-from paceline.session.record.folder import PARTS, RunTotals
+from paceline.session.record.folder import PARTS, SENT, RunTotals
 from paceline.session.record.lateness import LatenessTotals
 from paceline.session.record.status_line import StatusDisplay
 from paceline.session.record.stragglers import StragglerSensor
@@ -37,7 +38,7 @@ from paceline.session.record.writer import MetricsWriter
 from paceline.sync.codec_cost import CodecAccount
 
 OnNan = Literal["warn", "stop"]
-RESERVED: Final = ("step", "time", "samples", "seconds")  # fields of a line in metrics.jsonl
+RESERVED: Final = ("step", "time", "samples", "seconds", "bytes_sent", "ranks")  # fields of a line in metrics.jsonl
 _APART = 1.0  # seconds between two drains, about
 _MOST = 1000  # steps between two drains
 
@@ -61,6 +62,7 @@ class _LogEntry:
     samples: int = 0
     seconds: list[float] | None = None
     causes: list[int] | None = None  # microseconds of MEASURED
+    sent: list[int] | None = None  # bytes of SENT
     sums: dict[str, _Sums] = field(default_factory=dict)
     copies: list[_DeviceCopy] = field(default_factory=list)
 
@@ -88,6 +90,7 @@ class MetricsLog:
         self.book, self._on_nan, self._say, self._clock = book, on_nan, say, clock
         self._accounts = accounts
         self._began = clock()
+        self.opened = time.time()  # when that was, as the times of events are told
         self._earlier = 0.0  # seconds that the run had taken when this log was made
         self._open: dict[int, dict[str, _Sums]] = {}  # by step
         self._queue: deque[_LogEntry] = deque()
@@ -128,7 +131,7 @@ class MetricsLog:
     def step(self, step: int, samples: int, seconds: Mapping[str, float]) -> None:
         """End step number `step`: it had `samples` over all workers (or only here: `adds`), and took `seconds` of each part here.
 
-        `seconds` has those of MEASURED, too: what was measured of causes for which workers are late.
+        `seconds` has those of MEASURED, too: what was measured of causes for which workers are late; and the bytes of SENT.
         """
         for account in self._accounts:
             self.log(step, account.take())
@@ -138,7 +141,8 @@ class MetricsLog:
             self._enqueue(_LogEntry(self._number, late, now, sums=self._open.pop(late)))
         split = [seconds.get(part, 0.0) for part in PARTS]
         causes = [round(1e6 * seconds.get(cause, 0.0)) for cause in MEASURED]
-        self._enqueue(_LogEntry(self._number, step, now, samples, split, causes, self._open.pop(step, {})))
+        sent = [int(seconds.get(where, 0)) for where in SENT]
+        self._enqueue(_LogEntry(self._number, step, now, samples, split, causes, sent, self._open.pop(step, {})))
 
     def fold(self, step: int) -> None:
         """Count what was logged of later steps, none of which is over, to `step`."""
@@ -239,7 +243,7 @@ class MetricsLog:
             if self._bad is None and "loss" in name and not math.isfinite(sums.total):
                 self._bad = (entry.number, entry.step, name, repr(sums.total))
         means = {name: [sums.total, sums.weight] for name, sums in entry.sums.items()}
-        return [entry.number, entry.step, entry.time, entry.samples, entry.seconds, means, entry.causes]
+        return [entry.number, entry.step, entry.time, entry.samples, entry.seconds, means, entry.causes, entry.sent]
 
     def absorb(
         self, bodies: Sequence[bytes], names: Sequence[int] | None = None, hosts: Sequence[str] = (), remark: str = ""

@@ -45,11 +45,13 @@ class RunOutcome(NamedTuple):
     event: Callable[[str], None]
     events: list[dict[str, Any]]
     saves: list[dict[str, Any]]
+    began: float  # when the run did, which events count from
     checkpoints: dict[str, Any]
     servers: list[dict[str, Any]]  # what each has done
     served: list[Served]  # and when, on the first worker
     results: dict[str, Any]
     links: list[dict[str, Any]]  # that became slow
+    settings: dict[str, Any]  # what was asked for
 
 
 class GatheredEnds(NamedTuple):
@@ -124,9 +126,11 @@ def _write(outcome: RunOutcome, axes: RunAxes, folder: RunFolder, log: MetricsLo
         places=[axes.mesh.coordinates(rank) for rank in range(axes.mesh.size)] if axes.cut else [],
         axes=_by_axis(found.along, axes, steps),
         memory=found.memory,
+        log_began=log.opened - outcome.began,
         untold=found.untold,
         pipelines=[profile.fields() for profile in found.pipelines],
         links=outcome.links,
+        settings=outcome.settings,
         results=outcome.results,
     ).write(folder)
     if any(found.spans.values()):

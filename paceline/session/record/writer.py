@@ -7,16 +7,18 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.session.record.folder import PARTS, RunFolder, RunTotals, tame
+from paceline.session.record.folder import PARTS, SENT, RunFolder, RunTotals, tame
 from paceline.session.record.jsonl import JsonLines
 from paceline.session.record.lateness import LatenessTotals, RankLateness, lateness, stacked, worst
+from paceline.session.record.outcome.members import RunMembers
 from paceline.session.record.status_line import FinishedStep, StatusDisplay
 from paceline.session.record.stragglers import WORK, unequal
 
+MEASURED_ANEW = {"bytes_sent", "ranks"}  # what a line may have more of when its step is taken again
 LAST = 1000  # steps that are searched for stragglers
 Record = list[
     Any
-]  # number, step, time, samples, seconds of PARTS or None, {name: [weighted sum, weight]}, microseconds of MEASURED or None
+]  # number, step, time, samples, seconds of PARTS or None, {name: [weighted sum, weight]}, microseconds of MEASURED or None, bytes of SENT
 
 
 class MetricsWriter:
@@ -40,6 +42,7 @@ class MetricsWriter:
         self.lateness = LatenessTotals(LAST)
         self.latest: tuple[RankLateness, float] | None = None  # in the steps that were entered last, and the seconds of a mean one
         self.recent: dict[str, float] = {}  # of these steps: how many, their samples, and of PARTS the seconds of a mean one
+        self.members = RunMembers()
 
     def take_over(self, line: StatusDisplay) -> None:
         """Write from now on, in place of a worker that was lost: first the last lines that it had not written."""
@@ -75,6 +78,7 @@ class MetricsWriter:
                 self._groups[record[0], record[1]][rank] = record
         if self._line is not None:
             self._line.remark(remark)
+        self.members.meet([*(names or range(len(parts)))][: len(hosts) or None], hosts)
         complete = min(upto for upto, _ in parts)
         ready = sorted(key for key in self._groups if key[0] <= complete)
         self._find_late({key[1]: self._groups[key] for key in ready}, list(names or range(len(parts))), hosts)
@@ -82,7 +86,9 @@ class MetricsWriter:
         if timed := [line for line in lines if "seconds" in line]:
             means = {part: sum(line["seconds"][part] for line in timed) / len(timed) for part in PARTS}
             self.recent = {"steps": len(timed), "samples": sum(line["samples"] for line in timed), **means}
-        self._write([line for line in lines if not self._there.get(line["step"], set()) >= line.keys()])
+            if (looks := self.members.look(timed[-1]["time"])) is not None:
+                timed[-1]["ranks"] = looks
+        self._write([line for line in lines if not self._there.get(line["step"], set()) >= line.keys() - MEASURED_ANEW])
 
     def _find_late(self, steps: dict[int, dict[int, Record]], ranks: list[int], hosts: Sequence[str]) -> None:
         """Find out who was late in these steps, and why."""
@@ -94,6 +100,7 @@ class MetricsWriter:
             return
         late = lateness(stacked([*whole.values()], ranks))
         self.lateness.add([*whole], ranks, late)
+        self.members.late(dict(zip(ranks, late.sum(axis=(0, 2)).tolist(), strict=True)))
         latest = worst(late, range(len(ranks)))
         mean = sum(max(sum(record[4]) for record in records.values()) for records in whole.values()) / len(whole)
         self.latest = latest, mean
@@ -115,6 +122,7 @@ class MetricsWriter:
             rank_seconds=[{part: ranks[part] / ranks["steps"] for part in PARTS} for _, ranks in sorted(self._ranks.items())],
             rank_work=unequal(self._work) if work else [],
             rank_late=self.lateness.means(),
+            members=self.members.fields(),
         )
 
     def close(self, total: int | None) -> None:
@@ -138,10 +146,15 @@ class MetricsWriter:
         if first[4] is None:
             return line
         samples = sum(record[3] for record in records.values()) if self.adds else first[3]
-        seconds = self._count(samples, {rank: record[4] for rank, record in records.items() if record[4] is not None})
+        timed = {rank: record for rank, record in records.items() if record[4] is not None}
+        for rank, record in timed.items():
+            self.members.step(rank, step, record[4], record[7])
+        seconds = self._count(samples, {rank: record[4] for rank, record in timed.items()})
         if self._line is not None:
             self._line.step(FinishedStep(step, first[2], samples, values, seconds), total)
-        return {**line, "samples": samples, "seconds": {part: round(spent, 6) for part, spent in seconds.items()}}
+        line |= {"samples": samples, "seconds": {part: round(spent, 6) for part, spent in seconds.items()}}
+        sent = [sum(column) for column in zip(*(record[7] for record in timed.values()), strict=True)]
+        return {**line, "bytes_sent": dict(zip(SENT, sent, strict=True))} if any(sent) else line
 
     def _count(self, samples: int, spent: dict[int, list[float]]) -> dict[str, float]:
         self._steps += 1

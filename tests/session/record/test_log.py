@@ -59,9 +59,8 @@ def test_the_mean_is_weighted_over_workers_and_calls(tmp_path: Path) -> None:
     for log in logs:
         log.step(1, 8, SECONDS)
     assert flush(logs) == [None, None, None]
-    assert lines(where) == [
-        {"step": 1, "time": 0.0, "loss": 2.0, "rate": 0.5, "only here": 1.0, "samples": 8, "seconds": SECONDS},
-    ]
+    found = {"step": 1, "time": 0.0, "loss": 2.0, "rate": 0.5, "only here": 1.0, "samples": 8, "seconds": SECONDS}
+    assert lines(where) == [found | {"ranks": {str(rank): [1, *SECONDS.values(), 0.0] for rank in range(3)}}]
 
 
 @pytest.mark.parametrize("value", [2, 2.0, True, np.float32(2), np.int64(2), np.bool_(True), torch.tensor(2), torch.ones(1, 1, 1)])
@@ -323,6 +322,25 @@ def test_totals(tmp_path: Path) -> None:
     assert [seconds["compute"] for seconds in totals.rank_seconds] == [1.0, 2.0]
     assert totals.rank_work == [{"seconds": 1.0, "late": 0.0}, {"seconds": 2.0, "late": 1.0}]
     assert totals.samples_per_second == 4.0
+
+
+def test_bytes_and_what_each_worker_did(tmp_path: Path) -> None:
+    logs, where = job(tmp_path, 2)
+    for step in range(1, 4):
+        for rank, log in enumerate(logs):
+            log.step(step, 10, SECONDS | {"within": 100.0 * rank, "between": 7.0 * (step > 1)})
+    flush(logs)
+    first, second, third = lines(where)
+    assert first["bytes_sent"] == {"within": 100, "between": 0}
+    assert second["bytes_sent"] == third["bytes_sent"] == {"within": 100, "between": 14}
+    assert "ranks" not in first and list(third["ranks"]) == ["0", "1"]
+    assert third["ranks"]["1"] == pytest.approx([3, *(3 * value for value in SECONDS.values()), 0.0])
+    totals = logs[0].totals()
+    assert totals is not None
+    assert [member["bytes_sent"] for member in totals.members] == [{"within": 0, "between": 14 / 3}, {"within": 100, "between": 14 / 3}]
+    assert [(member["worker"], member["steps"], member["seconds"]) for member in totals.members] == [
+        (rank, 3, pytest.approx(SECONDS)) for rank in range(2)
+    ]
 
 
 def test_totals_of_nothing(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.observe.page import loss
+from paceline.observe.page.subjects import loss
 from tests.harness.pages import tree
 
 FLAT = {"step": [1.0, 2.0], "time": [0.1, 0.2], "mean": [2.0, 2.0], "low": [2.0, 2.0], "high": [2.0, 2.0], "bad": [0, 0]}

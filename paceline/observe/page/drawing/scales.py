@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from paceline.cluster.oddities import rated
 from paceline.formatting import sized
 from paceline.observe import tables
 from paceline.session.record.status_line import spoken
@@ -53,6 +54,11 @@ def plain(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 and value == int(value) else f"{value:.4g}"
 
 
+def whole(value: float) -> str:
+    """Write a whole number, with commas."""
+    return f"{value:,.0f}"
+
+
 def short(value: float) -> str:
     """Write a large number briefly: 12k, 3.4M."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -66,5 +72,11 @@ def clock(value: float) -> str:
     return f"{value:.3g} s" if value < 60 else spoken(value)
 
 
+def percent(value: float) -> str:
+    """Write a part of a whole."""
+    return f"{value:.1%}"
+
+
 seconds: Words = tables.seconds
 nbytes: Words = sized
+rate: Words = rated

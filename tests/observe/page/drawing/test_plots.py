@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from paceline.observe.page import scales
-from paceline.observe.page.plots import HIGH, WIDE, Curve, Mark, Plot, draw, finite
+from paceline.observe.page.drawing import scales
+from paceline.observe.page.drawing.plots import HIGH, WIDE, Curve, Mark, Plot, draw, finite
 from tests.harness.pages import tree
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.observe.page import scales
+from paceline.observe.page.drawing import scales
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-3e-9, 7e12), (2.0, 2.0), (0.0, 0.0), (1.0001, 1.0002), (-5.0, -4.0)])

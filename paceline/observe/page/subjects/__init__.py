@@ -1,0 +1,1 @@
+"""The sections of a page, a module for what each is about."""
