@@ -161,6 +161,15 @@ def read(folder: RunFolder, metrics: MetricsReader | None = None) -> RunFacts:
     raise UsageError(f"{folder.path} is no run folder: it has neither {folder.summary.name} nor {folder.metrics.name}{inside}")
 
 
+def so_far(folder: RunFolder) -> dict[str, Any]:
+    """Read the fields of a summary that a run under way tells; none where it doesn't, or is of another version."""
+    try:
+        found = json.loads(folder.live.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) and "sync" in found else {}
+
+
 def timed_steps(folder: RunFolder) -> list[tuple[int, dict[str, float]]]:
     """Return the samples of each step in the metrics of a run, and the seconds of its parts."""
     metrics = MetricsReader(folder)
@@ -199,7 +208,7 @@ def _from_summary(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
             workers=int(fields["workers"]),
             hosts=int(fields["hosts"]),
             work=tuple(OwnWork(float(rank["seconds"]), float(rank["late"])) for rank in fields.get("rank_work", [])),
-            late=tuple({str(cause): float(value) for cause, value in rank.items()} for rank in fields.get("rank_late", [])),
+            late=_late(fields),
             links=tuple(map(_link, fields.get("links", []))),
             untold=tuple(map(str, fields.get("untold", []))),
             dealing=DealingFacts(int(dealt["num_workers"]), tuple(map(int, dealt["shares"]))) if dealt else None,
@@ -227,6 +236,17 @@ def _from_summary(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
     return replace(facts, steady=steadied(metrics.steps.seconds))
 
 
+def _late(fields: Mapping[str, Any]) -> tuple[dict[str, float], ...]:
+    """Return how late each rank was, without those who have left."""
+    late = [{str(cause): float(value) for cause, value in each.items()} for each in fields.get("rank_late", [])]
+    members = fields.get("members", [])
+    if len(members) != len(late):
+        return tuple(late)
+    ranks = [None if member["rank"] is None else int(member["rank"]) for member in members]
+    there = sorted((rank, at) for at, rank in enumerate(ranks) if rank is not None)
+    return tuple(late[at] for _, at in there)
+
+
 def _link(fields: Mapping[str, Any]) -> LinkFacts:
     return LinkFacts(
         step=int(fields["step"]),
@@ -252,6 +272,7 @@ def _from_metrics(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
     metrics.read()
     steps, losses = metrics.steps, metrics.values.get("loss")
     spent = steps.seconds.mean(axis=0).tolist() if len(steps.seconds) else [0.0] * len(PARTS)
+    told = so_far(folder)
     return RunFacts(
         name=folder.name,
         ended=False,
@@ -261,6 +282,10 @@ def _from_metrics(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
         step_seconds=dict(zip(PARTS, spent, strict=True)),
         seconds=metrics.seconds,
         steady=steadied(steps.seconds),
+        sync=str(told.get("sync", "")),
+        workers=int(told.get("workers", 1)),
+        hosts=int(told.get("hosts", 1)),
+        mesh=_mesh(told),
     )
 
 

@@ -24,10 +24,11 @@ def _trained(facts: RunFacts) -> str:
     work = f"{counted(facts.samples, 'sample')} in {counted(facts.steps, 'step')}"
     took = "" if facts.seconds is None else f" in {spoken(facts.seconds)}"
     loss = "" if facts.final_loss is None else f", to a loss of {facts.final_loss:.4g}"
-    if not facts.ended:
-        return f"The run has not ended: so far it has trained {work}{took}{loss}."
     who = f"{counted(facts.workers, 'worker')} on {counted(facts.hosts, 'host')}"
     mesh = "" if facts.mesh is None else f" (mesh {facts.mesh})"
+    if not facts.ended:
+        so_far = f"{who}{mesh} {'has' if facts.workers == 1 else 'have'} trained" if facts.sync else "it has trained"
+        return f"The run has not ended: so far {so_far} {work}{took}{loss}{f', with {facts.sync}' if facts.sync else ''}."
     return f"{who}{mesh} trained {work}{took}{loss}, with {facts.sync}."
 
 

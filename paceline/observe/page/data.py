@@ -11,7 +11,7 @@ from typing import Any, Final
 from paceline.errors import UsageError
 from paceline.observe import serving
 from paceline.observe.advice import quiet, remarks
-from paceline.observe.facts import RunFacts, read
+from paceline.observe.facts import RunFacts, read, so_far
 from paceline.observe.metrics import MetricsReader
 from paceline.observe.page.course import course, looks, values
 from paceline.observe.page.events import kind
@@ -27,13 +27,14 @@ def page_data(folder: Path | RunFolder, metrics: MetricsReader | None = None) ->
 
     `metrics`: a reader of that run, which goes on where it was. Raises UsageError as `paceline.observe.facts.read` does.
 
-    `summary` has the fields of summary.json, or those of them that are known of a run under way; all else is made for drawing: `course` and
-    `values` over the steps, `looks` of single workers over the time, `events` with their kinds, `pipelines` as spans, and texts.
+    `summary` has the fields of summary.json, or those of them that are known of a run under way, which live.json and the metrics tell; all
+    else is made for drawing: `course` and `values` over the steps, `looks` of single workers over the time, `events` with their kinds, and
+    among them checkpoints, `pipelines` as spans, and texts.
     """
     folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
     metrics = metrics or MetricsReader(folder)
     facts = read(folder, metrics)
-    summary = _summary(folder) if facts.ended else _so_far(facts)
+    summary = _summary(folder) if facts.ended else _so_far(folder, facts)
     advice = remarks(facts)
     return {
         "name": folder.name,
@@ -48,7 +49,7 @@ def page_data(folder: Path | RunFolder, metrics: MetricsReader | None = None) ->
         "course": course(metrics),
         "values": values(metrics, facts.bytes_sent),
         "looks": looks(metrics),
-        "events": [{**event, "kind": kind(event)} for event in summary.get("events", ())],
+        "events": _events(summary),
         "pipelines": [_spans(profile) for profile in facts.pipelines],
     }
 
@@ -63,8 +64,8 @@ def _summary(folder: RunFolder) -> dict[str, Any]:
     return found
 
 
-def _so_far(facts: RunFacts) -> dict[str, Any]:
-    """Return the fields that the metrics of a run under way tell."""
+def _so_far(folder: RunFolder, facts: RunFacts) -> dict[str, Any]:
+    """Return the fields that are known of a run under way: what it tells of itself, and of its steps what the metrics have."""
     inside = facts.step * facts.steps
     fields = {
         "steps": facts.steps,
@@ -74,7 +75,15 @@ def _so_far(facts: RunFacts) -> dict[str, Any]:
         "final_loss": facts.final_loss,
         "step_seconds": {part: facts.step_seconds[part] for part in PARTS},
     }
-    return {name: plain(value) for name, value in fields.items()}
+    found: dict[str, Any] = plain({**so_far(folder), **fields})
+    return found
+
+
+def _events(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the events of a run and its checkpoints, each with its kind, in the order of their times."""
+    events = [{**event, "kind": kind(event)} for event in summary.get("events") or ()]
+    saves = [{**save, "kind": "checkpoint"} for save in summary.get("saves") or ()]
+    return sorted([*events, *saves], key=lambda event: float(event["time"]))
 
 
 def plain(value: Any) -> Any:

@@ -7,7 +7,7 @@ from importlib.resources import files
 from typing import Any
 
 from paceline.observe.page.drawing.bars import hatchings
-from paceline.observe.page.drawing.markup import Markup, element, join
+from paceline.observe.page.markup import Markup, element, join
 from paceline.observe.page.sections import sections, titles
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'"

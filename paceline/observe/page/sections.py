@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from paceline.errors import UsageError
-from paceline.observe.page.drawing.markup import Markup, element
+from paceline.observe.page.markup import Markup, element
 from paceline.observe.page.subjects import checkpoints, compare, loss, memory, overview, pipelines, setup, time, timeline, traffic, workers
 
 Data = Mapping[str, Any]

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from paceline.errors import UsageError
 from paceline.observe.metrics import MetricsReader
-from paceline.observe.page.data import page_data
+from paceline.observe.page.data import page_data, plain
 from paceline.observe.page.decimation import POINTS
 from paceline.session.record.folder import RunFolder
 from tests.harness.finished_runs import finished
+from tests.harness.page_runs import whole
 
 
 def test_a_run_that_has_ended(tmp_path: Path) -> None:
-    data = page_data(finished(tmp_path))
+    folder = whole(tmp_path)
+    data = page_data(folder)
     json.dumps(data, allow_nan=False)
-    assert (data["name"], data["ended"], data["steps"], data["workers"], data["sync"]) == ("run", True, 100, 2, "AllReduce()")
-    assert data["course"]["step"] == list(range(1, 101))
-    assert data["course"]["count"] == [1] * 100
-    assert data["course"]["seconds"]["compute"] == pytest.approx([0.095] * 100)
+    assert (data["name"], data["ended"], len(data["verdict"])) == ("run", True, 3)
+    assert data["summary"] == json.loads((folder / "summary.json").read_text())
+    assert data["course"]["step"] == list(range(1, 61)) and data["course"]["count"] == [1] * 60
+    assert data["course"]["seconds"]["compute"] == pytest.approx([0.05] * 60)
+    assert data["ranks"] == ["rank 0 (shard 0)", "rank 1 (shard 1)"]
+    assert [event["kind"] for event in data["events"]] == ["lost", "checkpoint", "came", "fault"]
+    assert all(remark["words"] for remark in data["advice"]) and data["quiet"] == ""
 
 
 def test_a_run_under_way(tmp_path: Path) -> None:
@@ -31,10 +37,33 @@ def test_a_run_under_way(tmp_path: Path) -> None:
     data = page_data(folder)
     json.dumps(data, allow_nan=False)
     assert not data["ended"]
-    assert data["steps"] == sum(data["course"]["count"]) == 1000
+    assert data["summary"]["steps"] == sum(data["course"]["count"]) == 1000 and data["summary"]["final_loss"] == "nan"
     assert len(data["course"]["step"]) == len(data["values"]["loss"]["mean"]) == POINTS
     assert set(data["values"]["loss"]["mean"]) == {None}
     assert sum(data["values"]["loss"]["bad"]) == 1000
+
+
+def test_what_a_run_under_way_tells_of_itself(tmp_path: Path) -> None:
+    folder = whole(tmp_path)
+    told: dict[str, Any] = json.loads((folder / "summary.json").read_text()) | {"steps": 7, "live": {"state": "running"}}
+    (folder / "live.json").write_text(json.dumps(told))
+    (folder / "summary.json").unlink()
+    data = page_data(folder)
+    assert (data["ended"], data["summary"]["sync"], len(data["events"])) == (False, "AllReduce()", 4)
+    assert data["summary"]["steps"] == 60 and data["ranks"][1] == "rank 1 (shard 1)"  # the metrics are never behind
+    assert data["verdict"][0].startswith("The run has not ended: so far 2 workers on 2 hosts (mesh data=1, shard=2) have trained 3,840 samples")
+    (folder / "live.json").write_text('{"sy')
+    assert "sync" not in page_data(folder)["summary"]
+
+
+def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    data = page_data(tmp_path / "run")
+    assert (data["verdict"], data["course"]["step"], data["values"]) == (
+        ["No step was finished, so there is nothing to tell about time."],
+        [],
+        {},
+    )
 
 
 def test_a_reader_goes_on(tmp_path: Path) -> None:
@@ -47,3 +76,7 @@ def test_a_reader_goes_on(tmp_path: Path) -> None:
 def test_what_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no run folder"):
         page_data(tmp_path / "nothing")
+
+
+def test_plain() -> None:
+    assert plain({1: (float("nan"), [float("-inf"), 2.0]), "a": None}) == {"1": ["nan", ["-inf", 2.0]], "a": None}

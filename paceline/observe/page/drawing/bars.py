@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.observe.page.drawing.markup import Child, Markup, element, join
+from paceline.observe.page.markup import Child, Markup, element, join
 
 THICK = 18  # pixels
 PARTS_KINDS: Mapping[str, str] = {  # colour and hatching of each part that pages know

@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.observe.page.drawing.markup import Markup, element
 from paceline.observe.page.drawing.scales import Words
+from paceline.observe.page.markup import Markup, element
 
 Data = Mapping[str, Any]
 Field = tuple[str | int, ...]

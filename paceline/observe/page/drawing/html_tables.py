@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from paceline.observe.page.drawing.markup import Child, Markup, element
+from paceline.observe.page.markup import Child, Markup, element
 
 
 def table(head: Sequence[Child], rows: Iterable[Sequence[Child]], caption: str = "") -> Markup:

@@ -15,8 +15,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from paceline.observe.page.drawing.markup import Markup, element
 from paceline.observe.page.drawing.scales import Scale
+from paceline.observe.page.markup import Markup, element
 
 WIDE = 1000  # units of the plane of curves
 COLOURS, DASHES = 6, 6  # that pages tell lines apart by

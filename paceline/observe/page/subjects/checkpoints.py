@@ -8,7 +8,7 @@ from typing import Any
 from paceline.observe.page.drawing import scales
 from paceline.observe.page.drawing.figures import figure, find, number
 from paceline.observe.page.drawing.html_tables import table
-from paceline.observe.page.drawing.markup import Child, Markup, element, join
+from paceline.observe.page.markup import Child, Markup, element, join
 
 
 def section(data: Mapping[str, Any]) -> Markup | None:

@@ -9,9 +9,9 @@ from paceline.observe.page.drawing import scales
 from paceline.observe.page.drawing.bars import Bar, bars
 from paceline.observe.page.drawing.figures import figure, find, number, share, summed
 from paceline.observe.page.drawing.html_tables import table
-from paceline.observe.page.drawing.markup import Markup, element, join
 from paceline.observe.page.drawing.plots import Curve, Numbers, Plot, draw, finite, swatch
 from paceline.observe.page.drawing.scales import Scale, Words
+from paceline.observe.page.markup import Markup, element, join
 from paceline.observe.page.subjects import setup
 from paceline.observe.page.subjects.time import WORDS as PART_WORDS
 from paceline.observe.page.subjects.traffic import WORDS as SENT_WORDS

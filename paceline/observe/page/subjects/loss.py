@@ -8,8 +8,8 @@ from typing import Any
 from paceline.formatting import counted
 from paceline.observe.page.drawing import scales
 from paceline.observe.page.drawing.html_tables import folded, table
-from paceline.observe.page.drawing.markup import Markup, element, join
 from paceline.observe.page.drawing.plots import Curve, Plot, draw, finite
+from paceline.observe.page.markup import Markup, element, join
 from paceline.observe.page.subjects import axes
 
 ROWS = 20  # of the table, at most

@@ -10,7 +10,7 @@ from paceline.observe.page.drawing import scales
 from paceline.observe.page.drawing.bars import Bar, bars
 from paceline.observe.page.drawing.figures import Field, figure, find, number, summed
 from paceline.observe.page.drawing.html_tables import folded, table
-from paceline.observe.page.drawing.markup import Markup, element, join
+from paceline.observe.page.markup import Markup, element, join
 from paceline.observe.page.subjects.time import MOST
 from paceline.session.record.folder import KINDS
 

@@ -8,15 +8,17 @@ from typing import Any
 from paceline.formatting import counted
 from paceline.observe.page.drawing import scales
 from paceline.observe.page.drawing.figures import figure, find, summed
-from paceline.observe.page.drawing.markup import Child, Markup, element, join
+from paceline.observe.page.markup import Child, Markup, element, join
 
 
 def section(data: Mapping[str, Any]) -> Markup:
     """Write the verdict, the advice and the figures of one run."""
-    state = element("span", {"class": "state ended"}, "ended") if data["ended"] else element("span", {"class": "state"}, "has not ended")
-    head = element("h1", None, data["name"], " ", state)
+    words = "ended" if data["ended"] else "failed" if find(data, "live", "state") == "failed" else "has not ended"
+    head = element("h1", None, data["name"], " ", element("span", {"class": "state ended" if data["ended"] else "state"}, words))
+    why = find(data, "live", "why")
     verdict = element("p", {"class": "verdict"}, " ".join(data["verdict"]))
-    return join(head, verdict, _advice(data), element("dl", {"class": "tiles"}, _tiles(data)))
+    failed = element("p", {"class": "warning"}, f"It has failed: {why}") if why and not data["ended"] else None
+    return join(head, failed, verdict, _advice(data), element("dl", {"class": "tiles"}, _tiles(data)))
 
 
 def _advice(data: Mapping[str, Any]) -> Markup | None:

@@ -8,8 +8,8 @@ from typing import Any, Final
 from paceline.observe.page.drawing import scales
 from paceline.observe.page.drawing.figures import figure, find
 from paceline.observe.page.drawing.html_tables import table
-from paceline.observe.page.drawing.markup import Markup, element, join
 from paceline.observe.page.drawing.plots import across
+from paceline.observe.page.markup import Markup, element, join
 
 THICK: Final = 22  # pixels of a worker's row
 ACTIONS: Final = {"forward": "k0", "backward": "k1", "input": "k1", "weight": "k3"}  # colours of `bars`

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.observe.page.drawing.figures import find
 from paceline.observe.page.drawing.html_tables import table
-from paceline.observe.page.drawing.markup import Child, Markup, element, join
+from paceline.observe.page.markup import Child, Markup, element, join
 from paceline.observe.page.subjects import workers
 
 MOST = 256  # workers of a mesh that are drawn

@@ -10,8 +10,8 @@ from paceline.observe.page.drawing import scales
 from paceline.observe.page.drawing.bars import Bar, bars, swatch
 from paceline.observe.page.drawing.figures import figure, find, number, share, summed
 from paceline.observe.page.drawing.html_tables import folded, table
-from paceline.observe.page.drawing.markup import Markup, element, join
 from paceline.observe.page.drawing.plots import Curve, Plot, draw, finite
+from paceline.observe.page.markup import Markup, element, join
 from paceline.observe.page.subjects import axes
 from paceline.session.record.folder import PARTS
 

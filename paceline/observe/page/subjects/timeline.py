@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from paceline.observe.page.drawing import scales
-from paceline.observe.page.drawing.markup import Markup, element, join
 from paceline.observe.page.drawing.plots import across
 from paceline.observe.page.events import KINDS
+from paceline.observe.page.markup import Markup, element, join
 
 THICK: Final = 22  # pixels of a row
 LISTED: Final = 200  # events in words, at most

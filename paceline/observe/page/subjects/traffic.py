@@ -9,8 +9,8 @@ from paceline.observe.page.drawing import scales
 from paceline.observe.page.drawing.bars import Bar, bars
 from paceline.observe.page.drawing.figures import figure, find, number, summed
 from paceline.observe.page.drawing.html_tables import table
-from paceline.observe.page.drawing.markup import Markup, element, join
 from paceline.observe.page.drawing.plots import Curve, Plot, draw
+from paceline.observe.page.markup import Markup, element, join
 from paceline.observe.page.subjects import axes, time
 from paceline.session.record.folder import SENT
 

@@ -9,8 +9,8 @@ from paceline.observe.page.drawing import scales
 from paceline.observe.page.drawing.bars import Bar, bars
 from paceline.observe.page.drawing.figures import figure, find, number, summed
 from paceline.observe.page.drawing.html_tables import folded, table
-from paceline.observe.page.drawing.markup import Markup, element, join
 from paceline.observe.page.drawing.plots import across
+from paceline.observe.page.markup import Markup, element, join
 from paceline.observe.page.subjects import time
 from paceline.session.record.causes import CAUSES, WORDS
 from paceline.session.record.folder import PARTS

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 from paceline.observe.page.drawing import scales
-from paceline.observe.page.drawing.plots import HIGH, WIDE, Curve, Mark, Plot, draw, finite
+from paceline.observe.page.drawing.plots import WIDE, Curve, Mark, Plot, draw, finite, line
 from tests.harness.pages import tree
+
+HIGH = 220
 
 
 def plot(*curves: Curve, **changes: object) -> Plot:
@@ -25,25 +27,38 @@ def test_a_curve_with_a_hole() -> None:
     assert [path.get("d", "").count(",") for path in made.iter("path")] == [2, 2]
 
 
-def test_a_band() -> None:
-    made = tree(draw(plot(Curve("loss", [0, 4], [1, 1], [0, 0], [2, 2]))))
-    band, line = made.iter("path")
+def test_a_band_and_an_area() -> None:
+    made = tree(draw(plot(Curve("loss", [0, 4], [1, 1], [0, 0], [2, 2]), Curve("part", [0, 4], [1, 1], [0, 0], [1, 1], area="k1"))))
+    band, middle, area, edge = made.iter("path")
     assert band.get("d") == f"M0.0,{HIGH}.0 {WIDE}.0,{HIGH}.0 {WIDE}.0,0.0 0.0,0.0Z"
-    assert "line" in line.get("class", "")
+    assert (band.get("class"), middle.get("class"), area.get("class"), edge.get("class")) == ("band c0", "line c0 d0", "fill k1", "edge")
 
 
 def test_several_curves_have_a_legend_and_different_lines() -> None:
     made = tree(draw(plot(Curve("a", [0], [1], kind=0), Curve("b", [0], [1], kind=1))))
-    assert [key.get("class") for key in made.iter("span")] == ["key", "key"]
-    assert {path.get("class") for path in made.iter("path")} == {"line c0", "line c1"}
+    assert [span.get("class") for span in made.iter("span")] == ["key", "key"]
+    assert {path.get("class") for path in made.iter("path")} == {"line c0 d0", "line c1 d1"}
+    assert len({line(kind) for kind in range(36)}) == 36  # colours and dashes together
+
+
+def test_what_stands_below_numbers() -> None:
+    made = tree(draw(plot(Curve("a", [0], [1]), under=lambda x: f"{x:g} s")))
+    assert [text.text for text in made.iter("text") if "under" in text.get("class", "")][:2] == ["0 s", "1 s"]
 
 
 def test_marks_and_numbers_for_read_outs() -> None:
-    made = tree(draw(plot(Curve("loss", [0, 4], [1, None]), marks=[Mark(2, "a loss", "loss")], unit="step")))
-    (mark,) = (line for line in made.iter("line") if "mark" in line.get("class", ""))
+    read = [Curve("told", [0, 2, 4], [5, None, 7])]
+    made = tree(draw(plot(Curve("loss", [0, 4], [1, None]), marks=[Mark(2, "a loss", "lost")], unit="step", read=read)))
+    (mark,) = (found for found in made.iter("line") if "mark" in found.get("class", ""))
     assert mark.get("x1") == "50.00%" and mark[0].text == "a loss"
     (sheet,) = (found for found in made.iter("div") if found.get("data-points"))
-    assert json.loads(sheet.get("data-points", "")) == {"x": [0, 4], "unit": "step", "curves": {"loss": [1, None]}}
+    assert json.loads(sheet.get("data-points", "")) == {"x": [0, 2, 4], "at": [0, 0.5, 1], "unit": "step", "curves": {"told": [5, None, 7]}}
+
+
+def test_curves_of_other_places_share_their_read_outs() -> None:
+    made = tree(draw(plot(Curve("a", [0, 2], [1, 1]), Curve("b", [1, 2], [0, 0]))))
+    (sheet,) = (found for found in made.iter("div") if found.get("data-points"))
+    assert json.loads(sheet.get("data-points", ""))["curves"] == {"a": [1, None, 1], "b": [None, 0, 0]}
 
 
 def test_finite() -> None:

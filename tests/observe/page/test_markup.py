@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.observe.page.drawing.markup import Markup, element, join
+from paceline.observe.page.markup import Markup, element, join
 from tests.harness.pages import Tags
 
 

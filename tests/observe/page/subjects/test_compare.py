@@ -1,0 +1,57 @@
+"""Runs side by side: losses against steps, seconds and bytes, and the settings that differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.observe.page.data import page_data
+from paceline.observe.page.subjects import compare
+from tests.harness.finished_runs import finished
+from tests.harness.page_runs import whole
+from tests.harness.pages import tree
+
+
+def test_losses_against_steps_seconds_and_bytes(tmp_path: Path) -> None:
+    datas = [page_data(whole(tmp_path / name)) for name in "ab"]
+    made = tree(f"<div>{compare.loss(datas)}</div>")
+    assert [title.text for title in made.iter("h3")] == [
+        "against steps",
+        "against seconds",
+        "against bytes that all workers have sent between hosts",
+    ]
+    lines = [path.get("class") for path in made.iter("path")]
+    assert lines == ["line c0 d0", "line c1 d1"] * 3  # by colour and by dashes
+    assert datas[0]["values"]["loss"]["between"][-1] == pytest.approx(60 * 400_000)
+
+
+def test_runs_that_have_nothing_in_common(tmp_path: Path) -> None:
+    assert compare.loss([page_data(whole(tmp_path / "a")), page_data(finished(tmp_path / "b"))]) is None
+
+
+def test_what_differs(tmp_path: Path) -> None:
+    settings = {"script": "train.py", "arguments": ["--lr=0.5", "data"], "optimizers": [{"name": "AdamW", "lr": 0.5}], "seed": 7}
+    datas = [page_data(whole(tmp_path / "a")), page_data(whole(tmp_path / "b", settings=settings, sync="LocalSGD(8)"))]
+    rows = [[cell.text for cell in row] for row in tree(compare.differences(datas)).iter("tr")]
+    assert rows == [
+        ["setting", "run (1)", "run (2)"],
+        ["strategy", "AllReduce()", "LocalSGD(8)"],
+        ["--lr", "0.1", "0.5"],
+        ["optimizer", "AdamW(lr=0.1)", "AdamW(lr=0.5)"],
+    ]
+    assert "Their settings are the same." in compare.differences([datas[0], datas[0]])
+
+
+def test_a_run_under_way(tmp_path: Path) -> None:
+    folder = whole(tmp_path / "a")
+    (folder / "summary.json").unlink()
+    assert "Settings of run (1) are known once the run has ended." in compare.differences(
+        [page_data(folder), page_data(whole(tmp_path / "b"))]
+    )
+
+
+def test_bytes_of_runs_that_sent_none(tmp_path: Path) -> None:
+    data = page_data(finished(tmp_path, bytes_sent={"within": 0.0, "between": 0.0}))
+    assert compare.traffic([data, data]) is None
+    assert "7.5 MB" in (compare.traffic([page_data(finished(tmp_path / "b")), data]) or "")

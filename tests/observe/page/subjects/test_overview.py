@@ -1,0 +1,40 @@
+"""The verdict comes first, and advice with the largest gain that is sure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from paceline.observe.page.data import page_data
+from paceline.observe.page.subjects import overview
+from tests.harness.finished_runs import finished
+from tests.harness.page_runs import whole
+from tests.harness.pages import tree
+
+
+def test_verdict_and_advice(tmp_path: Path) -> None:
+    data = page_data(whole(tmp_path))
+    made = tree(f"<div>{overview.section(data)}</div>")
+    assert [p.text for p in made.iter("p")] == [" ".join(data["verdict"])] and len(data["verdict"]) == 3
+    gains = [span.text for span in made.iter("span") if span.get("class") == "gain"]
+    assert gains[0] == "saves about 23% of a step" and len(gains) == len(data["advice"])  # by the link, whose gain was predicted
+
+
+def test_code_in_advice(tmp_path: Path) -> None:
+    parts = {"compute": 0.06, "exchange": 0.04, "wait": 0.0, "data": 0.0}
+    axes = {"tensor": {"seconds": 0.03, "within": 1.0, "between": 0.0}}
+    assert "<code>tensor</code>" in overview.section(page_data(finished(tmp_path, parts, axes=axes)))
+
+
+def test_a_quiet_run_has_none(tmp_path: Path) -> None:
+    assert "What to do" not in overview.section(page_data(finished(tmp_path)))
+
+
+def test_a_run_that_has_failed(tmp_path: Path) -> None:
+    folder = whole(tmp_path)
+    live = json.loads((folder / "summary.json").read_text()) | {"live": {"state": "failed", "why": "ValueError: <no>"}}
+    (folder / "summary.json").unlink()
+    assert ">has not ended<" in overview.section(page_data(folder))
+    (folder / "live.json").write_text(json.dumps(live))
+    text = overview.section(page_data(folder))
+    assert ">failed<" in text and "It has failed: ValueError: &lt;no&gt;" in text
