@@ -94,7 +94,12 @@ def _read_outs(plot: Plot) -> dict[str, object]:
     every = dict.fromkeys(x for curve in told for x in curve.x if x is not None)
     places = {x: at for at, x in enumerate(sorted(every))}
     columns = {curve.name: _placed(curve, places) for curve in told}
-    found = {"x": list(places), "at": [round(_across(x, plot.x), 4) for x in places], "unit": plot.unit, "curves": columns}
+    found: dict[str, object] = {
+        "x": list(places),
+        "at": [round(_across(x, plot.x), 4) for x in places],
+        "unit": plot.unit,
+        "curves": columns,
+    }
     return found if plot.under is None else {**found, "under": [plot.under(x) for x in places]}
 
 

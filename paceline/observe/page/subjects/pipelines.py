@@ -56,7 +56,7 @@ def _action(span: Sequence[Any], end: float) -> Markup:
     kind, stage, micro_batch, start, stop = span
     x, width = f"{100 * start / end:.2f}%", f"{100 * (stop - start) / end:.2f}%"
     said = f"{kind} of micro-batch {micro_batch} in stage {stage}: {scales.seconds(start)} to {scales.seconds(stop)}"
-    box = {"x": x, "width": width, "height": THICK}
+    box: dict[str, str | float | None] = {"x": x, "width": width, "height": THICK}
     inside = element("svg", {**box, "class": "clipped"}, element("text", {"class": "inside", "x": 3, "y": 15}, str(micro_batch)))
     title = element("title", None, said)
     return join(element("rect", {**box, "class": f"action {ACTIONS[kind]}"}, title), inside)
