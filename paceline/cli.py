@@ -277,15 +277,27 @@ def _measure(
 
 @app.command()
 def report(
-    folder: Annotated[
-        Path | None, typer.Argument(metavar="RUN", help="A run: its folder, or its name in runs; default: the newest.")
+    folders: Annotated[
+        list[Path] | None, typer.Argument(metavar="RUN", help="A run: its folder, or its name in runs; default: the newest.")
+    ] = None,
+    *,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page to this file instead, with drawings; several runs are compared.")
     ] = None,
 ) -> None:
     """Say where the time of a run went, and what to do about it."""
     from paceline.observe.choosing import choose
+    from paceline.observe.page.writing import write
     from paceline.observe.report import report as describe
 
-    typer.echo(describe(choose(folder)))
+    found = [choose(folder) for folder in folders or [None]]
+    if html is not None:
+        size = write(found, html)
+        typer.echo(f"{html}: a page of {', '.join(folder.name for folder in found)}, {sized(size)}")
+    elif len(found) > 1:
+        raise UsageError("several runs are compared on a page: say where that goes, paceline report RUN RUN --html out.html")
+    else:
+        typer.echo(describe(found[0]))
 
 
 @app.command()

@@ -115,6 +115,8 @@ def test_the_exit_code_is_the_scripts(monkeypatch: pytest.MonkeyPatch, launcher:
         (["lab", "probe", "unequal", "--dtypes", "int8"], "'int8' can't be measured"),
         (["lab", "probe", "unequl", "--out", "/dev/shm/none.json"], "did you mean unequal?"),
         (["run", "--name", "", "train.py"], "a run can't be called ''"),
+        (["report", "a", "b"], "several runs are compared on a page: say where that goes, paceline report RUN RUN --html out.html"),
+        (["report", "a", "--html", "missing/out.html"], "there is no folder missing; make it first"),
     ],
 )
 def test_mistakes_end_with_2_and_a_sentence(
@@ -134,7 +136,6 @@ def test_mistakes_end_with_2_and_a_sentence(
         ["run", "--wrong", "train.py"],
         ["bench", "training", "--batch", "0"],
         ["nonsense"],
-        ["report", "a", "b"],
     ],
 )
 def test_what_typer_refuses_ends_with_2(monkeypatch: pytest.MonkeyPatch, launcher: Launcher, words: list[str]) -> None:

@@ -86,7 +86,7 @@ COMMANDS = {
     "bench scaling": "script args --workers --kind --batch-option --lab --rounds --steps --seconds --threads --sync --folder --read",
     "bench training": "--workers --threads --model --batch --steps --sync",
     "probe": "--workers --hosts --join --host-rank --secret-file --threads --interface --placement --dtypes --out",
-    "report": "folder",
+    "report": "folders --html",
     "export": "folder out --part --best --force",
     "layout": "script args --workers --sync --mesh --cut",
 }
