@@ -290,7 +290,7 @@ def report(
     from paceline.observe.page.writing import write
     from paceline.observe.report import report as describe
 
-    found = [choose(folder) for folder in folders or [None]]
+    found = [choose(folder) for folder in folders] if folders else [choose(None)]
     if html is not None:
         size = write(found, html)
         typer.echo(f"{html}: a page of {', '.join(folder.name for folder in found)}, {sized(size)}")

@@ -38,7 +38,7 @@ def settings(data: Mapping[str, Any]) -> dict[str, str]:
         elif name == "optimizers":
             found |= {f"optimizer{'' if not at else f' {at + 1}'}": _optimizer(each) for at, each in enumerate(value)}
         else:
-            found[name.replace("_", " ")] = _words(value)
+            found[name.replace("_", " ")] = str(value) if name == "seed" else _words(value)
     readers = find(data, "loader", "num_workers")
     return found if readers is None else {**found, "readers of each worker": str(readers)}
 
