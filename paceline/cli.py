@@ -17,7 +17,10 @@ from paceline.cluster import mesh as shape
 from paceline.cluster.discover import environment
 from paceline.cluster.launcher import launch, output
 from paceline.cluster.launcher.request import LaunchRequest
+from paceline.cluster.launcher.supervisor import RunWatcher
 from paceline.commands import lab
+from paceline.commands.watch import watch as watch_run
+from paceline.commands.watch import watched
 from paceline.errors import PacelineError, UsageError
 from paceline.formatting import sized
 from paceline.session.launch import proof
@@ -34,6 +37,7 @@ app.add_typer(lab.app, name="lab")
 bench = typer.Typer(help="Measure what this machine can do.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench, name="bench")
 bench.command("scaling")(command.scaling)
+app.command("watch")(watch_run)
 
 BENCH, APPS = Path(__file__).parent / "bench", Path(__file__).parent / "apps"
 
@@ -76,6 +80,7 @@ def run(
     servers: options.Servers = None,
     straggler: options.Straggler = None,
     backend: options.Backend = None,
+    watch: options.Watch = None,
 ) -> None:
     """Start the workers of this host, and watch them to the end."""
     job = LaunchRequest(
@@ -100,13 +105,18 @@ def run(
         straggler=straggler,
         backend=backend,
     )
-    raise typer.Exit(_start(job, {} if interface is None else {"PACELINE_INTERFACE": interface}))
+    given = {} if interface is None else {"PACELINE_INTERFACE": interface}
+    if watch is None:
+        raise typer.Exit(_start(job, given))
+    with watched(watch, launch.shared_secret(job, environment()), elsewhere=hosts > 1 or join is not None) as watcher:
+        code = _start(job, given, watcher)
+    raise typer.Exit(code)
 
 
-def _start(job: LaunchRequest, given: Mapping[str, str] | None = None) -> int:
+def _start(job: LaunchRequest, given: Mapping[str, str] | None = None, watcher: RunWatcher | None = None) -> int:
     """Run a job, and give its exit code."""
     proof.prove(job)
-    return launch.run(job, {**environment(), **(given or {})})
+    return launch.run(job, {**environment(), **(given or {})}, watcher)
 
 
 @app.command()

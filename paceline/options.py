@@ -19,6 +19,9 @@ Mesh = Annotated[str | None, typer.Option(help="The workers as a grid, such as '
 Cut = Annotated[str | None, typer.Option(help="Cuts of the model as text, such as 'shard(\"blocks.*\")'; they replace the script's own.")]
 Straggler = Annotated[str | None, typer.Option(help="What is done about slow workers: warn, rebalance, drop or evict.")]
 Shares = Annotated[str | None, typer.Option(help="Shares of each batch: auto (by speed), or one number per worker, such as '2,1'.")]
+Watch = Annotated[
+    str | None, typer.Option(metavar="[HOST:]PORT", help="Serve a page that shows the run while it trains (needs paceline[watch]).")
+]
 MinWorkers = Annotated[int | None, typer.Option(help="Go on when workers die, as long as there are so many in all.")]
 Hosts = Annotated[int, typer.Option(help="Hosts in the job; run the same line on each.")]
 Join = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where hosts meet: the first host, and a free port there.")]

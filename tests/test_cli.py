@@ -23,7 +23,7 @@ class Launcher:
         self.jobs: list[LaunchRequest] = []
         self.environs: list[dict[str, str]] = []
 
-    def run(self, job: LaunchRequest, environ: dict[str, str]) -> int:
+    def run(self, job: LaunchRequest, environ: dict[str, str], watcher: object = None) -> int:
         self.jobs.append(job)
         self.environs.append(environ)
         return self.code
@@ -144,7 +144,7 @@ def test_what_typer_refuses_ends_with_2(monkeypatch: pytest.MonkeyPatch, launche
 
 
 def test_other_errors_of_ours_end_with_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def fails(job: LaunchRequest, environ: dict[str, str]) -> int:
+    def fails(job: LaunchRequest, environ: dict[str, str], watcher: object) -> int:
         raise CheckpointError("no checkpoint")
 
     monkeypatch.setattr(launch, "run", fails)

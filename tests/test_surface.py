@@ -73,8 +73,8 @@ ARGUMENTS = (
 PREPARING = "self objects loss weigh accumulate cost shares batchnorm train pad readers shard cut init"  # of Run.prepare
 COMMANDS = {
     "run": "script args --workers --hosts --join --host-rank --secret-file --threads --interface --sync --mesh --cut --shares --name"
-    " --placement --min-workers --restarts --patience --servers --straggler --backend",
-    "lab run": "cluster script args --fault --sync --mesh --cut --shares --name --placement --min-workers --restarts --patience",
+    " --placement --min-workers --restarts --patience --servers --straggler --backend --watch",
+    "lab run": "cluster script args --fault --sync --mesh --cut --shares --name --placement --min-workers --restarts --patience --watch",
     "lab probe": "cluster --dtypes --out",
     "lab check": "",
     "lab shell": "host command --lab",
@@ -87,6 +87,7 @@ COMMANDS = {
     "bench training": "--workers --threads --model --batch --steps --sync",
     "probe": "--workers --hosts --join --host-rank --secret-file --threads --interface --placement --dtypes --out",
     "report": "folders --html",
+    "watch": "folder --listen --secret-file",
     "export": "folder out --part --best --force",
     "layout": "script args --workers --sync --mesh --cut",
 }

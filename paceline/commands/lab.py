@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -10,7 +11,8 @@ import typer
 from typer.core import TyperCommand
 
 from paceline import options
-from paceline.cluster import topology_file
+from paceline.cluster import secret, topology_file
+from paceline.commands.watch import watched
 from paceline.session.probe.dtypes import check as check_dtypes
 
 app = typer.Typer(help="A cluster on this machine: hosts, slow links and faults.", no_args_is_help=True, rich_markup_mode=None)
@@ -60,6 +62,7 @@ def run_in_lab(
     min_workers: options.MinWorkers = None,
     restarts: options.Restarts = 0,
     patience: options.Patience = 600.0,
+    watch: options.Watch = None,
 ) -> None:
     """Build a cluster, run a script on all of its hosts, and take the cluster down."""
     from paceline.lab import terminal
@@ -79,7 +82,12 @@ def run_in_lab(
         shares=shares,
         show=True,
     )
-    raise typer.Exit(terminal.run(cluster, placement, start))
+    if watch is None:
+        raise typer.Exit(terminal.run(cluster, placement, start))
+    with watched(watch, secret.fresh()) as watcher:
+        watcher.begin()  # on this machine, from which all hosts are seen
+        code = terminal.run(cluster, placement, replace(start, watcher=watcher))
+    raise typer.Exit(code)
 
 
 @app.command("probe")

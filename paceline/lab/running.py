@@ -20,6 +20,7 @@ from paceline.cluster import machine
 from paceline.cluster.control import progress
 from paceline.cluster.discover import environment
 from paceline.cluster.launcher import request
+from paceline.cluster.launcher.supervisor import RunWatcher
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.lab import remains
 from paceline.lab.chaos import absent
@@ -43,7 +44,7 @@ class LabRequest:
     """A request for a run. `folder` is where (None: here), `deadline` ends a longer run (seconds), `show` shows it on this screen.
 
     `sync`, `mesh`, `cut`, `shares`, `name`, `threads`, `min_workers`, `restarts` and `patience` are those of `paceline run`.
-    `environ` holds variables that are added to those of this process.
+    `environ` holds variables that are added to those of this process. `watcher` is told of the run's folder, and shows it to people.
     `faults` are objects, texts, or lists of both.
     """
 
@@ -63,6 +64,7 @@ class LabRequest:
     deadline: float | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
     show: bool = False
+    watcher: RunWatcher | None = None
 
 
 class RunHost(Protocol):
@@ -189,6 +191,7 @@ class _Run:
         places = {rank: host for host, ranks in zip(self._present, dealt, strict=True) for rank in ranks}
         self._desk = OutputSorter([seat.name for seat in cluster.hosts], places, show=start.show)
         self._remarks: deque[str] = deque()  # of the injector of faults, in another thread
+        self._watched: Path | None = None  # the folder that those who watch the run know
 
     def wait(self, faults: list[Any]) -> Outcome:
         """Start all launchers, and stay to the end."""
@@ -295,6 +298,7 @@ class _Run:
         ready = poll.poll(1000 * _LOOK_SECONDS)
         while self._remarks:
             self._desk.say(f"paceline: fault: {self._remarks.popleft()}")
+        self._show()
         for descriptor, _ in ready:
             if descriptor in reading:
                 _read(reading[descriptor], descriptor)
@@ -303,6 +307,14 @@ class _Run:
         now = time.monotonic()
         for launcher in launchers if not self._desk.full else ():
             launcher.let_go(now)
+
+    def _show(self) -> None:
+        """Tell those who watch the run where it is."""
+        watcher = self._start.watcher
+        path = None if watcher is None else progress.wrote_to(progress.path(self._folder, 0))
+        if watcher is not None and path is not None and path != self._watched:
+            self._watched = path
+            watcher.follow(path)
 
     def _decide(self, began: float) -> None:
         """Pass on signals, and end a run that takes too long."""

@@ -30,7 +30,7 @@ from paceline.cluster.launcher.output import screens
 from paceline.cluster.launcher.replacement import Replacement
 from paceline.cluster.launcher.request import PLACEMENTS, LaunchRequest, check, deal, meeting_point
 from paceline.cluster.launcher.restarts import JobRestarts
-from paceline.cluster.launcher.supervisor import Supervisor
+from paceline.cluster.launcher.supervisor import RunWatcher, Supervisor
 from paceline.cluster.launcher.worker import WorkerCommand
 from paceline.errors import PacelineError
 from paceline.timings import Timings
@@ -59,8 +59,10 @@ _NOT_INHERITED = (
 )
 
 
-def run(job: LaunchRequest, environ: Mapping[str, str] | None = None) -> int:
+def run(job: LaunchRequest, environ: Mapping[str, str] | None = None, watcher: RunWatcher | None = None) -> int:
     """Start the workers of this host, watch them until all are gone, and give the exit code of the job.
+
+    `watcher` shows the run to people, if it is written on this host.
 
     0: all ended well. 2: what was asked for can't be done (said in one line). 128+n: ended by signal n. Else the exit code of the
     worker that failed first. To be called in the main thread: signals are handled here until it returns.
@@ -73,12 +75,12 @@ def run(job: LaunchRequest, environ: Mapping[str, str] | None = None) -> int:
         if job.workers == job.hosts == 1:
             _say(hints.misplaced(job.script, job.args))
         if job.restarts and job.min_workers is None:
-            return _work_again(job, surroundings, JobRestarts(job.restarts, patience=job.patience if job.hosts > 1 else 0.0))
-        code, points, ranks = _work(job, surroundings)
+            return _work_again(job, surroundings, JobRestarts(job.restarts, patience=job.patience if job.hosts > 1 else 0.0), watcher)
+        code, points, ranks = _work(job, surroundings, watcher)
         while points:  # this host was cut off from those that go on
             _say(f"looks for the other hosts for {job.patience:g} s, to take part again")
             try:
-                code, points, ranks = _work(job, surroundings, points, ranks)
+                code, points, ranks = _work(job, surroundings, watcher, points, ranks)
             except PacelineError as error:
                 _say(str(error))
                 return code
@@ -99,13 +101,13 @@ def _say(text: str | None) -> None:
         print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
-def _work_again(job: LaunchRequest, surroundings: dict[str, str], restarts: JobRestarts) -> int:
+def _work_again(job: LaunchRequest, surroundings: dict[str, str], restarts: JobRestarts, watcher: RunWatcher | None) -> int:
     """Take part in a job that starts again as a whole, until its last end; the exit code."""
     code, links = 0, None
     with _stoppable() if job.hosts > 1 else nullcontext():
         while True:
             try:
-                code, links = _start(job, surroundings, restarts, links)
+                code, links = _start(job, surroundings, restarts, links, watcher)
             except PacelineError as error:
                 if not restarts.start.events:
                     raise
@@ -134,7 +136,9 @@ def _stoppable() -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-def _start(job: LaunchRequest, surroundings: dict[str, str], restarts: JobRestarts, links: Links | None) -> tuple[int, Links | None]:
+def _start(
+    job: LaunchRequest, surroundings: dict[str, str], restarts: JobRestarts, links: Links | None, watcher: RunWatcher | None
+) -> tuple[int, Links | None]:
     """Take part in one start of a job: the exit code, and the connections to the other launchers if it starts again.
 
     `links` are those of the start before.
@@ -146,7 +150,9 @@ def _start(job: LaunchRequest, surroundings: dict[str, str], restarts: JobRestar
         surroundings["PACELINE_JOB_START"] = restarts.start.dump()
         tasks = _first_parts(job, surroundings, mine, peers).tasks
         mark, shown, told = surroundings["PACELINE_JOB"], screens(bare=job.bare), calls.judge(job.call)
-        supervisor = Supervisor(mine.offer.name, mark, peers, shown=shown, told=told, restarts=restarts, timings=mine.timings)
+        supervisor = Supervisor(
+            mine.offer.name, mark, peers, shown=shown, told=told, restarts=restarts, watcher=watcher, timings=mine.timings
+        )
         code = supervisor.run(tasks, started=inherited.close)
         left = peers.links()
         if left is not None and left.channels and not restarts.due:  # asked to end when the workers had ended
@@ -155,7 +161,11 @@ def _start(job: LaunchRequest, surroundings: dict[str, str], restarts: JobRestar
 
 
 def _work(
-    job: LaunchRequest, surroundings: dict[str, str], points: Sequence[Point] = (), ranks: Sequence[int] = ()
+    job: LaunchRequest,
+    surroundings: dict[str, str],
+    watcher: RunWatcher | None,
+    points: Sequence[Point] = (),
+    ranks: Sequence[int] = (),
 ) -> tuple[int, Sequence[Point], Sequence[int]]:
     """Take part until the job is over here: the exit code, where the others are called if this host was cut off from them, and its ranks.
 
@@ -169,7 +179,7 @@ def _work(
         mending = None if assembly is None else partial(_mending, job, assembly, ready.again, mine.timings)
         shown, told = screens(bare=job.bare), calls.judge(job.call)
         mark = surroundings["PACELINE_JOB"]
-        supervisor = Supervisor(ready.host, mark, ready.peers, mending, shown=shown, told=told, timings=mine.timings)
+        supervisor = Supervisor(ready.host, mark, ready.peers, mending, shown=shown, told=told, watcher=watcher, timings=mine.timings)
         code = supervisor.run(ready.tasks, started=inherited.close)  # what workers inherit is theirs alone from then on
         back = assembly is not None and assembly.cut_off and not supervisor.asked and job.patience > 0
         return code, assembly.points if back and assembly is not None else [], [task.rank for task in ready.tasks]

@@ -8,6 +8,8 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Protocol
 
 from paceline.cluster.hosts.peers import Failure, Peers
 from paceline.cluster.launcher.cleanup import JobCleanup
@@ -18,6 +20,22 @@ from paceline.cluster.launcher.restarts import JobRestarts
 from paceline.cluster.launcher.verdict import FailureSearch
 from paceline.cluster.launcher.worker import WorkerCommand, WorkerProcess, preparation, readable, start
 from paceline.timings import DEFAULTS, Timings
+
+
+class RunWatcher(Protocol):
+    """What shows a run to people while it is under way, beside its workers. It raises nothing once they have begun."""
+
+    def begin(self) -> None:
+        """Begin, as the first worker will be one of this host. Raises `UsageError` where that can't be."""
+        ...
+
+    def follow(self, folder: Path) -> None:
+        """Show the run in this folder, which a worker of this host writes from now on."""
+        ...
+
+    def tell(self, words: str) -> None:
+        """Show this line, too."""
+        ...
 
 
 class Supervisor:
@@ -33,9 +51,10 @@ class Supervisor:
         shown: tuple[Screen, Screen] | None = None,
         told: Callable[[Failure], object] | None = None,
         restarts: JobRestarts | None = None,
+        watcher: RunWatcher | None = None,
         timings: Timings = DEFAULTS,
     ) -> None:
-        self._peers, self._restarts, self._told = peers, restarts, told
+        self._peers, self._restarts, self._told, self._watcher = peers, restarts, told, watcher
         self._timings = timings.supervisor
         self._workers: list[WorkerProcess] = []
         self._out, self._err = screens() if shown is None else shown
@@ -63,6 +82,7 @@ class Supervisor:
         old_wakeup = signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         self._cleanup.start()
         try:
+            _begin(tasks, self._watcher)
             self._start(tasks)
             started()
             while not self._over():
@@ -157,6 +177,7 @@ class Supervisor:
             for stream in worker.streams:
                 stream.idle(now)
         self._collect(now)
+        _show(self._workers, self._watcher)
         self._peers.tick()
         self._decide(now)
 
@@ -225,11 +246,7 @@ class Supervisor:
 
     def _conclude(self, wake: int) -> None:
         """Say last what ended the job, and write out what is left."""
-        for worker in self._workers:
-            for stream in worker.streams:
-                while stream.open and readable(stream.descriptor, 0) and stream.read():
-                    continue
-                stream.close()
+        _read_out(self._workers)
         verdict = self._final()
         if verdict is not None and self._asked is None:
             if self._told is not None:
@@ -240,6 +257,7 @@ class Supervisor:
                     self._err.put(-1 if verdict.rank is None else verdict.rank, line.encode(errors="replace") + b"\n")
             sequel = "" if self._restarts is None else self._restarts.words
             self._err.say("; ".join(filter(None, [verdict.line(), "its last words are above" if verdict.tail else "", sequel])))
+            _tell(self._watcher, verdict.line().removeprefix("paceline: "), sequel)
         self._flush(wake)
 
     def _final(self) -> Failure | None:
@@ -270,6 +288,32 @@ class Supervisor:
             return 128 + self._signals[0]  # asked to end after the workers had ended: the job doesn't start again
         verdict = self._final()
         return 0 if verdict is None else verdict.code
+
+
+def _begin(tasks: Sequence[WorkerCommand], watcher: RunWatcher | None) -> None:
+    """Have the run watched from this host, if its first worker is one of these."""
+    if watcher is not None and any(task.rank == 0 and not task.joining for task in tasks):
+        watcher.begin()
+
+
+def _read_out(workers: Sequence[WorkerProcess]) -> None:
+    """Read what workers that have ended have left in their pipes."""
+    for stream in (stream for worker in workers for stream in worker.streams):
+        while stream.open and readable(stream.descriptor, 0) and stream.read():
+            continue
+        stream.close()
+
+
+def _show(workers: Sequence[WorkerProcess], watcher: RunWatcher | None) -> None:
+    """Tell who watches the run where it is."""
+    for record in (record for worker in workers for record in worker.take("writes")):
+        if watcher is not None:
+            watcher.follow(Path(str(record["folder"])))
+
+
+def _tell(watcher: RunWatcher | None, *words: str) -> None:
+    if watcher is not None:
+        watcher.tell("; ".join(filter(None, words)))
 
 
 def _empty(descriptor: int) -> None:

@@ -1,0 +1,39 @@
+"""`paceline watch`, and the option `--watch` of commands that start a job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline import options
+from paceline.cluster import secret
+from paceline.observe.watch.address import WatchAddress
+from paceline.observe.watch.process import WatchedJob
+
+
+def watch(
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="RUN", help="A run: its folder, or its name in runs; default: the newest.")
+    ] = None,
+    *,
+    listen: Annotated[str, typer.Option(metavar="[HOST:]PORT", help="Where the page is served; default: a free port of loopback.")] = "0",
+    secret_file: options.SecretFile = None,
+) -> None:
+    """Serve a page that shows a run while it trains, from any machine that sees its folder."""
+    from paceline.observe.choosing import choose
+    from paceline.observe.watch.command import watch as serve
+
+    address = WatchAddress.parse(listen, "--listen")
+    key = secret.fresh() if secret_file is None else secret.read(secret_file)
+    raise typer.Exit(serve(choose(folder), address, key, _say))
+
+
+def watched(asked: str, key: bytes, *, elsewhere: bool = False) -> WatchedJob:
+    """Return what shows a job to people at the address that was asked for, [HOST:]PORT."""
+    return WatchedJob(WatchAddress.parse(asked, "--watch"), key, elsewhere=elsewhere, say=_say)
+
+
+def _say(text: str) -> None:
+    typer.echo(f"paceline: {text}", err=True)
