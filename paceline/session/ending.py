@@ -55,11 +55,11 @@ class RunConclusion:
         assert totals is not None and book is not None, "the first worker keeps the book"
         fields, cluster, everyone = asdict(totals), self.view.cluster, self.axes.everyone
         del fields["rank_work"]
-        late = None
-        if book.latest is not None:
-            found, step = book.latest
+        late, latest = None, book.latest
+        if latest is not None and latest.workers == everyone.origins:  # else ranks have become others since
+            found = latest.late
             host = cluster.of(found.rank).name
-            late = {"rank": found.rank, "host": host, "seconds": found.seconds, "step": step, "cause": found.cause}
+            late = {"rank": found.rank, "host": host, "seconds": found.seconds, "step": latest.step, "cause": found.cause}
         mesh = self.axes.mesh
         return {
             "sync": spell(self.strategy),

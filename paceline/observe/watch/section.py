@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from paceline.formatting import counted
-from paceline.observe.page.drawing.markup import Markup, element, join
+from paceline.observe.page.markup import Markup, element, join
 from paceline.observe.tables import seconds
 from paceline.observe.watch.now import LateRank, RunNow
 from paceline.session.record.folder import PARTS

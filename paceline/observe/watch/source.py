@@ -12,7 +12,7 @@ from paceline.errors import UsageError
 from paceline.observe.metrics import MetricsReader
 from paceline.observe.page.data import page_data
 from paceline.observe.page.document import page
-from paceline.observe.page.drawing.markup import element
+from paceline.observe.page.markup import element
 from paceline.observe.page.sections import sections
 from paceline.observe.watch.now import NowReader, RunNow
 from paceline.observe.watch.section import now_section

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.session.record.folder import PARTS, SENT, RunFolder, RunTotals, tame
 from paceline.session.record.jsonl import JsonLines
@@ -19,6 +19,14 @@ LAST = 1000  # steps that are searched for stragglers
 Record = list[
     Any
 ]  # number, step, time, samples, seconds of PARTS or None, {name: [weighted sum, weight]}, microseconds of MEASURED or None, bytes of SENT
+
+
+class LatestRank(NamedTuple):
+    """The rank that was latest in some steps, the seconds of a mean one, and the numbers of the workers that took part in them, by rank."""
+
+    late: RankLateness
+    step: float
+    workers: tuple[int, ...]
 
 
 class MetricsWriter:
@@ -40,7 +48,7 @@ class MetricsWriter:
         self._there: dict[int, set[str]] = {}  # by step: the fields of lines that an earlier start of the job has written
         self._work: deque[dict[int, float]] = deque(maxlen=LAST)  # seconds of own work of each rank in a step
         self.lateness = LatenessTotals(LAST)
-        self.latest: tuple[RankLateness, float] | None = None  # in the steps that were entered last, and the seconds of a mean one
+        self.latest: LatestRank | None = None  # in the steps that were entered last
         self.recent: dict[str, float] = {}  # of these steps: how many, their samples, and of PARTS the seconds of a mean one
         self.members = RunMembers()
 
@@ -103,7 +111,7 @@ class MetricsWriter:
         self.members.late(dict(zip(ranks, late.sum(axis=(0, 2)).tolist(), strict=True)))
         latest = worst(late, range(len(ranks)))
         mean = sum(max(sum(record[4]) for record in records.values()) for records in whole.values()) / len(whole)
-        self.latest = latest, mean
+        self.latest = LatestRank(latest, mean, tuple(ranks))
         if self._line is not None and hosts:
             self._line.late(latest, hosts[latest.rank], mean)
 

@@ -16,7 +16,7 @@ from paceline.errors import UsageError
 from paceline.observe.watch import process
 from paceline.observe.watch.address import WatchAddress
 from paceline.observe.watch.process import WatchedJob
-from tests.harness.jobs import PATIENCE, free_port, wait_for
+from tests.harness.jobs import PATIENCE, Jobs, free_port, listening, wait_for
 from tests.harness.live_runs import facts
 
 KEY = b"k" * 32
@@ -94,3 +94,41 @@ def test_the_secret_is_on_no_command_line() -> None:
         assert job._process is not None
         words = " ".join(psutil.Process(job._process.pid).cmdline())
         assert KEY.decode() not in words and "token" not in words
+
+
+DYING = """
+import signal
+with pl.start(name="run") as run:
+    model, optimizer, loader = parts(run, samples=4000)
+    for _ in run.epochs(3):
+        for x, y in loader:
+            step(run, model, optimizer, x, y)
+            if rank == 0 and run.steps == 20:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if os.path.exists("over"):
+                run.stop()
+            time.sleep(0.01)
+"""
+
+
+@pytest.mark.preloaded
+@pytest.mark.slow
+def test_the_loss_of_the_first_worker_is_on_the_page_and_another_one_goes_on_with_it(job: Jobs) -> None:
+    port = free_port()
+    page, live = f"http://127.0.0.1:{port}/events", job.folder / "runs" / "run" / "live.json"
+    launched = job.run(DYING, 3, "--min-workers", "1", "--watch", str(port))
+    job.ports.add(port)
+    wait_for(lambda: launched.process.poll() is not None or port in listening())
+    wait_for(lambda: launched.process.poll() is not None or "rank 0 was lost: 2 workers went on" in read(page))
+    assert launched.process.poll() is None, launched.end()
+    assert "2 workers on 1 host" in read(page)
+    first = json.loads(live.read_text())["live"]["writer"]["pid"]
+    assert first == launched.workers()[0].pid  # as rank 1 of the start is the first now
+    wait_for(lambda: int(json.loads(live.read_text())["live"]["step"]) > 25)
+    with urllib.request.urlopen(page, timeout=PATIENCE) as stream:
+        (job.folder / "over").touch()
+        text = str(stream.read(), "utf-8")
+    assert "The job has ended" in text and 'data-state=\\"ended\\"' in text
+    ended = launched.end()
+    assert ended.code == 0 and f"this run can be watched at http://127.0.0.1:{port}/" in ended.err, ended
+    assert not live.exists() and (live.parent / "summary.json").exists()

@@ -212,3 +212,21 @@ def test_who_writes_is_seen_to_live_or_not(tmp_path: Path) -> None:
     gone.wait()
     assert alive({**writer, "pid": gone.pid, "born": born}) is False
     assert alive({**writer, "machine": "another"}) is None and alive({}) is None
+
+
+def test_who_was_late_is_not_told_of_others_that_have_its_rank_by_now(tmp_path: Path) -> None:
+    def body(run: Run) -> None:
+        def each(step: int) -> None:
+            if run.rank == 0 and step == 3:
+                conclusion, agreement = run._ending._conclusion, run._agreement
+                assert conclusion.so_far()["live"]["late"] is not None
+                book = conclusion.log.book
+                assert book is not None and book.latest is not None
+                late = book.latest.late._replace(rank=7)  # as one that was lost: nobody has this rank any more
+                book.latest = book.latest._replace(late=late, workers=(*range(8),))
+                assert conclusion.so_far()["live"]["late"] is None
+                assert agreement.origins == (0, 1)
+
+        train(run, each)
+
+    workers(2, body, folder=tmp_path)
