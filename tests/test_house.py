@@ -74,6 +74,7 @@ UNTESTED = {  # modules without a test file of their name so far: tests of their
     "sync/transaction",
 }
 OF_MORE = {  # test file without a module of its name: what it is about instead
+    "observe/page/test_browser": "pages as a browser shows them",
     "test_pages": "blocks of code, links and the navigation of all pages",
     "cluster/launcher/test_restarts_hosts": "jobs of several hosts that start again",
     "cluster/test_hush": "what torch says of strangers at its store",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.observe.page.markup import Child, Markup, element, join
+from paceline.observe.page.markup import Child, Markup, element
 
 THICK = 18  # pixels
 PARTS_KINDS: Mapping[str, str] = {  # colour and hatching of each part that pages know
@@ -64,7 +64,7 @@ def _row(title: str, row: Bar, words: Mapping[str, str], most: float) -> Markup:
     )
     note = element("small", None, row.note) if row.note else None
     label = element("span", {"class": "label"}, row.label, note)
-    return join(label, element("span", {"class": "track"}, drawn), element("span", {"class": "end"}, row.end))
+    return element("div", {"class": "row"}, label, element("span", {"class": "track"}, drawn), element("span", {"class": "end"}, row.end))
 
 
 def _pieces(row: Bar, words: Mapping[str, str], most: float) -> Iterator[Markup]:

@@ -164,13 +164,13 @@ def _grid(plot: Plot) -> Iterator[Markup]:
 
 def across(axis: Scale, y: float, under: Callable[[float], str] | None = None) -> Iterator[Markup]:
     """Write the numbers of a horizontal axis, and below each what is `under` it."""
-    for value, words in axis.ticks:
+    for number, (value, words) in enumerate(axis.ticks):
         at = axis.at(value)
         anchor = "start" if at < 0.06 else "end" if at > 0.94 else "middle"
         given = {"class": "tick", "x": f"{100 * at:.2f}%", "text-anchor": anchor}
         yield element("text", {**given, "y": y}, words)
         if under is not None:
-            yield element("text", {**given, "y": y + 16, "class": "tick under"}, under(value))
+            yield element("text", {**given, "y": y + 16, "class": f"tick under{' odd' * (number % 2)}"}, under(value))
 
 
 def _heights(plot: Plot) -> Markup:
