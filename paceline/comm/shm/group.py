@@ -39,6 +39,7 @@ from paceline.comm.shm.messages import ALL, Landing, WindowMessage, deliver, fla
 from paceline.comm.shm.queue import WorkQueue
 from paceline.comm.shm.registered import MemoryRegistry, RegisteredMemory
 from paceline.comm.shm.segment import SMALL, ControlSegment, Steps
+from paceline.comm.shm.waiting import FEW
 from paceline.errors import PacelineError, ViewChanged
 
 
@@ -91,13 +92,25 @@ class SharedGroup:
         call = _here(reducing("all_reduce", x, op, name, out), x)
         nbytes = x.numel() * x.element_size()
         self.traffic.within += 2 * nbytes * (self.size - 1) // self.size
-        if out is not None and not call.flaw and nbytes > SMALL and out.data_ptr() == x.data_ptr() and plain(x) and plain(out):
-            place = self._registered.place(x)
-            if place is not None or self._registered.aside(x):
-                # In place on every rank, if it is the same place everywhere.
-                where = OWN if place is None else f"in registered memory {place.number} at {x.data_ptr() - place.start}"
-                return self._queue.start(call, self._reduce_in_place(x, out, place, op, call._replace(place=where)))
-        return self._queue.start(call, self._reduce(x, out, op, call))
+        steps = self._in_place(x, out, op, call) if out is not None and out.data_ptr() == x.data_ptr() else None
+        return self._queue.start(call, self._reduce(x, out, op, call) if steps is None else steps)
+
+    def reduce_at_first(self, x: Tensor, *, op: Op = "sum") -> Work[Tensor]:
+        """Reduce every rank's `x` into that of rank 0; what the others' holds then isn't said."""
+        call = _here(reducing("reduce_at_first", x, op, None, x), x)
+        self.traffic.within += 0 if self.rank == 0 else x.numel() * x.element_size()
+        steps = self._in_place(x, x, op, call, everywhere=False)
+        return self._queue.start(call, self._reduce(x, x, op, call) if steps is None else steps)
+
+    def _in_place(self, x: Tensor, out: Tensor, op: Op, call: CallFingerprint, *, everywhere: bool = True) -> Steps | None:
+        """Return the steps that reduce in place, which all ranks do if it is the same place everywhere; None where it is no such place."""
+        if call.flaw or x.numel() * x.element_size() <= SMALL or not (plain(x) and plain(out)):
+            return None
+        place = self._registered.place(x)
+        if place is None and not self._registered.aside(x):
+            return None
+        where = OWN if place is None else f"in registered memory {place.number} at {x.data_ptr() - place.start}"
+        return self._reduce_in_place(x, out, (place, op, call._replace(place=where)), everywhere=everywhere)
 
     def _reduce(self, x: Tensor, out: Tensor | None, op: Op, call: CallFingerprint) -> Steps:
         if call.flaw:
@@ -112,7 +125,10 @@ class SharedGroup:
             result.detach().copy_(target.view(result.shape))
         return result
 
-    def _reduce_in_place(self, x: Tensor, out: Tensor, place: RegisteredMemory | None, op: Op, call: CallFingerprint) -> Steps:
+    def _reduce_in_place(
+        self, x: Tensor, out: Tensor, what: tuple[RegisteredMemory | None, Op, CallFingerprint], *, everywhere: bool
+    ) -> Steps:
+        place, op, call = what
         elsewhere = yield from self.segment.meet(call)
         if elsewhere or place is None:
             return (yield from self._reduce(x, out, op, call._replace(place="")))
@@ -122,7 +138,7 @@ class SharedGroup:
             if len(plans) >= 256:
                 plans.clear()
             plan = plans[key] = reductions.plan(x.detach().view(-1), place, self.rank)
-        yield from reductions.all_reduce_registered(self.segment, x, plan, op)
+        yield from reductions.reduce_registered(self.segment, x, plan, op, everywhere=everywhere)
         return out
 
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
@@ -288,6 +304,10 @@ class SharedGroup:
     def release(self, x: Tensor) -> None:
         """Forget the registered memory that `x` lies in, or stands in for, if any; it goes when its last tensor does."""
         self._registered.forget(x)
+
+    def leave_cores(self) -> None:
+        """Let waits of this group sleep soon: threads beside the training make them, and would take its cores by looking."""
+        self.segment.watch.spins = FEW
 
     def close(self) -> None:
         self.segment.watch.close(ViewChanged("this group has been closed"))

@@ -1,6 +1,6 @@
 """The control segment of a group inside one host: counters, fingerprints, mailboxes and stages, each written by one rank only.
 
-    rank r  | cells: operations, agrees, left, pid, marks x 2, note | text | note | meta x 2 | mailbox x 2 | small x 2 | stage x 4 |
+    rank r  | cells: operations, agrees, left, pid, marks x 2, note, asleep | text | note | meta x 2 | mailbox x 2 | small x 2 | stage x 4 |
 
 Two channels run over it, each with its own counter: *operations* on tensors, whose ranks post and go on, and *agree*, which blocks.
 On x86-64 stores become visible in program order, so what was written before a counter was raised is there when the counter is seen.
@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -20,10 +22,12 @@ from torch import Tensor
 from paceline import callsite
 from paceline.comm.cancellation import CancelScope
 from paceline.comm.fingerprint import OWN, CallFingerprint, compare, digest
+from paceline.comm.shm import futex
 from paceline.comm.shm.memory import SharedSegment, share
 from paceline.comm.shm.waiting import RankWaiter, WaitCondition
 
 ORDERED_STORES = ("x86_64", "AMD64")  # processors on which counters in shared memory are a sound barrier
+FUTEX = futex.available()
 SLOTS = 4  # stages of a rank, used in turn
 STAGE = 2 << 20  # bytes of each
 SMALL = 32 << 10  # bytes of each half of a rank's small stage: what every rank sums all by itself
@@ -36,7 +40,7 @@ MAILS = METAS + 2 * META
 SMALLS = MAILS + 2 * MAIL
 STAGES = SMALLS + 2 * SMALL
 SPAN = STAGES + SLOTS * STAGE  # bytes of a rank
-OPS, AGREES, LEFT, PID, MARKS, NOTE = 0, 8, 16, 24, 32, 40  # int64 cells, a cache line each
+OPS, AGREES, LEFT, PID, MARKS, NOTE, ASLEEP = 0, 8, 16, 24, 32, 40, 48  # int64 cells, a cache line each
 PIECE = 384 << 10  # bytes of a rank's part of a block: large enough for few waits, small enough for the cache of a core
 Steps = Generator[int, None, Any]  # of an operation: yields up to which post the others have to come before it goes on
 
@@ -95,7 +99,11 @@ class ControlSegment:
         self._cells = self._bytes.cast("q")
         self._mine = (rank * SPAN) // 8
         self._others = [r for r in range(size) if r != rank]
-        self._ops, self._agrees, self._marks = ([(r * SPAN) // 8 + cell for r in self._others] for cell in (OPS, AGREES, MARKS))
+        self._ops, self._agrees, self._marks, self._asleep = (
+            [(r * SPAN) // 8 + cell for r in self._others] for cell in (OPS, AGREES, MARKS, ASLEEP)
+        )
+        self._counters = {OPS: self._ops, AGREES: self._agrees}
+        self._sleeping = threading.Lock()  # around the count of threads of this rank that are asleep
         self._met = self._agreed = 0
         self._numbers: dict[CallFingerprint, int] = {}
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
@@ -137,6 +145,34 @@ class ControlSegment:
         """Raise this rank's counter: all that it wrote before is there for the others."""
         self.posted += 1
         self._cells[self._mine + OPS] = self.posted
+        self._wake(OPS)
+
+    def rest(self, channel: int, value: int, seconds: float) -> bool:
+        """Sleep until a rank that hasn't come up to `value` goes on there, at most so many seconds; False at once if all have come.
+
+        One that goes on in the very moment in which this one falls asleep may not see that: then the time has to pass.
+        """
+        behind = next((at for at in self._counters[channel] if self._cells[at] < value), None)
+        if behind is None or not FUTEX:
+            return False
+        with self._sleeping:
+            self._cells[self._mine + ASLEEP] += 1
+        try:
+            seen = self._cells[behind]
+            if seen < value:
+                futex.wait(self._segment.start + 8 * behind, seen, seconds)
+        finally:
+            with self._sleeping:
+                self._cells[self._mine + ASLEEP] -= 1
+        return True
+
+    def _wake(self, channel: int) -> None:
+        """Wake those that sleep until this rank goes on."""
+        cells = self._cells
+        for at in self._asleep:
+            if cells[at]:
+                futex.wake(self._segment.start + 8 * (self._mine + channel))
+                return
 
     def reached(self, value: int) -> bool:
         """Whether all the others have come up to `value`."""
@@ -241,6 +277,7 @@ class ControlSegment:
             self._cells[(self._mine * 8 + base) // 8] = mark
             self._write(self._mine * 8 + base + 8, payload[at : at + room], len(payload))
             self._cells[self._mine + AGREES] = target
+            self._wake(AGREES)
             self.watch.wait(self._meeting(target, call, call_number))
             for r in range(self.size):
                 start = r * SPAN + base
@@ -263,7 +300,7 @@ class ControlSegment:
         def missing() -> list[int]:
             return [r for r, at in zip(self._others, agrees, strict=True) if cells[at] < target]
 
-        return WaitCondition(met, missing, "agree", call_number, call)
+        return WaitCondition(met, missing, "agree", call_number, call, partial(self.rest, AGREES, target))
 
     # ---- more memory, smaller segments
 

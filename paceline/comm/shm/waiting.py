@@ -1,8 +1,9 @@
-"""Waits for the other processes of a host: yields the core at first, naps later, and finds dead, gone or stuck ranks early.
+"""Waits for the other processes of a host: yields the core at first, sleeps later, and finds dead, gone or stuck ranks early.
 
-    some 200 yields (0.1 ms: the others are near) . naps of 50 us . after 20 ms naps of 200 us
+    some 200 yields (0.1 ms: the others are near) . asleep until one of the missing comes, and wakes this one
+                                                  . naps of 50 us, after 20 ms of 200 us, where other work has to be pushed between them
 
-Between the naps pending work is pushed, and every 2 ms a look is taken whether the missing can still come.
+Every 2 ms, later every 10 ms, a look is taken whether the missing can still come.
 """
 
 from __future__ import annotations
@@ -20,22 +21,26 @@ from paceline import callsite
 from paceline.comm.waitgraph import GRACE, RankWait, apart, describe
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ViewChanged, WorkerLost
 
-SPINS = 200
+SPINS, FEW = 200, 10  # yields before a wait sleeps: of training itself, and of threads beside it
 NAP, LONG_NAP = 50e-6, 200e-6  # seconds
 LONG = 20e-3  # seconds after which naps are long
-LOOK = 2e-3  # seconds between two looks at the deadline and at the living
+LOOK, LATER_LOOK = 2e-3, 10e-3  # seconds between two looks at the deadline and at the living, at first and after LONG
 JUDGED = GRACE + 0.1  # seconds: by then all that wait for each other have told it
 Verdict = tuple[str, str, list[int]]  # why the group has ended: name of an error, its message, the ranks that are gone or missing
 
 
 class WaitCondition(NamedTuple):
-    """A condition to wait for: whether it holds, which ranks are missing, and which call it is on its channel."""
+    """A condition to wait for: whether it holds, which ranks are missing, and which call it is on its channel.
+
+    `rest` sleeps at most so many seconds, until a missing rank may have come; False where nobody will wake this one, and it hasn't slept.
+    """
 
     ready: Callable[[], bool]
     missing: Callable[[], list[int]]
     channel: str
     number: int
     what: object  # its str is for messages
+    rest: Callable[[float], bool] = lambda seconds: False
 
 
 class WaitNotes(Protocol):
@@ -59,7 +64,8 @@ class WaitNotes(Protocol):
 
 
 class RankWaiter:
-    """How one rank waits. `busy` is called in naps, so that work pending elsewhere goes on; `made` counts its calls by channel.
+    """How one rank waits. `busy` pushes work that is pending elsewhere, and says whether it has to be pushed again soon; `made` counts
+    calls by channel. `spins`: how often a core is yielded before this rank sleeps.
 
     `names` is what the ranks are called in messages and errors. An error that ends the group is told to the others, who raise it too.
     """
@@ -67,7 +73,8 @@ class RankWaiter:
     def __init__(self, rank: int, names: Sequence[int], notes: WaitNotes, *, deadline: float) -> None:
         self.rank, self.names, self.deadline = rank, tuple(names), deadline
         self.waited = 0.0  # seconds
-        self.busy: Callable[[], None] = lambda: None
+        self.busy: Callable[[], bool] = lambda: False
+        self.spins = SPINS
         self.made: dict[str, int] = {}
         self.broken: PacelineError | None = None  # why nothing can be waited for any more
         self._notes = notes
@@ -120,7 +127,7 @@ class RankWaiter:
         started = time.perf_counter()
         ready = awaited.ready
         try:
-            for _ in range(SPINS):
+            for _ in range(self.spins):
                 if ready():
                     return
                 os.sched_yield()
@@ -135,11 +142,12 @@ class RankWaiter:
                 if self.broken is not None:
                     raise self.broken
                 since = time.perf_counter() - started
-                if since - looked > LOOK:
+                pause = LOOK if since < LONG else LATER_LOOK
+                if since - looked >= pause:
                     looked = since
                     self._look(awaited, since, timeout)
-                time.sleep(NAP if since < LONG else LONG_NAP)
-                self.busy()
+                if self.busy() or not awaited.rest(pause + looked - since):
+                    time.sleep(NAP if since < LONG else LONG_NAP)
         finally:
             if self._telling:
                 self._tell(None)
