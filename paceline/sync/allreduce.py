@@ -46,8 +46,8 @@ class AllReduce:
     """Every replica takes the same step: p.grad is the weighted mean over the global batch when backward returns, and step is torch's own.
 
     `via` says how it travels: "auto" (shared memory inside a host, NCCL between GPUs, and between hosts what suits their links, which are
-    measured: one copy per host, all workers, or uneven chunks), "native" (Gloo or NCCL over all ranks), or a schedule: "direct", "ring", "tree",
-    "halving-doubling", "hierarchical", "uneven" (chunks by the rates of links). `bucket_mb`: size of a bucket in MB.
+    measured: one copy per host, all workers, or uneven chunks), "native" (Gloo or NCCL over all ranks), or a schedule: "direct", "ring",
+    "tree", "halving-doubling", "hierarchical", "uneven" (chunks by the rates of links). `bucket_mb`: size of a bucket in MB.
     `codec`: how gradients are written on the wire, such as `int8()` or `error_feedback(topk(0.01))`; p.grad is then what arrived, the same
     on every worker. "auto" begins exact and takes a codec where that pays (see `auto`). Inside a host sums are exact, unless all workers
     have one host, or via="native".
