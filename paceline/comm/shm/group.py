@@ -39,7 +39,6 @@ from paceline.comm.shm.messages import ALL, Landing, WindowMessage, deliver, fla
 from paceline.comm.shm.queue import WorkQueue
 from paceline.comm.shm.registered import MemoryRegistry, RegisteredMemory
 from paceline.comm.shm.segment import SMALL, ControlSegment, Steps
-from paceline.comm.shm.waiting import FEW
 from paceline.errors import PacelineError, ViewChanged
 
 
@@ -98,7 +97,7 @@ class SharedGroup:
     def reduce_at_first(self, x: Tensor, *, op: Op = "sum") -> Work[Tensor]:
         """Reduce every rank's `x` into that of rank 0; what the others' holds then isn't said."""
         call = _here(reducing("reduce_at_first", x, op, None, x), x)
-        self.traffic.within += 0 if self.rank == 0 else x.numel() * x.element_size()
+        self.traffic.count(Traffic(0 if self.rank == 0 else x.numel() * x.element_size()))
         steps = self._in_place(x, x, op, call, everywhere=False)
         return self._queue.start(call, self._reduce(x, x, op, call) if steps is None else steps)
 
@@ -307,7 +306,7 @@ class SharedGroup:
 
     def leave_cores(self) -> None:
         """Let waits of this group sleep soon: threads beside the training make them, and would take its cores by looking."""
-        self.segment.watch.spins = FEW
+        self.segment.watch.sleep_soon()
 
     def close(self) -> None:
         self.segment.watch.close(ViewChanged("this group has been closed"))

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from paceline.comm.fingerprint import CallFingerprint
-from paceline.comm.shm.segment import OPS, ControlSegment, Steps
+from paceline.comm.shm.segment import ControlSegment, Steps
 from paceline.comm.shm.waiting import WaitCondition
 from paceline.errors import Mismatch, UsageError
 
@@ -143,7 +143,7 @@ class WorkQueue:
 
     def _rest(self, seconds: float) -> bool:
         head = next(iter(self._pending), None)
-        return head is not None and self.segment.rest(OPS, head.target, seconds)
+        return head is not None and self.segment.rest(head.target, seconds)
 
     @property
     def loose(self) -> bool:

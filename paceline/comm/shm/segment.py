@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import struct
-import threading
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any
@@ -22,12 +21,11 @@ from torch import Tensor
 from paceline import callsite
 from paceline.comm.cancellation import CancelScope
 from paceline.comm.fingerprint import OWN, CallFingerprint, compare, digest
-from paceline.comm.shm import futex
 from paceline.comm.shm.memory import SharedSegment, share
+from paceline.comm.shm.sleepers import Sleepers
 from paceline.comm.shm.waiting import RankWaiter, WaitCondition
 
 ORDERED_STORES = ("x86_64", "AMD64")  # processors on which counters in shared memory are a sound barrier
-FUTEX = futex.available()
 SLOTS = 4  # stages of a rank, used in turn
 STAGE = 2 << 20  # bytes of each
 SMALL = 32 << 10  # bytes of each half of a rank's small stage: what every rank sums all by itself
@@ -99,11 +97,10 @@ class ControlSegment:
         self._cells = self._bytes.cast("q")
         self._mine = (rank * SPAN) // 8
         self._others = [r for r in range(size) if r != rank]
-        self._ops, self._agrees, self._marks, self._asleep = (
+        self._ops, self._agrees, self._marks, asleep = (
             [(r * SPAN) // 8 + cell for r in self._others] for cell in (OPS, AGREES, MARKS, ASLEEP)
         )
-        self._counters = {OPS: self._ops, AGREES: self._agrees}
-        self._sleeping = threading.Lock()  # around the count of threads of this rank that are asleep
+        self._sleepers = Sleepers(self._cells, segment.start, self._mine + ASLEEP, asleep)
         self._met = self._agreed = 0
         self._numbers: dict[CallFingerprint, int] = {}
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
@@ -145,34 +142,11 @@ class ControlSegment:
         """Raise this rank's counter: all that it wrote before is there for the others."""
         self.posted += 1
         self._cells[self._mine + OPS] = self.posted
-        self._wake(OPS)
+        self._sleepers.wake(self._mine + OPS)
 
-    def rest(self, channel: int, value: int, seconds: float) -> bool:
-        """Sleep until a rank that hasn't come up to `value` goes on there, at most so many seconds; False at once if all have come.
-
-        One that goes on in the very moment in which this one falls asleep may not see that: then the time has to pass.
-        """
-        behind = next((at for at in self._counters[channel] if self._cells[at] < value), None)
-        if behind is None or not FUTEX:
-            return False
-        with self._sleeping:
-            self._cells[self._mine + ASLEEP] += 1
-        try:
-            seen = self._cells[behind]
-            if seen < value:
-                futex.wait(self._segment.start + 8 * behind, seen, seconds)
-        finally:
-            with self._sleeping:
-                self._cells[self._mine + ASLEEP] -= 1
-        return True
-
-    def _wake(self, channel: int) -> None:
-        """Wake those that sleep until this rank goes on."""
-        cells = self._cells
-        for at in self._asleep:
-            if cells[at]:
-                futex.wake(self._segment.start + 8 * (self._mine + channel))
-                return
+    def rest(self, value: int, seconds: float) -> bool:
+        """Sleep until a rank that hasn't come up to `value` posts, at most so many seconds; False at once if all have come."""
+        return self._sleepers.rest(self._ops, value, seconds)
 
     def reached(self, value: int) -> bool:
         """Whether all the others have come up to `value`."""
@@ -277,7 +251,7 @@ class ControlSegment:
             self._cells[(self._mine * 8 + base) // 8] = mark
             self._write(self._mine * 8 + base + 8, payload[at : at + room], len(payload))
             self._cells[self._mine + AGREES] = target
-            self._wake(AGREES)
+            self._sleepers.wake(self._mine + AGREES)
             self.watch.wait(self._meeting(target, call, call_number))
             for r in range(self.size):
                 start = r * SPAN + base
@@ -300,7 +274,7 @@ class ControlSegment:
         def missing() -> list[int]:
             return [r for r, at in zip(self._others, agrees, strict=True) if cells[at] < target]
 
-        return WaitCondition(met, missing, "agree", call_number, call, partial(self.rest, AGREES, target))
+        return WaitCondition(met, missing, "agree", call_number, call, partial(self._sleepers.rest, agrees, target))
 
     # ---- more memory, smaller segments
 

@@ -65,7 +65,7 @@ class WaitNotes(Protocol):
 
 class RankWaiter:
     """How one rank waits. `busy` pushes work that is pending elsewhere, and says whether it has to be pushed again soon; `made` counts
-    calls by channel. `spins`: how often a core is yielded before this rank sleeps.
+    calls by channel.
 
     `names` is what the ranks are called in messages and errors. An error that ends the group is told to the others, who raise it too.
     """
@@ -74,7 +74,7 @@ class RankWaiter:
         self.rank, self.names, self.deadline = rank, tuple(names), deadline
         self.waited = 0.0  # seconds
         self.busy: Callable[[], bool] = lambda: False
-        self.spins = SPINS
+        self._spins = SPINS
         self.made: dict[str, int] = {}
         self.broken: PacelineError | None = None  # why nothing can be waited for any more
         self._notes = notes
@@ -104,6 +104,10 @@ class RankWaiter:
             self._tell(None)
         return self.broken
 
+    def sleep_soon(self) -> None:
+        """Yield the core but a few times before a wait sleeps."""
+        self._spins = FEW
+
     def interrupt(self, error: PacelineError) -> None:
         """Break the group here alone; the others are not told. From any thread."""
         self.broken = self.broken or error
@@ -127,7 +131,7 @@ class RankWaiter:
         started = time.perf_counter()
         ready = awaited.ready
         try:
-            for _ in range(self.spins):
+            for _ in range(self._spins):
                 if ready():
                     return
                 os.sched_yield()

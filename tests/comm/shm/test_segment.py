@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import os
-import threading
 
 import pytest
 import torch
 
 from paceline.cluster.store import Store
 from paceline.comm.fingerprint import CallFingerprint
-from paceline.comm.shm.segment import AGREES, ASLEEP, MAIL, META, OPS, SLOTS, SPAN, STAGE, ControlSegment
+from paceline.comm.shm.segment import MAIL, META, SLOTS, STAGE, ControlSegment
 from paceline.errors import Mismatch, UsageError
 from tests.harness.processes import fork, threads
 
@@ -96,44 +95,3 @@ def test_blocks_are_whole_lines_of_every_part() -> None:
     for size in (1, 2, 3, 5):
         block = threads(size, lambda rank, size, store: join(store, rank, size).block)[0]
         assert block % (64 * size) == 0 and 64 * size < block <= STAGE
-
-
-@pytest.mark.parametrize("channel", [OPS, AGREES])
-def test_who_rests_is_woken_by_the_missing_one(channel: int) -> None:
-    """Rank 0 would sleep for an hour: it ends in time only where it is woken."""
-
-    def body(rank: int, size: int, store: Store) -> None:
-        segment = join(store, rank, size)
-        if rank == 0:
-            found: list[bool] = []
-            value = segment.posted + 1 if channel == OPS else segment._agreed + 1
-            thread = threading.Thread(target=lambda: found.append(segment.rest(channel, value, 3600.0)), daemon=True)
-            store.put("met", True)  # no wait of the beginning is under way any more
-            thread.start()
-            thread.join(60)
-            assert found == [True], "it sleeps on"
-            assert not segment.rest(channel, value, 3600.0), "all have come: there is nobody to wait for"
-            store.put("awake", True)
-            segment.post() if channel == OPS else segment.agree(b"")
-            return
-        store.take("met")
-        asleep = segment._mine - SPAN // 8 + ASLEEP
-        while not segment._cells[asleep]:
-            os.sched_yield()
-        if channel == AGREES:
-            segment.agree(b"")  # raises the counter before it waits for rank 0
-        while channel == OPS and not store.has(["awake"]):  # one post may come in the very moment in which rank 0 falls asleep
-            segment.post()
-
-    threads(2, body)
-
-
-def test_a_rest_ends_by_itself() -> None:
-    def body(rank: int, size: int, store: Store) -> None:
-        segment = join(store, rank, size)
-        if rank == 0:
-            assert segment.rest(OPS, segment.posted + 1, 0.001)
-            assert segment._cells[segment._mine + ASLEEP] == 0
-        segment.agree(b"")
-
-    threads(2, body)
