@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from paceline.session.record.folder import PARTS
 
-FLUSHES, STEPS = 5, 20  # the least that is looked at
+FLUSHES, STEPS = 5, 20  # the least that is looked at; flushes of fewer steps than four are taken together
 TIMES, SHARE, LEAST = 2.0, 0.2, 1e-3  # as long as usual; of a step; seconds of it: from which on links are measured
 SLOW: Final = 0.5  # of the usual rate: slower is slow
 MOST_PARTNERS: Final = 15  # hosts that each one is measured with
@@ -39,6 +39,7 @@ class ExchangeSensor:
     def __init__(self) -> None:
         self._names: tuple[int, ...] = ()
         self._flushes: deque[tuple[int, float, float]] = deque(maxlen=FLUSHES)  # steps; seconds of exchange, and of a step, in the mean
+        self._open: list[tuple[int, float, float]] = []  # flushes of a few steps each, as steps take long
         self._usual: float | None = None
         self.slow = False
 
@@ -47,14 +48,18 @@ class ExchangeSensor:
         if tuple(names) != self._names:
             self._names, self._usual, self.slow = tuple(names), None, False
             self._flushes.clear()
+            self._open.clear()
         if len(steps) < 2 or not all(steps):
             return None
         exchange = min(sum(step[_EXCHANGE] for step in mine) / len(mine) for mine in steps)
         whole = max(sum(map(sum, mine)) / len(mine) for mine in steps)
-        self._flushes.append((len(steps[0]), exchange, whole))
-        if len(self._flushes) < FLUSHES or sum(count for count, _, _ in self._flushes) < STEPS:
+        self._open.append((len(steps[0]), exchange, whole))
+        if (count := sum(count for count, _, _ in self._open)) < STEPS // FLUSHES:
             return None
-        return self._judge()
+        exchange, whole = (sum(flush[0] * flush[at] for flush in self._open) / count for at in (1, 2))
+        self._flushes.append((count, exchange, whole))
+        self._open.clear()
+        return self._judge() if len(self._flushes) == FLUSHES else None
 
     def _judge(self) -> Slowdown | None:
         columns = sorted(exchange for _, exchange, _ in self._flushes)

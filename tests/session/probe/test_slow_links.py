@@ -17,9 +17,11 @@ from paceline.session.probe.slow_links import (
 )
 
 
-def take(sensor: ExchangeSensor, exchange: float, times: int = 1, *, late: float = 0.0, names: range = range(3)) -> list[Slowdown]:
-    """What is found in flushes of ten steps; rank 0 waits in its exchanges for the others, who are `late`."""
-    steps = [[[0.05, exchange + (late if rank == 0 else 0.0), 0.0, 0.0]] * 10 for rank in names]
+def take(
+    sensor: ExchangeSensor, exchange: float, times: int = 1, *, late: float = 0.0, names: range = range(3), count: int = 10
+) -> list[Slowdown]:
+    """What is found in flushes of `count` steps; rank 0 waits in its exchanges for the others, who are `late`."""
+    steps = [[[0.05, exchange + (late if rank == 0 else 0.0), 0.0, 0.0]] * count for rank in names]
     return [found for _ in range(times) if (found := sensor.take(names, steps)) is not None]
 
 
@@ -31,6 +33,16 @@ def test_a_slowdown_that_lasts_is_said_once() -> None:
     assert found.step == pytest.approx(0.11)
     assert take(sensor, 0.005, 20) == [] and not sensor.slow
     assert len(take(sensor, 0.06, 20)) == 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_steps_of_which_few_make_a_flush_are_followed(count: int) -> None:
+    """A step that takes a second is flushed alone: several flushes are looked at together."""
+    sensor = ExchangeSensor()
+    assert take(sensor, 0.005, 40, count=count) == []
+    (found,) = take(sensor, 0.06, 40, count=count)
+    assert found.usual == pytest.approx(0.005) and found.now == pytest.approx(0.06)
+    assert [take(sensor, 0.2, count=count) + take(sensor, 0.005, 40, count=count) for _ in range(3)] == [[]] * 3
 
 
 def test_moments_little_and_waits_for_late_workers_are_none() -> None:
