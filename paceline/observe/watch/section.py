@@ -44,7 +44,7 @@ def _state(now: RunNow) -> Markup:
     words = _STATES[now.state] + (f": {now.why}" if now.why else "")
     if now.state == "silent":
         words = "no word from it for a minute or more: its steps take long, it evaluates, or its folder isn't reached"
-    return element("p", {"class": f"state {now.state}"}, element("strong", None, now.name or "a run"), " ", words)
+    return element("p", {"class": f"moment {now.state}"}, element("strong", None, now.name or "a run"), " ", words)
 
 
 def _numbers(now: RunNow) -> Markup | None:
