@@ -164,15 +164,6 @@ class UncheckedAllReduce(Protocol):
 
 
 @runtime_checkable
-class ReducesAtFirst(Protocol):
-    """A group that can reduce for one rank alone, which spares handing the result out."""
-
-    def reduce_at_first(self, x: Tensor, *, op: Op = "sum") -> Work[Tensor]:
-        """Reduce every rank's `x` into that of rank 0; what the others' holds then isn't said."""
-        ...
-
-
-@runtime_checkable
 class UncheckedReduceScatter(Protocol):
     """A group that compares calls while it waits for all ranks, and can reduce-scatter what they are known to agree on without that."""
 

@@ -59,7 +59,7 @@ class RunAxes:
             raise UsageError(f"workers were given different meshes ({sides}); call start(mesh=...) alike on all of them")
         made = context.extra_groups
         groups = AxisGroups(mesh, group, made.append, context.trace)
-        context = dataclasses.replace(context, meters=groups.meters, route_facts=None)
+        context = dataclasses.replace(context, meters=groups.meters)
         divided = _Division(context, groups, cluster)
         part, replicas = groups.along(*SAMPLED), groups.along("data")
         dealt = divided.context(part, SAMPLED, lambda: _slice_agreement(part, context, cluster)) if part is not group else context

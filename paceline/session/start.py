@@ -34,7 +34,6 @@ from paceline.session.excepthook import BRIEFLY, show, surface, surfacing
 from paceline.session.groups import CurrentView, WorkerContext, choose_device, everyone
 from paceline.session.launch.status import display
 from paceline.session.prepare import cuts
-from paceline.session.probe.host_rates import facts
 from paceline.session.record import straggler_policy
 from paceline.session.record.folder import RunFolder
 from paceline.session.record.hangs import HangDetector, check_lateness
@@ -192,8 +191,6 @@ def _context(worker_context: WorkerContext, undo: ExitStack) -> tuple[SyncContex
         undo.callback(default.close, failed=True)
     step_state = StepState(scale=1.0 / group.size)
     agreement = Agreement(group, step=lambda: step_state.step, hosts=worker_context.cluster.names())
-    survives = worker_context.place.worker is not None
-    measured = worker_context.device.type == "cpu" and not survives  # GPUs have their own ways, and who may be lost spoils a measurement
     context = SyncContext(
         group,
         agreement,
@@ -205,10 +202,9 @@ def _context(worker_context: WorkerContext, undo: ExitStack) -> tuple[SyncContex
         servers=ServerStarter(worker_context, agreement).begin,
         table_servers=ServerStarter(worker_context, agreement, "SparseEmbedding", "table server").begin,
         deadline=worker_context.deadline,
-        survives=survives,
+        survives=worker_context.place.worker is not None,
         cancel_scope=worker_context.cancel_scope,
         timings=worker_context.place.timings,
-        route_facts=(lambda: facts(agreement, worker_context.cluster)) if measured else None,
     )
     return context, default
 

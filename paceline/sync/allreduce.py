@@ -33,7 +33,7 @@ from paceline.sync.base import Slot, check_strategy
 from paceline.sync.bucket_memory import BucketMemory
 from paceline.sync.compressed import CompressedExchange, Kind
 from paceline.sync.context import SyncContext
-from paceline.sync.routes import Reducer, reducer, unmeasured
+from paceline.sync.routes import Reducer, reducer
 
 FIRST_MB = 1.0  # the first bucket is small, so that the exchange starts early
 LARGE = 16 << 10  # elements above which a gradient is copied when it comes; smaller ones by the bucket
@@ -45,9 +45,8 @@ CODED = ("auto", "native")  # the ways that a codec can have
 class AllReduce:
     """Every replica takes the same step: p.grad is the weighted mean over the global batch when backward returns, and step is torch's own.
 
-    `via` says how it travels: "auto" (shared memory inside a host, NCCL between GPUs, and between hosts what suits their links, which are
-    measured: one copy per host, all workers, or uneven chunks), "native" (Gloo or NCCL over all ranks), or a schedule: "direct", "ring",
-    "tree", "halving-doubling", "hierarchical", "uneven" (chunks by the rates of links). `bucket_mb`: size of a bucket in MB.
+    `via` says how it travels: "auto" (shared memory inside a host, one copy per host between hosts, NCCL between GPUs), "native" (Gloo or
+    NCCL over all ranks), or a schedule: "direct", "ring", "tree", "halving-doubling", "hierarchical". `bucket_mb`: size of a bucket in MB.
     `codec`: how gradients are written on the wire, such as `int8()` or `error_feedback(topk(0.01))`; p.grad is then what arrived, the same
     on every worker. "auto" begins exact and takes a codec where that pays (see `auto`). Inside a host sums are exact, unless all workers
     have one host, or via="native".
@@ -86,8 +85,7 @@ class AllReduce:
         coded = None
         if self._lossy and not isinstance(self.codec, str):
             coded = CompressedExchange(context, self.codec, hosts=self.via != "native")
-        made = reducer(self.via) if coded is None else unmeasured(self.via)
-        return AllReduceSync(context, made, int(self.bucket_mb * 1e6), coded)
+        return AllReduceSync(context, reducer(self.via), int(self.bucket_mb * 1e6), coded)
 
 
 class AllReduceSync:

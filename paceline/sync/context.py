@@ -14,7 +14,6 @@ from paceline.comm.group import Group, Traffic
 from paceline.errors import UsageError
 from paceline.server.endpoints import ServerEndpoints
 from paceline.sync.codec_cost import CodecAccount
-from paceline.sync.route_choice import RouteFacts
 from paceline.timings import DEFAULTS, Timings
 from paceline.trace import Trace
 
@@ -101,8 +100,6 @@ class SyncContext:
     meters: Sequence[AxisMeter] = ()  # of the exchanges along those axes
     told: list[Callable[[str], None]] = field(default_factory=list)  # who notes what has happened, the same of all groups of a run
     pulling: float = 0.0  # seconds for parameters that were on their way when they were used, but for steps
-    route_facts: Callable[[], RouteFacts] | None = None  # measures the links between hosts; collective
-    route: str = ""  # the way of buckets that was chosen by them, in a line
 
     def follow(self, note: Callable[[str], None]) -> None:
         """Call `note` with the text of each `tell`, of this context or another one of the run."""
@@ -118,11 +115,6 @@ class SyncContext:
         """Go on in the groups of a new view, as the present ones have broken."""
         self.leave()
         self.group, self.hosts, self.native, self.cancel_scope = group, hosts, native, cancel_scope
-
-    def choose_route(self, line: str) -> None:
-        """Note the way of buckets that was chosen, and say so."""
-        self.route = line
-        self.announce(line)
 
     def leave(self) -> None:
         """Leave the groups, which have broken, but keep counts of what they sent."""

@@ -10,13 +10,11 @@ from torch import Tensor
 
 from paceline.comm.collectives import ScheduleQueue
 from paceline.comm.group import Group, UncheckedAllReduce, Work
-from paceline.comm.hierarchy.group import HostsGroup
 from paceline.comm.schedule import SCHEDULES, Schedule, build
 from paceline.comm.shm.memory import fresh
 from paceline.errors import ResourceError, UsageError
 from paceline.formatting import choices
 from paceline.sync.context import SyncContext
-from paceline.sync.route_choice import choose
 
 
 class Reducer(Protocol):
@@ -94,37 +92,13 @@ class ScheduledReducer(GroupReducer):
         return self._lane.all_reduce(flat, self._schedule, "sum", out=flat)
 
 
-class AcrossReducer(GroupReducer):
-    """Sums by a group of several hosts, whose leaders exchange by a schedule."""
-
-    def __init__(self, group: HostsGroup, across: Schedule, say: Callable[[str], None]) -> None:
-        super().__init__(group, say)
-        self._whole, self._across = group, across
-
-    def all_reduce(self, flat: Tensor, name: str) -> Work[Tensor]:
-        return self._whole.all_reduce_agreed(flat, out=flat, across=self._across)
-
-
-def _group(context: SyncContext) -> Reducer:
-    return GroupReducer(context.group, context.announce)
-
-
 def _auto(context: SyncContext) -> Reducer:
-    group, hosts = context.group, len(set(context.hosts))
-    if context.route_facts is None or hosts < 2 or group.size == hosts == 2:  # else there is nothing to choose
-        return _group(context)
-    choice = choose(context.hosts, context.route_facts())
-    context.choose_route(choice.why)
-    if choice.across is not None:
-        if isinstance(group, HostsGroup):
-            return AcrossReducer(group, choice.across, context.announce)
-        return ScheduledReducer(group, choice.across, context.announce)
-    return GroupReducer(group.flat if choice.name == "native" and isinstance(group, HostsGroup) else group, context.announce)
+    return GroupReducer(context.group, context.announce)
 
 
 def _native(context: SyncContext) -> Reducer:
     if context.native is None or context.group.size == 1:
-        return _group(context)
+        return _auto(context)
     group = context.native()
     context.extra_groups.append(group)
     return GroupReducer(group, context.announce, owned=True)
@@ -132,9 +106,7 @@ def _native(context: SyncContext) -> Reducer:
 
 def _by(name: str) -> Callable[[SyncContext], Reducer]:
     def make(context: SyncContext) -> Reducer:
-        hosts = context.hosts or (0,) * context.group.size
-        rates = context.route_facts().rates if name == "uneven" and context.route_facts is not None and len(set(hosts)) > 2 else ()
-        return ScheduledReducer(context.group, build(name, hosts, rates), context.announce)
+        return ScheduledReducer(context.group, build(name, context.hosts or (0,) * context.group.size), context.announce)
 
     return make
 
@@ -142,13 +114,8 @@ def _by(name: str) -> Callable[[SyncContext], Reducer]:
 WAYS: dict[str, Callable[[SyncContext], Reducer]] = {"auto": _auto, "native": _native, **{name: _by(name) for name in SCHEDULES}}
 
 
-def unmeasured(via: str) -> Callable[[SyncContext], Reducer]:
-    """Return what `reducer` does, for exchanges of which few go through it: it measures nothing."""
-    return _group if via == "auto" else reducer(via)
-
-
 def reducer(via: str) -> Callable[[SyncContext], Reducer]:
-    """Return the function that makes the reducer called `via`; "auto" and "uneven" measure. Raises `UsageError` for an unknown name."""
+    """Return the function that makes the reducer called `via`. Raises `UsageError` for an unknown name."""
     if via not in WAYS:
         raise UsageError(f"via={via!r} is unknown; {choices(via, WAYS)}")
     return WAYS[via]

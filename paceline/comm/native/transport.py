@@ -169,7 +169,6 @@ class GlooTransport:
         self.made: dict[str, int] = {}
         self._late_error: DeadlineExceeded | None = None
         self._pending: deque[TorchWait] = deque()
-        self._tracking = threading.Lock()  # several threads may begin operations
         self._postmen: dict[str, _MessageThread] = {}
         self._closed = size == 1
         self.data: Any = None
@@ -201,10 +200,9 @@ class GlooTransport:
 
     def track(self, awaited: TorchWait) -> TorchWait:
         """Remember `awaited` until it has ended, for `close`."""
-        with self._tracking:
-            while self._pending and self._pending[0].now():
-                self._pending.popleft()
-            self._pending.append(awaited)
+        while self._pending and self._pending[0].now():
+            self._pending.popleft()
+        self._pending.append(awaited)
         return awaited
 
     def messages(
@@ -219,9 +217,8 @@ class GlooTransport:
             raise self.fail(f"exchange with tag {tag}", error) from error
         ticket = MessagesWait(works, [x for _, x in (*sends, *recvs)])
         if works:
-            with self._tracking:
-                if channel not in self._postmen:
-                    self._postmen[channel] = _MessageThread(channel)
+            if channel not in self._postmen:
+                self._postmen[channel] = _MessageThread(channel)
             self._postmen[channel].take(ticket)
             self.track(ticket)
         else:

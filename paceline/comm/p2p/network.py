@@ -193,7 +193,7 @@ class PairNetwork:
     """The end of one worker of a network of pairs: its listener, and its ways to the others."""
 
     def __init__(
-        self, store: Store, address: str, rank: int, inbox: PairInbox, *, deadline: float, busy: Callable[[], object] | None
+        self, store: Store, address: str, rank: int, inbox: PairInbox, *, deadline: float, busy: Callable[[], None] | None
     ) -> None:
         self.rank, self.inbox, self.deadline, self._busy = rank, inbox, deadline, busy
         self.closed = False

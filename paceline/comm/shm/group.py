@@ -91,25 +91,13 @@ class SharedGroup:
         call = _here(reducing("all_reduce", x, op, name, out), x)
         nbytes = x.numel() * x.element_size()
         self.traffic.within += 2 * nbytes * (self.size - 1) // self.size
-        steps = self._in_place(x, out, op, call) if out is not None and out.data_ptr() == x.data_ptr() else None
-        return self._queue.start(call, self._reduce(x, out, op, call) if steps is None else steps)
-
-    def reduce_at_first(self, x: Tensor, *, op: Op = "sum") -> Work[Tensor]:
-        """Reduce every rank's `x` into that of rank 0; what the others' holds then isn't said."""
-        call = _here(reducing("reduce_at_first", x, op, None, x), x)
-        self.traffic.count(Traffic(0 if self.rank == 0 else x.numel() * x.element_size()))
-        steps = self._in_place(x, x, op, call, everywhere=False)
-        return self._queue.start(call, self._reduce(x, x, op, call) if steps is None else steps)
-
-    def _in_place(self, x: Tensor, out: Tensor, op: Op, call: CallFingerprint, *, everywhere: bool = True) -> Steps | None:
-        """Return the steps that reduce in place, which all ranks do if it is the same place everywhere; None where it is no such place."""
-        if call.flaw or x.numel() * x.element_size() <= SMALL or not (plain(x) and plain(out)):
-            return None
-        place = self._registered.place(x)
-        if place is None and not self._registered.aside(x):
-            return None
-        where = OWN if place is None else f"in registered memory {place.number} at {x.data_ptr() - place.start}"
-        return self._reduce_in_place(x, out, (place, op, call._replace(place=where)), everywhere=everywhere)
+        if out is not None and not call.flaw and nbytes > SMALL and out.data_ptr() == x.data_ptr() and plain(x) and plain(out):
+            place = self._registered.place(x)
+            if place is not None or self._registered.aside(x):
+                # In place on every rank, if it is the same place everywhere.
+                where = OWN if place is None else f"in registered memory {place.number} at {x.data_ptr() - place.start}"
+                return self._queue.start(call, self._reduce_in_place(x, out, place, op, call._replace(place=where)))
+        return self._queue.start(call, self._reduce(x, out, op, call))
 
     def _reduce(self, x: Tensor, out: Tensor | None, op: Op, call: CallFingerprint) -> Steps:
         if call.flaw:
@@ -124,10 +112,7 @@ class SharedGroup:
             result.detach().copy_(target.view(result.shape))
         return result
 
-    def _reduce_in_place(
-        self, x: Tensor, out: Tensor, what: tuple[RegisteredMemory | None, Op, CallFingerprint], *, everywhere: bool
-    ) -> Steps:
-        place, op, call = what
+    def _reduce_in_place(self, x: Tensor, out: Tensor, place: RegisteredMemory | None, op: Op, call: CallFingerprint) -> Steps:
         elsewhere = yield from self.segment.meet(call)
         if elsewhere or place is None:
             return (yield from self._reduce(x, out, op, call._replace(place="")))
@@ -137,7 +122,7 @@ class SharedGroup:
             if len(plans) >= 256:
                 plans.clear()
             plan = plans[key] = reductions.plan(x.detach().view(-1), place, self.rank)
-        yield from reductions.reduce_registered(self.segment, x, plan, op, everywhere=everywhere)
+        yield from reductions.all_reduce_registered(self.segment, x, plan, op)
         return out
 
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
@@ -303,10 +288,6 @@ class SharedGroup:
     def release(self, x: Tensor) -> None:
         """Forget the registered memory that `x` lies in, or stands in for, if any; it goes when its last tensor does."""
         self._registered.forget(x)
-
-    def leave_cores(self) -> None:
-        """Let waits of this group sleep soon: threads beside the training make them, and would take its cores by looking."""
-        self.segment.watch.sleep_soon()
 
     def close(self) -> None:
         self.segment.watch.close(ViewChanged("this group has been closed"))

@@ -52,7 +52,6 @@ class WorkQueue:
     def __init__(self, segment: ControlSegment, relatives: list[weakref.ref[WorkQueue]]) -> None:
         self.segment, self.relatives = segment, relatives
         self._pending: deque[QueuedWork] = deque()
-        self._awaited: list[QueuedWork] = []  # by some thread each, which pushes the queue
         self._lock = threading.Lock()
         relatives[:] = [ref for ref in relatives if ref() is not None] + [weakref.ref(self)]
         segment.watch.busy = partial(_push_all, relatives)
@@ -116,11 +115,9 @@ class WorkQueue:
         if ended():
             return
         watch = self.segment.watch
-        self._awaited.append(pending)
         try:
-            watch.wait(WaitCondition(ended, self._missing, CHANNEL, pending.number, pending.call, self._rest), timeout)
+            watch.wait(WaitCondition(ended, self._missing, CHANNEL, pending.number, pending.call), timeout)
         finally:
-            self._awaited.remove(pending)
             if watch.broken is not None:
                 self.cancel()
 
@@ -141,21 +138,9 @@ class WorkQueue:
         head = next(iter(self._pending), None)
         return [] if head is None else self.segment.behind(head.target)
 
-    def _rest(self, seconds: float) -> bool:
-        head = next(iter(self._pending), None)
-        return head is not None and self.segment.rest(head.target, seconds)
 
-    @property
-    def loose(self) -> bool:
-        """Whether operations are pending here, and no thread waits for one of them, which would push them."""
-        return bool(self._pending) and not self._awaited
-
-
-def _push_all(relatives: list[weakref.ref[WorkQueue]]) -> bool:
-    loose = False
+def _push_all(relatives: list[weakref.ref[WorkQueue]]) -> None:
     for ref in tuple(relatives):
         queue = ref()
-        if queue is not None and queue.loose:
+        if queue is not None:
             queue.push()
-            loose = loose or queue.loose
-    return loose

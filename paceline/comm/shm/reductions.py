@@ -190,12 +190,12 @@ def plan(x: Tensor, place: RegisteredMemory, rank: int) -> ReductionPlan:
     return ReductionPlan(blocks, copies)
 
 
-def reduce_registered(segment: ControlSegment, x: Tensor, plan: ReductionPlan, op: Op, *, everywhere: bool = True) -> Steps:
-    """Reduce in place, in every rank's registered memory at the same offset, or the first rank's alone; all have met for it."""
+def all_reduce_registered(segment: ControlSegment, x: Tensor, plan: ReductionPlan, op: Op) -> Steps:
+    """Reduce in place, in every rank's registered memory at the same offset; all have met for it."""
     admit(op, x.dtype)
     for parts, (total, others, nbytes) in zip(*plan, strict=True):
         fold(parts, parts[0], op)
-        for other in others if everywhere else ():
+        for other in others:
             memmove(other, total, nbytes)
     segment.post()
     yield segment.posted

@@ -1,6 +1,6 @@
 """The control segment of a group inside one host: counters, fingerprints, mailboxes and stages, each written by one rank only.
 
-    rank r  | cells: operations, agrees, left, pid, marks x 2, note, asleep | text | note | meta x 2 | mailbox x 2 | small x 2 | stage x 4 |
+    rank r  | cells: operations, agrees, left, pid, marks x 2, note | text | note | meta x 2 | mailbox x 2 | small x 2 | stage x 4 |
 
 Two channels run over it, each with its own counter: *operations* on tensors, whose ranks post and go on, and *agree*, which blocks.
 On x86-64 stores become visible in program order, so what was written before a counter was raised is there when the counter is seen.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable, Generator, Sequence
-from functools import partial
 from typing import Any
 
 import msgpack
@@ -22,7 +21,6 @@ from paceline import callsite
 from paceline.comm.cancellation import CancelScope
 from paceline.comm.fingerprint import OWN, CallFingerprint, compare, digest
 from paceline.comm.shm.memory import SharedSegment, share
-from paceline.comm.shm.sleepers import Sleepers
 from paceline.comm.shm.waiting import RankWaiter, WaitCondition
 
 ORDERED_STORES = ("x86_64", "AMD64")  # processors on which counters in shared memory are a sound barrier
@@ -38,7 +36,7 @@ MAILS = METAS + 2 * META
 SMALLS = MAILS + 2 * MAIL
 STAGES = SMALLS + 2 * SMALL
 SPAN = STAGES + SLOTS * STAGE  # bytes of a rank
-OPS, AGREES, LEFT, PID, MARKS, NOTE, ASLEEP = 0, 8, 16, 24, 32, 40, 48  # int64 cells, a cache line each
+OPS, AGREES, LEFT, PID, MARKS, NOTE = 0, 8, 16, 24, 32, 40  # int64 cells, a cache line each
 PIECE = 384 << 10  # bytes of a rank's part of a block: large enough for few waits, small enough for the cache of a core
 Steps = Generator[int, None, Any]  # of an operation: yields up to which post the others have to come before it goes on
 
@@ -97,10 +95,7 @@ class ControlSegment:
         self._cells = self._bytes.cast("q")
         self._mine = (rank * SPAN) // 8
         self._others = [r for r in range(size) if r != rank]
-        self._ops, self._agrees, self._marks, asleep = (
-            [(r * SPAN) // 8 + cell for r in self._others] for cell in (OPS, AGREES, MARKS, ASLEEP)
-        )
-        self._sleepers = Sleepers(self._cells, segment.start, self._mine + ASLEEP, asleep)
+        self._ops, self._agrees, self._marks = ([(r * SPAN) // 8 + cell for r in self._others] for cell in (OPS, AGREES, MARKS))
         self._met = self._agreed = 0
         self._numbers: dict[CallFingerprint, int] = {}
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
@@ -142,11 +137,6 @@ class ControlSegment:
         """Raise this rank's counter: all that it wrote before is there for the others."""
         self.posted += 1
         self._cells[self._mine + OPS] = self.posted
-        self._sleepers.wake(self._mine + OPS)
-
-    def rest(self, value: int, seconds: float) -> bool:
-        """Sleep until a rank that hasn't come up to `value` posts, at most so many seconds; False at once if all have come."""
-        return self._sleepers.rest(self._ops, value, seconds)
 
     def reached(self, value: int) -> bool:
         """Whether all the others have come up to `value`."""
@@ -251,7 +241,6 @@ class ControlSegment:
             self._cells[(self._mine * 8 + base) // 8] = mark
             self._write(self._mine * 8 + base + 8, payload[at : at + room], len(payload))
             self._cells[self._mine + AGREES] = target
-            self._sleepers.wake(self._mine + AGREES)
             self.watch.wait(self._meeting(target, call, call_number))
             for r in range(self.size):
                 start = r * SPAN + base
@@ -274,7 +263,7 @@ class ControlSegment:
         def missing() -> list[int]:
             return [r for r, at in zip(self._others, agrees, strict=True) if cells[at] < target]
 
-        return WaitCondition(met, missing, "agree", call_number, call, partial(self._sleepers.rest, agrees, target))
+        return WaitCondition(met, missing, "agree", call_number, call)
 
     # ---- more memory, smaller segments
 

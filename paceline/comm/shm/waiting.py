@@ -1,9 +1,8 @@
-"""Waits for the other processes of a host: yields the core at first, sleeps later, and finds dead, gone or stuck ranks early.
+"""Waits for the other processes of a host: yields the core at first, naps later, and finds dead, gone or stuck ranks early.
 
-    some 200 yields (0.1 ms: the others are near) . asleep until one of the missing comes, and wakes this one
-                                                  . naps of 50 us, after 20 ms of 200 us, where other work has to be pushed between them
+    some 200 yields (0.1 ms: the others are near) . naps of 50 us . after 20 ms naps of 200 us
 
-Every 2 ms, later every 10 ms, a look is taken whether the missing can still come.
+Between the naps pending work is pushed, and every 2 ms a look is taken whether the missing can still come.
 """
 
 from __future__ import annotations
@@ -21,26 +20,22 @@ from paceline import callsite
 from paceline.comm.waitgraph import GRACE, RankWait, apart, describe
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ViewChanged, WorkerLost
 
-SPINS, FEW = 200, 10  # yields before a wait sleeps: of training itself, and of threads beside it
+SPINS = 200
 NAP, LONG_NAP = 50e-6, 200e-6  # seconds
 LONG = 20e-3  # seconds after which naps are long
-LOOK, LATER_LOOK = 2e-3, 10e-3  # seconds between two looks at the deadline and at the living, at first and after LONG
+LOOK = 2e-3  # seconds between two looks at the deadline and at the living
 JUDGED = GRACE + 0.1  # seconds: by then all that wait for each other have told it
 Verdict = tuple[str, str, list[int]]  # why the group has ended: name of an error, its message, the ranks that are gone or missing
 
 
 class WaitCondition(NamedTuple):
-    """A condition to wait for: whether it holds, which ranks are missing, and which call it is on its channel.
-
-    `rest` sleeps at most so many seconds, until a missing rank may have come; False where nobody will wake this one, and it hasn't slept.
-    """
+    """A condition to wait for: whether it holds, which ranks are missing, and which call it is on its channel."""
 
     ready: Callable[[], bool]
     missing: Callable[[], list[int]]
     channel: str
     number: int
     what: object  # its str is for messages
-    rest: Callable[[float], bool] = lambda seconds: False
 
 
 class WaitNotes(Protocol):
@@ -64,8 +59,7 @@ class WaitNotes(Protocol):
 
 
 class RankWaiter:
-    """How one rank waits. `busy` pushes work that is pending elsewhere, and says whether it has to be pushed again soon; `made` counts
-    calls by channel.
+    """How one rank waits. `busy` is called in naps, so that work pending elsewhere goes on; `made` counts its calls by channel.
 
     `names` is what the ranks are called in messages and errors. An error that ends the group is told to the others, who raise it too.
     """
@@ -73,8 +67,7 @@ class RankWaiter:
     def __init__(self, rank: int, names: Sequence[int], notes: WaitNotes, *, deadline: float) -> None:
         self.rank, self.names, self.deadline = rank, tuple(names), deadline
         self.waited = 0.0  # seconds
-        self.busy: Callable[[], bool] = lambda: False
-        self._spins = SPINS
+        self.busy: Callable[[], None] = lambda: None
         self.made: dict[str, int] = {}
         self.broken: PacelineError | None = None  # why nothing can be waited for any more
         self._notes = notes
@@ -104,10 +97,6 @@ class RankWaiter:
             self._tell(None)
         return self.broken
 
-    def sleep_soon(self) -> None:
-        """Yield the core but a few times before a wait sleeps."""
-        self._spins = FEW
-
     def interrupt(self, error: PacelineError) -> None:
         """Break the group here alone; the others are not told. From any thread."""
         self.broken = self.broken or error
@@ -131,7 +120,7 @@ class RankWaiter:
         started = time.perf_counter()
         ready = awaited.ready
         try:
-            for _ in range(self._spins):
+            for _ in range(SPINS):
                 if ready():
                     return
                 os.sched_yield()
@@ -146,12 +135,11 @@ class RankWaiter:
                 if self.broken is not None:
                     raise self.broken
                 since = time.perf_counter() - started
-                pause = LOOK if since < LONG else LATER_LOOK
-                if since - looked >= pause:
+                if since - looked > LOOK:
                     looked = since
                     self._look(awaited, since, timeout)
-                if self.busy() or not awaited.rest(pause + looked - since):
-                    time.sleep(NAP if since < LONG else LONG_NAP)
+                time.sleep(NAP if since < LONG else LONG_NAP)
+                self.busy()
         finally:
             if self._telling:
                 self._tell(None)

@@ -17,12 +17,13 @@ import torch
 
 from paceline.codec.coding import nbytes, room
 from paceline.codec.dense import int8
+from paceline.comm.pairs import pairs
 from paceline.errors import PacelineError
 from paceline.formatting import spell
 from paceline.session.axes import RunAxes
 from paceline.session.loop.turns import TrainingLoop
-from paceline.session.probe.host_rates import measure
-from paceline.session.probe.slow_links import CodecCost, ExchangeSensor, Slowdown, SlowLink, find, predict
+from paceline.session.probe.links import LinkMeter
+from paceline.session.probe.slow_links import CodecCost, ExchangeSensor, Slowdown, SlowLink, find, predict, rounds
 from paceline.session.record.history import RunHistory
 from paceline.sync.base import Strategy
 
@@ -105,7 +106,20 @@ class LinkWatch:
 
     def _measured(self) -> dict[tuple[int, int], float]:
         """Measure how many bytes a second go from each host to each other. Collective."""
-        return measure(self._axes.everyone, self._axes.cluster(), STREAM)[0]
+        cluster, group = self._axes.cluster(), self._axes.everyone.group
+        first = [host.ranks[0] for host in cluster.hosts]
+        connected = pairs(group, hostnames=cluster.names())
+        try:
+            meter = LinkMeter(connected)
+            mine = meter.alone([[(first[a], first[b]) for a, b in each] for each in rounds(len(first))], STREAM)
+            meter.meet()
+        except BaseException:
+            connected.abort()
+            raise
+        connected.close()
+        where = cluster.where()
+        told = self._axes.everyone.meet("rates of links", msgpack.packb([[*each.pair, each.rate] for each in mine]))
+        return {(where[a], where[b]): rate for body in told for a, b, rate in msgpack.unpackb(body)}
 
 
 def _coding(hosts: int) -> tuple[float, float]:

@@ -71,16 +71,16 @@ def chunk_size(rate: float, seconds: float) -> int:
     return int(min(max(rate * seconds / CHUNKS, SMALLEST), LARGEST))
 
 
-def stream_length(latency: float, seconds: float, longest: float = LONGEST) -> float:
+def stream_length(latency: float, seconds: float) -> float:
     """Return how long a stream has to be, at least so many seconds, for TCP to find its pace on a link of this latency."""
-    return min(max(seconds, 2 * PACE * latency), longest)
+    return min(max(seconds, 2 * PACE * latency), LONGEST)
 
 
 class LinkMeter:
-    """One worker's part in measuring links. Every method is collective over the pairs. No stream takes more than `longest` seconds."""
+    """One worker's part in measuring links. Every method is collective over the pairs."""
 
-    def __init__(self, pairs: Pairs, timings: ProbeTimings = DEFAULTS.probe, *, longest: float = LONGEST) -> None:
-        self._pairs, self._timings, self._longest = pairs, timings, longest
+    def __init__(self, pairs: Pairs, timings: ProbeTimings = DEFAULTS.probe) -> None:
+        self._pairs, self._timings = pairs, timings
         self._known: dict[Pair, LinkFigures] = {}
 
     def meet(self) -> None:
@@ -134,7 +134,7 @@ class LinkMeter:
             self._pairs.receive(target, BACK, what="an answer").wait(self._timings.answer)
             trips.append(time.perf_counter() - began)
         latency = statistics.median(trips[1:]) / 2  # the first opens the connection
-        length = stream_length(latency, seconds, self._longest)
+        length = stream_length(latency, seconds)
         rate = self._stream(target, 4 * SMALLEST if latency < LONGEST_TRIPS else SMALLEST, length / 3)
         rate = self._stream(target, chunk_size(rate, length), length)
         self._pairs.send(target, GO, {"over": True})

@@ -282,30 +282,6 @@ def test_memory_that_stands_in_for_registered_memory_on_some_ranks() -> None:
     fork(3, body)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_only_the_first_rank_needs_is_reduced_there(dtype: torch.dtype) -> None:
-    def body(rank: int, size: int, store: Store) -> None:
-        group = join(store, rank, size)
-        memory, own = group.empty((40_000,), dtype), torch.empty(40_000, dtype=dtype)
-        group.stand_in(own)
-        for turn, (length, where) in enumerate(
-            [(40_000, memory), (40_000, own), (40_000, own if rank else memory), (5, memory), (0, memory)]
-        ):
-            parts = [mine(r, (length,), dtype, turn) for r in range(size)]
-            x = where[:length].copy_(parts[rank])
-            before = group.traffic.within
-            assert group.reduce_at_first(x).wait() is x
-            assert rank or torch.equal(x, reduce("sum", parts))
-            assert group.traffic.within - before == (x.numel() * x.element_size() if rank else 0)
-        parts = [mine(r, (40_000,), dtype, 9) for r in range(size)]
-        group.reduce_at_first(memory.copy_(parts[rank]), op="max").wait()
-        assert torch.equal(memory, reduce("max", parts) if rank == 0 else parts[rank])  # nothing was handed out
-        group.close()
-
-    fork(2, body)
-    fork(3, body)
-
-
 def test_sums_in_and_out_of_inference_mode() -> None:
     def body(rank: int, size: int, store: Store) -> None:
         group = join(store, rank, size)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import threading
 from typing import Any
 
@@ -99,29 +98,6 @@ def test_several_threads_may_wait() -> None:
         assert sorted(found) == list(range(8)) and log == [(name, phase) for name in range(8) for phase in range(20)]
 
     queues(2, body)
-
-
-def test_a_queue_that_a_thread_waits_for_is_left_to_it() -> None:
-    def body(rank: int, size: int, store: Store) -> None:
-        boards = [ControlSegment.from_store(store.sub(name), rank, range(size), deadline=60) for name in "ab"]
-        relatives: list[Any] = []
-        one, other = (WorkQueue(segment, relatives) for segment in boards)
-        if rank == 0:
-            store.take("begun")
-        work = one.start(CALL, counting(boards[0], 2, [], "a"))
-        if rank == 1:
-            assert one.loose and boards[1].watch.busy(), "nobody else pushes it"
-            waiting = threading.Thread(target=work.wait)
-            waiting.start()
-            while one.loose:
-                os.sched_yield()
-            assert not boards[1].watch.busy(), "its own thread pushes it"
-            store.put("begun", True)
-            waiting.join(60)
-        assert work.wait() == "a" and not one.loose
-        assert other.start(CALL, counting(boards[1], 1, [], "b")).wait() == "b"
-
-    threads(2, body)
 
 
 def test_relatives_are_pushed_together_and_forgotten_when_gone() -> None:

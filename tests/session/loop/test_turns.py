@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from paceline.errors import Mismatch, PacelineError, UsageError
 from paceline.session.loop.observers import LoopObservers
 from paceline.session.record.causes import MEASURED
-from paceline.session.record.folder import PARTS
+from paceline.session.record.folder import PARTS, SENT
 from paceline.session.run import Run
 from tests.harness.runs import Numbered, alone, batches, cut, distance, parameters, workers
 
@@ -620,7 +620,7 @@ def test_seconds_of_a_step_add_up() -> None:
         run._loop.observe(LoopObservers(step_ended=(lambda step, samples, seconds: seen.append(seconds),)))
         for x, y in loader:
             advance(model, opt, x, y)
-        assert len(seen) == 5 and all(set(s) == {*PARTS, *MEASURED} and min(s.values()) >= 0 for s in seen)
+        assert len(seen) == 5 and all(set(s) == {*PARTS, *MEASURED, *SENT} and min(s.values()) >= 0 for s in seen)
 
     workers(2, body)
 
