@@ -79,6 +79,7 @@ def run(
     patience: options.Patience = 600.0,
     servers: options.Servers = None,
     straggler: options.Straggler = None,
+    cluster: options.ClusterFile = None,
     backend: options.Backend = None,
     watch: options.Watch = None,
 ) -> None:
@@ -103,6 +104,7 @@ def run(
         patience=patience,
         servers=servers,
         straggler=straggler,
+        cluster=cluster,
         backend=backend,
     )
     given = {} if interface is None else {"PACELINE_INTERFACE": interface}
@@ -136,7 +138,7 @@ def probe(
     """Measure what each worker computes and each link carries, say what is odd, and write it all to a file."""
     args = lab.probing(dtypes, out, here=hosts == 1)
     meeting = {"join": join, "host_rank": host_rank, "secret_file": secret_file, "placement": placement}
-    given = {} if interface is None else {"PACELINE_INTERFACE": interface}
+    given = lab.UNMEASURED | ({} if interface is None else {"PACELINE_INTERFACE": interface})
     raise typer.Exit(_measure("probe.py", args, workers, threads, given=given, hosts=hosts, bare=True, **meeting))
 
 

@@ -19,6 +19,10 @@ Mesh = Annotated[str | None, typer.Option(help="The workers as a grid, such as '
 Cut = Annotated[str | None, typer.Option(help="Cuts of the model as text, such as 'shard(\"blocks.*\")'; they replace the script's own.")]
 Straggler = Annotated[str | None, typer.Option(help="What is done about slow workers: warn, rebalance, drop or evict.")]
 Shares = Annotated[str | None, typer.Option(help="Shares of each batch: auto (by speed), or one number per worker, such as '2,1'.")]
+ClusterFile = Annotated[
+    Path | None,
+    typer.Option("--cluster", metavar="FILE", help="What paceline probe has measured here: ways between hosts are chosen by it."),
+]
 Watch = Annotated[
     str | None, typer.Option(metavar="[HOST:]PORT", help="Serve a page that shows the run while it trains (needs paceline[watch]).")
 ]

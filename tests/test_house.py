@@ -43,7 +43,6 @@ UNTESTED = {  # modules without a test file of their name so far: tests of their
     "observe/facts",
     "server/endpoints",
     "server/scheduler_rpc",
-    "session/checkpoint/state",
     "session/elastic/adapter",
     "session/groups",
     "session/loop/collectives",
@@ -69,7 +68,6 @@ UNTESTED = {  # modules without a test file of their name so far: tests of their
     "sync/parameterserver/options",
     "sync/parameterserver/transfer",
     "sync/parameterserver/units",
-    "sync/routes",
     "sync/tables/client",
     "sync/transaction",
 }
@@ -83,6 +81,7 @@ OF_MORE = {  # test file without a module of its name: what it is about instead
     "lab/test_effects": "what faults do, seen from outside",
     "lab/test_pipelines": "pipelines whose stages are on hosts that are apart",
     "lab/test_slow_hosts": "a run that names a slow host",
+    "lab/test_uneven_links": "a run that is told of a slow link, and spares it",
     "lab/test_surviving": "runs that survive on hosts of their own",
     "lab/test_probe": "a cluster of the lab, measured",
     "lab/test_scaling": "a script with several numbers of workers on hosts of the lab",

@@ -67,14 +67,15 @@ NAMES = [
     "vocab",
     "where",
 ]
-ARGUMENTS = (
-    "sync name folder seed device deadline late_after trace on_nan total_steps compare differing replicate mesh straggler"  # of start
+ARGUMENTS = (  # of start
+    "sync name folder seed device deadline late_after trace on_nan total_steps compare differing replicate mesh straggler cluster"
 )
 PREPARING = "self objects loss weigh accumulate cost shares batchnorm train pad readers shard cut init"  # of Run.prepare
 COMMANDS = {
     "run": "script args --workers --hosts --join --host-rank --secret-file --threads --interface --sync --mesh --cut --shares --name"
-    " --placement --min-workers --restarts --patience --servers --straggler --backend --watch",
-    "lab run": "cluster script args --fault --sync --mesh --cut --shares --name --placement --min-workers --restarts --patience --watch",
+    " --placement --min-workers --restarts --patience --servers --straggler --cluster --backend --watch",
+    "lab run": "cluster script args --fault --sync --mesh --cut --shares --name --placement --min-workers --restarts --patience --cluster"
+    " --watch",
     "lab probe": "cluster --dtypes --out",
     "lab check": "",
     "lab shell": "host command --lab",

@@ -10,11 +10,23 @@ WIDEST = 64  # workers; a larger picture is no help
 
 
 def picture(text: str) -> str:
-    """Draw `NAME:N` for N workers on one host, or `NAME:N+M+...` for N workers on a first host, M on a second."""
-    name, _, numbers = text.partition(":")
+    """Draw `NAME:N` for N workers on one host, or `NAME:N+M+...` for N workers on a first host, M on a second.
+
+    `NAME:N+M@A,B` says how fast the hosts' links are, in any unit.
+    """
+    name, _, rest = text.partition(":")
+    numbers, _, speeds = rest.partition("@")
     if name not in SCHEDULES:
         raise UsageError(f"{name} is not a schedule; {choices(name, SCHEDULES)}")
-    return draw(build(name, hosts(numbers, text)))
+    return draw(build(name, hosts(numbers, text), rates(speeds, text) if speeds else ()))
+
+
+def rates(speeds: str, text: str) -> list[float]:
+    """Return how fast the link of each host is: `10,1` is [10.0, 1.0]; `text` is what messages show."""
+    try:
+        return [float(part) for part in speeds.split(",")]
+    except ValueError as error:
+        raise UsageError(f"{text}: behind the @ go the speeds of the hosts' links, as in uneven:1+1+1@10,10,1") from error
 
 
 def hosts(numbers: str, text: str) -> list[int]:

@@ -89,6 +89,7 @@ class Place:
     cut: str | None = None  # cuts in text that replace the script's own
     shares: str | None = None  # shares in text that replace the script's own
     layout: str | None = None  # the folder for what each worker would hold, which is written instead of training
+    cluster: str | None = None  # the file of the measured cluster, in place of what the script says
     straggler: str | None = None  # what is done about slow workers, in place of what the script says
     folder: str | None = None  # where run folders go, in place of what the script says
     most_steps: int | None = None  # after so many steps training stops
@@ -336,6 +337,7 @@ def _personal(place: Place, environ: Environ) -> Place:
         cut=environ.get("PACELINE_CUT") or None,
         shares=environ.get("PACELINE_SHARES") or None,
         layout=environ.get("PACELINE_LAYOUT") or None,
+        cluster=environ.get("PACELINE_CLUSTER") or None,
         straggler=environ.get("PACELINE_STRAGGLER") or None,
         folder=environ.get("PACELINE_FOLDER") or None,
         most_steps=_count(environ, "PACELINE_STEPS", "steps after which training stops"),

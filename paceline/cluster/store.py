@@ -165,11 +165,12 @@ def address(place: Place) -> str:
     return chosen
 
 
-def hosts(store: Store, place: Place) -> Topology:
+def hosts(store: Store, place: Place, measured: str = "") -> Topology:
     """Find out which ranks share a machine: the same answer on every rank. All ranks call it.
 
     Two ranks are on one host when they can share memory (same boot, same namespaces, same /dev/shm, same user) and their
-    launcher counts them as one host. Raises `DeadlineExceeded` naming the ranks that never came.
+    launcher counts them as one host. Raises `DeadlineExceeded` naming the ranks that never came, and `Mismatch` on all ranks where
+    `measured`, the digest of the measured cluster that a rank was given, isn't the same on all of them.
 
     From then on the store is bound to this start of the job: each rank comes with a number that nobody has seen before, all of them are in
     the table that rank 0 signs, and each sees its own there.
@@ -182,6 +183,7 @@ def hosts(store: Store, place: Place) -> Topology:
         "address": address(place),
         "cores": cores(),
         "size": place.size,
+        "measured": measured,
         "nonce": random.token_hex(16),
     }
     here.put(str(place.rank), mine)
@@ -239,12 +241,26 @@ def _collect(here: Store, place: Place) -> list[dict[str, Any]]:
     sizes = {entry["size"] for entry in ranks}
     if len(sizes) > 1:
         raise Mismatch(f"workers disagree on how many they are: {sorted(sizes)}. Start all of them with the same numbers")
+    _compare_measured(ranks)
     apart = {(entry["machine"], entry["group"]) for entry in ranks}
     if len({machine for machine, _ in apart}) > 1:
         lost = [f"rank {rank} on {entry['name']}" for rank, entry in enumerate(ranks) if network.loopback(entry["address"])]
         if lost:
             raise Mismatch(f"{lost[0]} is on a loopback address that other hosts can't reach: {network.advice()}")
     return ranks
+
+
+def _compare_measured(ranks: list[dict[str, Any]]) -> None:
+    """Raise `Mismatch` where hosts were given different measured clusters, or some were given none."""
+    by_digest: dict[str, list[str]] = {}
+    for entry in ranks:
+        by_digest.setdefault(entry["measured"], []).append(entry["name"])
+    if len(by_digest) > 1:
+        sides = [f"{', '.join(dict.fromkeys(names))}: {digest[:12] or 'none'}" for digest, names in by_digest.items()]
+        raise Mismatch(
+            f"workers were given different measured clusters ({'; '.join(sides)}): give all hosts --cluster with the same file, a copy of "
+            "the one that `paceline probe` has written"
+        )
 
 
 def _cluster(ranks: list[dict[str, Any]]) -> Topology:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from paceline.errors import UsageError
 from paceline.formatting import counted
 
+PIECES = 8  # that an uneven schedule cuts a tensor into
 History = tuple["History | int", ...]  # how a value came about: the ranks and partial sums that it is the sum of, in order
 
 
@@ -49,11 +50,19 @@ class LinkSpeed(NamedTuple):
 
 
 class ScheduleNetwork(NamedTuple):
-    """What a schedule is priced on: the host of each rank; all ranks of a host share its link to the others."""
+    """What a schedule is priced on: the host of each rank; all ranks of a host share its link to the others.
+
+    `between` is every host's link, unless `links` has that of each host.
+    """
 
     hosts: Sequence[int]
     within: LinkSpeed
     between: LinkSpeed
+    links: Sequence[LinkSpeed] = ()
+
+    def link(self, host: int) -> LinkSpeed:
+        """Return the link of a host to the others."""
+        return self.links[host] if self.links else self.between
 
 
 def direct(size: int) -> Schedule:
@@ -124,6 +133,48 @@ def halving_doubling(size: int) -> Schedule:
     return Schedule("halving-doubling", size, _even(power), _rounds([fold, *halving, *doubling, unfold]))
 
 
+def uneven(rates: Sequence[float], pieces: int | None = None) -> Schedule:
+    """Give every rank a chunk in proportion to what the rate of its link has to spare, piece after piece, as pieces overlap in rounds.
+
+        rates 4, 4, 1: rank 2 owns nothing            round 0       1                  2                      3
+        (one piece of three is shown)      piece 0    1, 2 +> 0     0 -> 1, 2
+                                                      0, 2 +> 1     1 -> 0, 2
+                                           piece 1                  as piece 0 before                  ...
+
+    A rank that owns a part f of the tensor sends and receives 1 + (n-2) f of it, while with `owners` and `ring` each has 2 - 2/n: the
+    slowest link has as little as half of that to carry. Where all rates are alike, or with two ranks, these are `owners` in one piece.
+    `pieces` may say how many there are: one is right where other tensors are under way at the same time.
+    """
+    parts = fractions(rates)
+    size, owning = len(rates), [rank for rank, part in enumerate(parts) if part > 0]
+    pieces = pieces or (PIECES if max(parts) - min(parts) > 1e-9 else 1)
+    rounds: list[list[Move]] = [[] for _ in range(pieces + 1)]
+    for piece in range(pieces):
+        for place, owner in enumerate(owning):
+            chunk, others = piece * len(owning) + place, [rank for rank in range(size) if rank != owner]
+            rounds[piece] += [Move(src, owner, chunk, True) for src in others]
+            rounds[piece + 1] += [Move(owner, dst, chunk, False) for dst in others]
+    return Schedule("uneven", size, tuple(parts[owner] / pieces for owner in owning) * pieces, _rounds(rounds))
+
+
+def fractions(rates: Sequence[float]) -> list[float]:
+    """Return which part of a tensor each rank owns in `uneven`, so that all links are busy for the same time as far as that can be.
+
+    A link of rate b is busy for (1 + (n-2) f) / b: where that is T for all, f is (T b - 1) / (n-2), and nothing where that is below 0.
+    """
+    size = len(rates)
+    if size < 3 or min(rates) <= 0:
+        return [1 / size] * size
+    order = sorted(range(size), key=lambda rank: -rates[rank])
+    busy, fast = 0.0, order
+    for count in range(size, 0, -1):
+        fast = order[:count]
+        busy = (size - 2 + count) / sum(rates[rank] for rank in fast)
+        if busy * rates[fast[-1]] > 1:
+            break
+    return [(busy * rates[rank] - 1) / (size - 2) if rank in fast else 0.0 for rank in range(size)]
+
+
 def hierarchical(hosts: Sequence[int], between: Callable[[int], Schedule] = ring) -> Schedule:
     """Add up at the first rank of each host; those exchange by the schedule `between`, and hand the result out: one copy per host.
 
@@ -146,24 +197,38 @@ def hierarchical(hosts: Sequence[int], between: Callable[[int], Schedule] = ring
     return Schedule(name, len(hosts), outer.chunks, _rounds([gather, *middle, spread]))
 
 
-SCHEDULES: dict[str, Callable[[Sequence[int]], Schedule]] = {
-    "direct": lambda hosts: direct(len(hosts)),
-    "ring": lambda hosts: ring(len(hosts)),
-    "owners": lambda hosts: owners(len(hosts)),
-    "tree": lambda hosts: tree(len(hosts)),
-    "halving-doubling": lambda hosts: halving_doubling(len(hosts)),
-    "hierarchical": hierarchical,
+def _uneven_hosts(hosts: Sequence[int], rates: Sequence[float]) -> Schedule:
+    places = list(dict.fromkeys(hosts))  # in the order in which `hierarchical` has their first ranks
+    if len(places) == 1:
+        return uneven([1.0] * len(hosts))
+    known = [rates[host] if rates else 1.0 for host in places]
+    return uneven(known) if len(places) == len(hosts) else hierarchical(hosts, lambda _: uneven(known))
+
+
+SCHEDULES: dict[str, Callable[[Sequence[int], Sequence[float]], Schedule]] = {
+    "direct": lambda hosts, _: direct(len(hosts)),
+    "ring": lambda hosts, _: ring(len(hosts)),
+    "owners": lambda hosts, _: owners(len(hosts)),
+    "tree": lambda hosts, _: tree(len(hosts)),
+    "halving-doubling": lambda hosts, _: halving_doubling(len(hosts)),
+    "hierarchical": lambda hosts, _: hierarchical(hosts),
+    "uneven": _uneven_hosts,
 }
-"""Builders by name; each takes the host of every rank (`[0] * n` for one host)."""
+"""Builders by name; each takes the host of every rank (`[0] * n` for one host), and the rate of each host's link (empty: all alike)."""
 
 
-def build(name: str, hosts: Sequence[int]) -> Schedule:
-    """Build the schedule `name` for ranks on `hosts`; UsageError when there is none of that name."""
+def build(name: str, hosts: Sequence[int], rates: Sequence[float] = ()) -> Schedule:
+    """Build the schedule `name` for ranks on `hosts`, whose links have these rates (none: all alike).
+
+    Raises `UsageError` when there is none of that name, or there aren't as many rates above 0 as hosts.
+    """
     if name not in SCHEDULES:
         raise UsageError(f"there is no schedule {name!r}; there are {', '.join(SCHEDULES)}")
     if not hosts:
         raise UsageError("a schedule is for at least one rank")
-    return SCHEDULES[name](hosts)
+    if rates and (len(rates) != max(hosts) + 1 or min(rates) <= 0):
+        raise UsageError(f"rates of links are {list(rates)}; give one above 0 for each of the {max(hosts) + 1} hosts")
+    return SCHEDULES[name](hosts, rates)
 
 
 def carried(schedule: Schedule) -> list[list[frozenset[int]]]:
@@ -220,8 +285,8 @@ def seconds(schedule: Schedule, nbytes: int, network: ScheduleNetwork) -> float:
         total += max(
             (speed.latency_seconds + load / speed.bytes_per_second)
             for loads in (out, into)
-            for (kind, _), load in loads.items()
-            for speed in [network.within if kind == "rank" else network.between]
+            for (kind, number), load in loads.items()
+            for speed in [network.within if kind == "rank" else network.link(number)]
         )
     return total
 

@@ -12,11 +12,13 @@ from typer.core import TyperCommand
 
 from paceline import options
 from paceline.cluster import secret, topology_file
+from paceline.cluster.launcher.request import check_cluster
 from paceline.commands.watch import watched
 from paceline.session.probe.dtypes import check as check_dtypes
 
 app = typer.Typer(help="A cluster on this machine: hosts, slow links and faults.", no_args_is_help=True, rich_markup_mode=None)
 
+UNMEASURED: Final = {"PACELINE_CLUSTER": ""}  # for what measures a cluster: that may be another one than that of a file
 PROBE: Final = Path(__file__).parents[1] / "bench" / "probe.py"
 
 
@@ -62,12 +64,15 @@ def run_in_lab(
     min_workers: options.MinWorkers = None,
     restarts: options.Restarts = 0,
     patience: options.Patience = 600.0,
+    measured: options.ClusterFile = None,
     watch: options.Watch = None,
 ) -> None:
     """Build a cluster, run a script on all of its hosts, and take the cluster down."""
     from paceline.lab import terminal
     from paceline.lab.running import LabRequest
 
+    if measured is not None:
+        check_cluster(measured, min_workers)
     start = LabRequest(
         str(script),
         tuple(args or ()),
@@ -80,6 +85,7 @@ def run_in_lab(
         mesh=mesh,
         cut=cut,
         shares=shares,
+        environ={} if measured is None else {"PACELINE_CLUSTER": str(measured.absolute())},
         show=True,
     )
     if watch is None:
@@ -104,7 +110,7 @@ def probe_in_lab(
 
     args = probing(dtypes, out, here=True)
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        start = LabRequest(str(PROBE), (*args, "--quiet", "--folder", folder), show=True)
+        start = LabRequest(str(PROBE), (*args, "--quiet", "--folder", folder), environ=UNMEASURED, show=True)
         code = terminal.run(cluster, None, start, kept=False)
     if code == 0:
         typer.echo(describe(topology_file.read(out)))

@@ -140,7 +140,14 @@ class _Assembly:
         tables, pinned, start = prepared.tables, worker.device.type == "cuda", worker.place.job_start
         log = None if start is None else self.log
         self.own = WorkerState(
-            Randomness(worker.device), self.sync, self.abilities, prepared.optimizers, self.layout, context.announce, log=log
+            Randomness(worker.device),
+            self.sync,
+            self.abilities,
+            prepared.optimizers,
+            self.layout,
+            context.announce,
+            log=log,
+            route=self.axes.replicas.route,
         )
         parts = CutParts(self.axes.everyone, self.layout, patience(worker.deadline))
         self.saving = CheckpointSaver(

@@ -26,6 +26,7 @@ from paceline.comm.solo import SoloGroup
 from paceline.errors import ResourceError, UsageError
 from paceline.fault.replicate import Replicate
 from paceline.sync.context import SyncContext
+from paceline.sync.route_choice import RouteFacts
 from paceline.trace import Trace
 
 
@@ -44,6 +45,7 @@ class WorkerContext:
     replicate: Replicate = "auto"  # how often buddies get copies of what only one worker has
     page: Page | None = None
     cancel_scope: CancelScope = field(default_factory=CancelScope)  # cancels waits of all groups made with this context
+    links: RouteFacts | None = None  # what a measured cluster says of the links between hosts
     names: tuple[int, ...] | None = None  # the ranks of these workers in a larger job, by which errors name them (None: they are all)
 
     @property

@@ -26,6 +26,7 @@ from paceline.comm.axes import Sender
 from paceline.comm.native.default_group import DefaultProcessGroup
 from paceline.errors import UsageError
 from paceline.fault.replicate import Replicate, check
+from paceline.formatting import spell
 from paceline.notation import strategy as read
 from paceline.session.assemble import Joined, assemble
 from paceline.session.axes import RunAxes
@@ -34,6 +35,7 @@ from paceline.session.excepthook import BRIEFLY, show, surface, surfacing
 from paceline.session.groups import CurrentView, WorkerContext, choose_device, everyone
 from paceline.session.launch.status import display
 from paceline.session.prepare import cuts
+from paceline.session.probe.cluster_file import ClusterFile, Measured
 from paceline.session.record import straggler_policy
 from paceline.session.record.folder import RunFolder
 from paceline.session.record.hangs import HangDetector, check_lateness
@@ -48,6 +50,7 @@ from paceline.session.torch_backend import world
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
 from paceline.sync.context import StepState, SyncContext
+from paceline.sync.route_choice import RouteFacts
 from paceline.trace import Trace
 
 TRACES = {"last": 20_000, "all": None, "off": 0}
@@ -73,6 +76,7 @@ def start(
     replicate: Replicate = "auto",
     mesh: str | None = None,
     straggler: Policy | None = None,
+    cluster: Measured | None = None,
 ) -> Run:
     """Join the workers that were started with this process (torchrun, Slurm, MPI, `paceline run`); started alone, it is one worker.
 
@@ -87,7 +91,8 @@ def start(
     `paceline run --min-workers`, what only one worker has (what a codec keeps, what was changed since the last round) is copied to a worker
     of another host every so many steps; "auto": on several hosts, as often as it takes at most a tenth of the time; "off": never. `mesh`:
     the workers as a grid, such as "data=2, tensor=2", for models that are cut (see docs/cuts.md). `straggler`: what is done about workers
-    that make the others wait: "warn", "rebalance", "drop" or "evict" (default: the first, or the second with shares="auto").
+    that make the others wait: "warn", "rebalance", "drop" or "evict" (default: the first, or the second with shares="auto"). `cluster`:
+    the file that `paceline probe` has written, or what `pl.probe` returned, by which ways between hosts are chosen (see docs/unequal.md).
 
     Returns the `Run`, to be used as a context manager; without `with` it is closed at exit. Raises `UsageError` (and its kinds) for
     what can't be honoured, `DeadlineExceeded` when other workers don't come.
@@ -95,27 +100,30 @@ def start(
     _check(deadline, trace, on_nan, replicate)
     began, comparison, place = time.time(), Comparison(compare, differing), discover()
     strategy, policy = _asked(place, sync, straggler)
+    file = _file(place, cluster)
     seconds = deadline if place.deadline is None else place.deadline
     check_lateness(late_after, seconds, timings=place.timings.hangs)
     events.joined(place)
     announcer = Announcer(place)
     with _reporting(place), ExitStack() as undo:  # the store stays: others may still read there why this worker failed
         page = enter(place.progress, began, deadline=seconds)
-        worker = _meet_others(place, device, seconds, announcer.say, trace=Trace(TRACES[trace]), page=page, replicate=replicate)
+        worker = _meet_others(place, device, seconds, file, announcer.say, trace=Trace(TRACES[trace]), page=page, replicate=replicate)
         joined = _join(worker, late_after, undo, _mesh(place, mesh), policy)
         announcer.follow(joined.view)
+        records = Records(joined, Path(place.layout or place.folder or folder), name, on_nan).open
         run = assemble(
-            joined,
-            strategy,
-            seed=_seed(place, seed),
-            began=began,
-            comparison=comparison,
-            open_records=Records(joined, Path(place.layout or place.folder or folder), name, on_nan).open,
-            total_steps=total_steps,
+            joined, strategy, seed=_seed(place, seed), began=began, comparison=comparison, open_records=records, total_steps=total_steps
         )
+        _tell_unused(joined.axes.replicas, strategy)
         undo.pop_all()
     ExitHooks(run).arm()
     return run
+
+
+def _tell_unused(context: SyncContext, strategy: Strategy) -> None:
+    """Say so where a strategy goes its own ways, whatever a measured cluster says of links."""
+    if context.route_facts is not None and not context.routes:
+        context.announce(f"{context.route_facts.source} decides nothing here: {spell(strategy)} has its own way between hosts")
 
 
 def _seed(place: Place, asked: int | None) -> int | None:
@@ -147,19 +155,48 @@ def _check(deadline: float, trace: str, on_nan: str, replicate: Replicate) -> No
 
 
 def _meet_others(
-    place: Place, device: str | None, seconds: float, say: Callable[[str], None], *, trace: Trace, page: Page | None, replicate: Replicate
+    place: Place,
+    device: str | None,
+    seconds: float,
+    file: ClusterFile | None,
+    say: Callable[[str], None],
+    *,
+    trace: Trace,
+    page: Page | None,
+    replicate: Replicate,
 ) -> WorkerContext:
     """Meet the other workers, and find out where all of them are."""
     stand_in()  # before the first socket
     if place.job is not None:
         brand(place.job)
     store = connect(place, deadline=seconds)
-    cluster = hosts(store, place) if place.size > 1 else Topology((HostRanks(place.hostname, (0,), "127.0.0.1"),))
+    alone, digest = Topology((HostRanks(place.hostname, (0,), "127.0.0.1"),)), "" if file is None else file.digest
+    cluster = hosts(store, place, digest) if place.size > 1 else alone
     local = cluster.of(place.rank).ranks.index(place.rank)
     worker = WorkerContext(place, store, cluster, choose_device(device, local), seconds, say, trace, replicate=replicate, page=page)
+    worker.links = _links(worker, file)
     if isinstance(replicate, int) and place.worker is None:
         say(f"replicate={replicate} has no effect: nobody may be lost here, as `paceline run` was given no --min-workers")
     return worker
+
+
+def _file(place: Place, asked: Measured | None) -> ClusterFile | None:
+    """Return the measured cluster that the command line or the script gives."""
+    file = ClusterFile.of(asked if place.cluster is None else place.cluster)
+    if file is not None and place.worker is not None:
+        raise UsageError(f"{file.source} says how fast the links of fixed hosts are, and with --min-workers hosts change: leave one out")
+    return file
+
+
+def _links(worker: WorkerContext, file: ClusterFile | None) -> RouteFacts | None:
+    """Return what a measured cluster says of the links of this run, which has to have its hosts."""
+    if file is None:
+        return None
+    file.check(worker.cluster)
+    if worker.device.type == "cuda":
+        worker.say(f"{file.source} decides nothing here: gradients of GPUs go the ways of NCCL or Gloo")
+        return None
+    return file.facts(worker.cluster)
 
 
 def _join(worker: WorkerContext, late_after: float | None, undo: ExitStack, asked: str | None, policy: Policy | None) -> Joined:
@@ -205,6 +242,7 @@ def _context(worker_context: WorkerContext, undo: ExitStack) -> tuple[SyncContex
         survives=worker_context.place.worker is not None,
         cancel_scope=worker_context.cancel_scope,
         timings=worker_context.place.timings,
+        route_facts=worker_context.links,
     )
     return context, default
 

@@ -45,8 +45,9 @@ CODED = ("auto", "native")  # the ways that a codec can have
 class AllReduce:
     """Every replica takes the same step: p.grad is the weighted mean over the global batch when backward returns, and step is torch's own.
 
-    `via` says how it travels: "auto" (shared memory inside a host, one copy per host between hosts, NCCL between GPUs), "native" (Gloo or
-    NCCL over all ranks), or a schedule: "direct", "ring", "tree", "halving-doubling", "hierarchical". `bucket_mb`: size of a bucket in MB.
+    `via` says how it travels: "auto" (shared memory inside a host, one copy per host between hosts, NCCL between GPUs; with a measured
+    cluster what suits its links and cores, see `start`), "native" (Gloo or NCCL over all ranks), or a schedule: "direct", "ring", "tree",
+    "halving-doubling", "hierarchical", "uneven" (chunks by the links of a measured cluster). `bucket_mb`: size of a bucket in MB.
     `codec`: how gradients are written on the wire, such as `int8()` or `error_feedback(topk(0.01))`; p.grad is then what arrived, the same
     on every worker. "auto" begins exact and takes a codec where that pays (see `auto`). Inside a host sums are exact, unless all workers
     have one host, or via="native".
@@ -85,7 +86,7 @@ class AllReduce:
         coded = None
         if self._lossy and not isinstance(self.codec, str):
             coded = CompressedExchange(context, self.codec, hosts=self.via != "native")
-        return AllReduceSync(context, reducer(self.via), int(self.bucket_mb * 1e6), coded)
+        return AllReduceSync(context, reducer(self.via, coded=coded is not None), int(self.bucket_mb * 1e6), coded)
 
 
 class AllReduceSync:

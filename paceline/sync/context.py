@@ -14,6 +14,7 @@ from paceline.comm.group import Group, Traffic
 from paceline.errors import UsageError
 from paceline.server.endpoints import ServerEndpoints
 from paceline.sync.codec_cost import CodecAccount
+from paceline.sync.route_choice import RouteChoice, RouteFacts
 from paceline.timings import DEFAULTS, Timings
 from paceline.trace import Trace
 
@@ -100,6 +101,8 @@ class SyncContext:
     meters: Sequence[AxisMeter] = ()  # of the exchanges along those axes
     told: list[Callable[[str], None]] = field(default_factory=list)  # who notes what has happened, the same of all groups of a run
     pulling: float = 0.0  # seconds for parameters that were on their way when they were used, but for steps
+    route_facts: RouteFacts | None = None  # links and cores of the measured cluster that the run was given, by which ways are chosen
+    routes: list[RouteChoice] = field(default_factory=list)  # that were chosen, each once
 
     def follow(self, note: Callable[[str], None]) -> None:
         """Call `note` with the text of each `tell`, of this context or another one of the run."""
@@ -116,10 +119,21 @@ class SyncContext:
         self.leave()
         self.group, self.hosts, self.native, self.cancel_scope = group, hosts, native, cancel_scope
 
+    def choose_route(self, choice: RouteChoice) -> None:
+        """Note the way that was chosen, and say so."""
+        if choice not in self.routes:
+            self.routes.append(choice)
+            self.announce(choice.why)
+
     def leave(self) -> None:
         """Leave the groups, which have broken, but keep counts of what they sent."""
         self.closed_traffic, self.closed_waited = self.traffic, self.waited
         self.extra_groups = []
+
+    @property
+    def route(self) -> dict[str, Any] | None:
+        """The way between hosts that was chosen, as plain data; None where none was."""
+        return self.routes[0].fields() if self.routes else None
 
     @property
     def waited(self) -> float:

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from paceline.comm.collectives import ScheduleQueue
 from paceline.comm.group import Group, UncheckedAllReduce, Work
+from paceline.comm.hierarchy.group import HostsGroup
 from paceline.comm.schedule import SCHEDULES, Schedule, build
 from paceline.comm.shm.memory import fresh
 from paceline.errors import ResourceError, UsageError
 from paceline.formatting import choices
 from paceline.sync.context import SyncContext
+from paceline.sync.route_choice import by_rates, choose
 
 
 class Reducer(Protocol):
@@ -92,13 +94,38 @@ class ScheduledReducer(GroupReducer):
         return self._lane.all_reduce(flat, self._schedule, "sum", out=flat)
 
 
-def _auto(context: SyncContext) -> Reducer:
+class AcrossReducer(GroupReducer):
+    """Sums by a group of several hosts, whose leaders exchange by a schedule."""
+
+    def __init__(self, group: HostsGroup, across: Schedule, say: Callable[[str], None]) -> None:
+        super().__init__(group, say)
+        self._whole, self._across = group, across
+
+    def all_reduce(self, flat: Tensor, name: str) -> Work[Tensor]:
+        return self._whole.all_reduce_agreed(flat, out=flat, across=self._across)
+
+
+def _group(context: SyncContext) -> Reducer:
     return GroupReducer(context.group, context.announce)
+
+
+def _auto(context: SyncContext) -> Reducer:
+    """Take the way that a measured cluster suggests, or that of the group where the run was given none."""
+    if context.route_facts is None:
+        return _group(context)
+    choice = choose(context.hosts, context.route_facts)
+    context.choose_route(choice)
+    group = context.group
+    if choice.across is not None:
+        if isinstance(group, HostsGroup):
+            return AcrossReducer(group, choice.across, context.announce)
+        return ScheduledReducer(group, build("uneven", context.hosts, context.route_facts.of(context.hosts)), context.announce)
+    return GroupReducer(group.flat if choice.way == "native" and isinstance(group, HostsGroup) else group, context.announce)
 
 
 def _native(context: SyncContext) -> Reducer:
     if context.native is None or context.group.size == 1:
-        return _auto(context)
+        return _group(context)
     group = context.native()
     context.extra_groups.append(group)
     return GroupReducer(group, context.announce, owned=True)
@@ -106,7 +133,11 @@ def _native(context: SyncContext) -> Reducer:
 
 def _by(name: str) -> Callable[[SyncContext], Reducer]:
     def make(context: SyncContext) -> Reducer:
-        return ScheduledReducer(context.group, build(name, context.hosts or (0,) * context.group.size), context.announce)
+        hosts, facts = context.hosts or (0,) * context.group.size, context.route_facts
+        if name != "uneven" or facts is None or len(set(hosts)) == 1:
+            return ScheduledReducer(context.group, build(name, hosts), context.announce)
+        context.choose_route(by_rates(hosts, facts))
+        return ScheduledReducer(context.group, build(name, hosts, facts.of(hosts)), context.announce)
 
     return make
 
@@ -114,8 +145,11 @@ def _by(name: str) -> Callable[[SyncContext], Reducer]:
 WAYS: dict[str, Callable[[SyncContext], Reducer]] = {"auto": _auto, "native": _native, **{name: _by(name) for name in SCHEDULES}}
 
 
-def reducer(via: str) -> Callable[[SyncContext], Reducer]:
-    """Return the function that makes the reducer called `via`. Raises `UsageError` for an unknown name."""
+def reducer(via: str, *, coded: bool = False) -> Callable[[SyncContext], Reducer]:
+    """Return the function that makes the reducer called `via`. Raises `UsageError` for an unknown name.
+
+    `coded`: most goes through a codec, which has a way of its own, so that "auto" isn't chosen for what is left.
+    """
     if via not in WAYS:
         raise UsageError(f"via={via!r} is unknown; {choices(via, WAYS)}")
-    return WAYS[via]
+    return _group if coded and via == "auto" else WAYS[via]

@@ -27,6 +27,15 @@ def test_numbers_that_make_no_sense(wrong: str) -> None:
         picture(wrong)
 
 
+def test_speeds_of_links() -> None:
+    drawn = picture("uneven:1+1+1@4,4,1")
+    assert "+> 2" not in drawn and "-> 2" in drawn, "the slow one owns nothing"
+    with pytest.raises(UsageError, match="behind the @ go the speeds"):
+        picture("uneven:1+1@4,x")
+    with pytest.raises(UsageError, match="one above 0 for each of the 2 hosts"):
+        picture("uneven:1+1@4")
+
+
 def test_unknown_schedule() -> None:
     with pytest.raises(UsageError, match=r"rnig is not a schedule; possible: .*; did you mean ring\?"):
         picture("rnig:5")

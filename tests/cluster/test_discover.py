@@ -157,6 +157,7 @@ def test_what_a_user_sets():
             "PACELINE_MESH": "data, tensor=2",
             "PACELINE_CUT": "shard()",
             "PACELINE_SHARES": "auto",
+            "PACELINE_CLUSTER": "/x/cluster.json",
             "PACELINE_INTERFACE": "eth0",
             "PACELINE_DEADLINE": "2.5",
             "PACELINE_SERVERS": "3",
@@ -166,6 +167,7 @@ def test_what_a_user_sets():
     assert place.secret == b"0123456789abcdef"
     assert (place.run_name, place.sync, place.interface, place.deadline) == ("n", "AllReduce()", "eth0", 2.5)
     assert (place.shares, discover({}).shares) == ("auto", None)
+    assert (place.cluster, discover({"PACELINE_CLUSTER": ""}).cluster) == ("/x/cluster.json", None)
     assert (place.mesh, place.cut) == ("data, tensor=2", "shard()") and (discover({}).mesh, discover({}).cut) == (None, None)
 
 

@@ -177,13 +177,13 @@ def test_two_processes_with_one_rank(claims):
 
 
 class TestHosts:
-    def meet(self, workers: list[Place], deadline: float = 60.0) -> list[Future[Any]]:
+    def meet(self, workers: list[Place], deadline: float = 60.0, measured: Callable[[Place], str] = lambda place: "") -> list[Future[Any]]:
         done = threading.Barrier(len(workers))
 
         def body(place: Place) -> Any:
             store = stores.connect(place, deadline=deadline)
             try:
-                return stores.hosts(store, place)
+                return stores.hosts(store, place, measured(place))
             finally:
                 done.wait(60)
 
@@ -253,6 +253,16 @@ class TestHosts:
         ended = together(body, [zero, replace(one, secret=secret)])
         assert ended[0].result() > read[0]
         ended[1].result()
+
+    def test_hosts_with_different_measured_clusters_are_named_on_all(self, claims):
+        dealt = [
+            replace(place, host_rank=place.rank // 2, hosts=2, one_machine=True, hostname=f"h{place.rank // 2}") for place in places(4)
+        ]
+        for future in self.meet(dealt, measured=lambda place: ("a" * 64, "")[place.rank // 2]):
+            error = future.exception()
+            assert isinstance(error, Mismatch) and "h0: aaaaaaaaaaaa; h1: none" in str(error) and "--cluster" in str(error)
+        for future in self.meet(dealt, measured=lambda place: "a" * 64):
+            assert future.result().where() == (0, 0, 1, 1)
 
     def test_different_sizes(self, claims):
         zero, one = places(2)

@@ -87,6 +87,40 @@ def test_prices() -> None:
     assert s.seconds(s.ring(1), 100, network) == 0
 
 
+@pytest.mark.parametrize("size", range(1, 18))
+def test_uneven_chunks_are_proved(size: int) -> None:
+    for rates in ([1.0] * size, [1.0] * (size - 1) + [0.1], [float(1 + rank) for rank in range(size)]):
+        for pieces in (None, 1, 3):
+            s.check(s.uneven(rates, pieces))
+        s.check(s.build("uneven", [rank // 2 for rank in range(2 * size)], rates))
+
+
+@settings(max_examples=100)
+@given(st.lists(st.floats(1e-3, 1e3), min_size=3, max_size=12))
+def test_links_are_busy_for_the_same_time_unless_they_are_too_slow_to_own_anything(rates: list[float]) -> None:
+    parts = s.fractions(rates)
+    assert math.isclose(sum(parts), 1, abs_tol=1e-9) and min(parts) >= 0
+    busy = [(1 + (len(rates) - 2) * part) / rate for part, rate in zip(parts, rates, strict=True)]
+    owning = [each for each, part in zip(busy, parts, strict=True) if part > 0]
+    assert max(owning) - min(owning) < 1e-6 * max(owning)
+    assert all(each >= min(owning) * (1 - 1e-9) for each, part in zip(busy, parts, strict=True) if part == 0)
+
+
+def test_a_slow_link_has_less_to_carry() -> None:
+    rates = [1e8, 1e8, 1e8, 1e7]
+    network = ScheduleNetwork(range(4), LinkSpeed(0, 1e10), LinkSpeed(0, 1e8), [LinkSpeed(0, rate) for rate in rates])
+    priced = {schedule.name: s.seconds(schedule, 10**7, network) for schedule in (s.uneven(rates), s.ring(4), s.owners(4))}
+    assert math.isclose(priced["ring"], 1.5) and math.isclose(priced["owners"], 1.5)
+    assert math.isclose(priced["uneven"], 1 + 1 / s.PIECES)  # 10 MB at 10 MB/s, and a piece more for the way back
+    sent = [
+        sum(1e7 * schedule.chunks[m.chunk] for moves in schedule.rounds for m in moves if m.src == 3)
+        for schedule in (s.uneven(rates), s.ring(4))
+    ]
+    assert math.isclose(sent[0], 1e7) and math.isclose(sent[1], 1.5e7)
+    with pytest.raises(UsageError, match="one above 0 for each of the 4 hosts"):
+        s.build("uneven", [0, 1, 2, 3], [1.0, 1.0])
+
+
 def test_the_picture() -> None:
     assert s.draw(s.ring(3)).splitlines()[3:] == [
         "       | round 0 | round 1 | round 2 | round 3",

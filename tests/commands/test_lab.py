@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from paceline.cluster import topology_file
 from paceline.commands import lab
 from paceline.errors import UsageError
 from paceline.lab import terminal
 from paceline.lab.running import LabRequest
+from tests.harness.clusters import measured
 
 
 @pytest.fixture
@@ -41,6 +43,15 @@ def test_options_stand_before_and_after_the_cluster(words: Sequence[str], asked:
     (cluster, placement, start) = asked[0]
     assert (cluster, placement, start.script, start.args) == ("two-hosts", "block", "train.py", ("--sync", "x"))
     assert (list(start.faults), start.sync, start.show) == (["kill(rank=0)"], None, True)
+
+
+def test_a_measured_cluster_reaches_all_hosts(tmp_path: Path, asked: list[tuple[str, str | None, LabRequest]]) -> None:
+    topology_file.write(tmp_path / "cluster.json", measured({"host0": 1e8, "host1": 1e8}))
+    words = ["run", "two-hosts", "--cluster", str(tmp_path / "cluster.json"), "train.py"]
+    assert CliRunner().invoke(lab.app, words).exit_code == 3
+    assert asked[0][2].environ == {"PACELINE_CLUSTER": str(tmp_path / "cluster.json")}
+    refused = CliRunner().invoke(lab.app, [*words[:-1], "--min-workers", "1", "train.py"])
+    assert isinstance(refused.exception, UsageError) and "--min-workers hosts change" in str(refused.exception)
 
 
 def test_what_is_measured_is_checked_before_anything_is_built(tmp_path: Path) -> None:

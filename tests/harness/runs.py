@@ -40,6 +40,7 @@ from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
 from paceline.sync.context import StepState, SyncContext
+from paceline.sync.route_choice import RouteFacts
 from paceline.trace import Trace
 
 T = TypeVar("T")
@@ -57,6 +58,7 @@ def make(
     mesh: str | None = None,
     start: JobStart | None = None,
     quota: ProcessorQuota | None = None,
+    links: RouteFacts | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Run:
     """A run over `group`, as `start` would make it; all on one host, or on the `hosts` of the ranks."""
@@ -69,7 +71,8 @@ def make(
     step_state = StepState(scale=1.0 / group.size)
     agreement = Agreement(group, step=lambda: step_state.step, hosts=cluster.names())
     servers = serving(agreement, len(dealt))
-    context = SyncContext(group, agreement, step_state, Trace(), cluster.where(), say, None, servers=servers, table_servers=servers)
+    started = {"servers": servers, "table_servers": servers}
+    context = SyncContext(group, agreement, step_state, Trace(), cluster.where(), say, None, **started, route_facts=links)
 
     def open_records(history: RunHistory, adds: bool) -> tuple[RunFolder, MetricsLog]:
         again = start is not None and start.folder is not None
@@ -124,6 +127,7 @@ def workers(
     mesh: str | None = None,
     start: JobStart | None = None,
     quotas: Callable[[int], ProcessorQuota | None] = lambda rank: None,
+    links: RouteFacts | None = None,
 ) -> list[T]:
     """What `body(run)` gives on each of `size` workers; runs are kept in `folder` if there is one, and `start` again."""
     with tempfile.TemporaryDirectory() as temporary:
@@ -132,6 +136,7 @@ def workers(
             say = said.append if said is not None and group.rank == 0 else _nothing
             among, where = group if size > 1 else SoloGroup(), str(folder or temporary)
             options: dict[str, Any] = {"hosts": hosts, "comparison": comparison, "mesh": mesh, "start": start, "quota": quotas(group.rank)}
+            options["links"] = links
             if options["quota"] is not None:
                 options["clock"] = itertools.count(0.0, 10.0).__next__  # all meet after each step
             with make(among, strategy or AllReduce(), where, say, on_nan, **options) as run:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.cluster import mesh
+from paceline.cluster import mesh, topology_file
 from paceline.cluster.launcher import hints
 from paceline.cluster.topology import HostRanks, Topology
 from paceline.errors import UsageError
@@ -24,8 +24,8 @@ class LaunchRequest:
     """The request of one `paceline run`. `workers` are those of this host; `deadline` is how long hosts wait for each other (seconds).
 
     `join` is HOST:PORT, the same on all hosts; `threads` is the number of threads of each worker (None: cores / workers, or
-    OMP_NUM_THREADS where it is set); `sync`, `mesh`, `cut`, `shares`, `name`, `straggler` and `servers` reach `start()` as PACELINE_SYNC
-    and so on.
+    OMP_NUM_THREADS where it is set); `sync`, `mesh`, `cut`, `shares`, `name`, `straggler`, `cluster` and `servers` reach `start()` as
+    PACELINE_SYNC and so on.
     `placement` says how ranks are dealt to hosts (see `deal`). With `min_workers` the job goes on when workers die, as long as there are
     so many; up to `restarts` of them are started again on this host. With fewer it saves, and waits so many seconds (`patience`) for
     others to come. Without `min_workers` the whole job starts again, up to `restarts` times, and waits so long for another host in the
@@ -55,6 +55,7 @@ class LaunchRequest:
     cut: str | None = None
     straggler: str | None = None
     shares: str | None = None
+    cluster: str | Path | None = None
     bare: bool = False
     call: tuple[int, int] | None = None
 
@@ -77,6 +78,8 @@ def check(job: LaunchRequest) -> None:
         raise UsageError(f"--straggler is {job.straggler}; {choices(job.straggler, STRAGGLERS)}")
     if job.straggler == "evict" and job.min_workers is None:
         raise UsageError("--straggler evict has slow workers leave, so say how many workers the job needs: --min-workers N")
+    if job.cluster is not None:
+        check_cluster(job.cluster, job.min_workers)
     if job.host_rank is not None and not 0 <= job.host_rank < job.hosts:
         raise UsageError(f"--host-rank is {job.host_rank}, and has to be 0 to {job.hosts - 1} (--hosts {job.hosts})")
     if job.hosts > 1 and job.join is None:
@@ -95,6 +98,15 @@ def check(job: LaunchRequest) -> None:
     _check_restarts(job)
     if job.hosts == 1 and job.join is not None and job.min_workers is None:
         raise UsageError(f"--join {job.join} needs --hosts N: how many hosts are to meet there (with --min-workers 1 will do)")
+
+
+def check_cluster(cluster: str | Path, min_workers: int | None) -> None:
+    """Raise `UsageError` for a measured cluster that can't be read, or whose hosts would change."""
+    topology_file.read(Path(cluster))
+    if min_workers is not None:
+        raise UsageError(
+            f"--cluster {cluster} says how fast the links of fixed hosts are, and with --min-workers hosts change: leave one out"
+        )
 
 
 def _check_script(job: LaunchRequest) -> None:

@@ -22,13 +22,15 @@ import torch
 from torch import Tensor
 
 from paceline.comm import fingerprint, reduction
-from paceline.comm.collectives import UncheckedExchange
+from paceline.comm.collectives import TAG, UncheckedExchange, all_reduce_agreed
 from paceline.comm.group import Group, Op, Traffic, UncheckedAllReduce, UncheckedReduceScatter, Work
 from paceline.comm.hierarchy.executor import Flow, StagedExecutor, StagedJob, Steps
+from paceline.comm.schedule import Schedule
 from paceline.comm.shm.memory import fresh
 from paceline.errors import PacelineError, UsageError, ViewChanged
 from paceline.trace import Trace
 
+CROSSINGS = 1 << 12  # exchanges by a schedule that may be under way at a time
 NARROW, WIDE = 128 << 10, 512 << 10  # elements that go through the stages together: at both ends, and between
 
 
@@ -86,6 +88,7 @@ class HostsGroup:
         if len(self.hosts) != self.size:
             raise UsageError(f"hosts has {len(self.hosts)} entries for {self.size} ranks; give the host of each rank")
         self.trace, self.deadline = Trace(0) if trace is None else trace, deadline
+        self._crossings = 0  # exchanges by a schedule so far, as far as their tags tell
         self._deadline = 2 * deadline  # a backstop: the groups beneath find out who is missing
         self._hands = inner.sub(range(inner.size)) if inner.size > 1 else None  # in which sums are handed out
         self._line = StagedExecutor("hosts", 2, self._spread)
@@ -120,8 +123,8 @@ class HostsGroup:
             fingerprint.compare([(text, flaw) for text, flaw in self.flat.gather_objects([str(call), call.flaw], name="all_reduce")])
         return self.all_reduce_agreed(x, op=op, out=out)
 
-    def all_reduce_agreed(self, x: Tensor, *, op: Op = "sum", out: Tensor | None = None) -> Work[Tensor]:
-        """Reduce as `all_reduce` does what all ranks are known to agree on."""
+    def all_reduce_agreed(self, x: Tensor, *, op: Op = "sum", out: Tensor | None = None, across: Schedule | None = None) -> Work[Tensor]:
+        """Reduce as `all_reduce` does what all ranks are known to agree on. `across`: the schedule between hosts, the same on all ranks."""
         reduction.admit(op, x.dtype)
         x = x.detach()
         target = fresh(x.shape, x.dtype) if out is None else out.detach()
@@ -134,7 +137,7 @@ class HostsGroup:
             if reduction.crossing(source, flat):
                 source = source.clone()
             for start, stop in cut(flat.numel()):
-                yield Flow(self._chunk(source[start:stop], flat[start:stop], held, op, added), stop - start)
+                yield Flow(self._chunk(source[start:stop], flat[start:stop], (held, op, added), across), stop - start)
 
         def conclude() -> Tensor:
             if not straight:
@@ -144,11 +147,12 @@ class HostsGroup:
         what = f"all_reduce of {x.numel()} elements over {len(set(self.hosts))} hosts"
         return self._line.start(StagedJob(flows, conclude, what, self._deadline))
 
-    def _chunk(self, mine: Tensor, end: Tensor, held: torch.dtype, op: Op, added: Op) -> Steps:
+    def _chunk(self, mine: Tensor, end: Tensor, how: tuple[torch.dtype, Op, Op], across: Schedule | None) -> Steps:
         """Take a chunk from `mine` to `end` through the stages; halves are added, and travel, in float32."""
+        held, op, added = how
         room = end if held == end.dtype else torch.empty(end.numel(), dtype=held)
         self._gather(mine, room, added)
-        begun, crossing = time.perf_counter_ns(), self._cross(room, added)
+        begun, crossing = time.perf_counter_ns(), self._cross(room, added, across)
         yield crossing
         if crossing is not None:
             self.trace.record("all-reduce", "between", begun, time.perf_counter_ns())
@@ -167,10 +171,14 @@ class HostsGroup:
             with self.trace.span("sum", "within"):
                 self.inner.all_reduce(mine, op=op, out=room).wait()
 
-    def _cross(self, chunk: Tensor, op: Op) -> Work[Tensor] | None:
+    def _cross(self, chunk: Tensor, op: Op, across: Schedule | None) -> Work[Tensor] | None:
         """Start the leaders' exchange of a chunk."""
         if self.outer is None:
             return None
+        if across is not None:  # several are under way: each has tags of its own
+            self._crossings = (self._crossings + 1) % CROSSINGS
+            tag = TAG + self._crossings * len(across.rounds)
+            return all_reduce_agreed(self.outer, chunk, across, op, out=chunk, tag=tag)
         if isinstance(self.outer, UncheckedAllReduce):
             return self.outer.all_reduce_agreed(chunk, op=op, out=chunk)
         return self.outer.all_reduce(chunk, op=op, out=chunk)

@@ -17,6 +17,7 @@ from paceline.state.snapshot import Snapshot, pack
 from paceline.state.versioned import Randomness
 from paceline.sync.abilities import Abilities
 from paceline.sync.base import Sync
+from paceline.sync.route_choice import alike, describe
 
 OWN: Final = frozenset({"randomness", "sync", "optimizers"})  # what each worker has for itself
 
@@ -67,7 +68,8 @@ class WorkerState:
     """State of one worker: its random generators, its strategy's own state, and its optimizers where they differ between workers.
 
     `layout`: how models are cut between workers, which says whose states are alike; `say` is told what can't be loaded into another one.
-    `log`: what was logged of steps that aren't written yet, where another start of the job may go on with it.
+    `log`: what was logged of steps that aren't written yet, where another start of the job may go on with it. `route`: the way between
+    hosts that a measured cluster has decided: sums that went another way may differ in their last bits.
     """
 
     randomness: Randomness
@@ -77,6 +79,7 @@ class WorkerState:
     layout: StateLayout
     say: Callable[[str], None]
     log: MetricsLog | None = None
+    route: dict[str, Any] | None = None
 
     def snapshot(self) -> Snapshot:
         """Pack this state; the tensors in it are the live ones, not copies."""
@@ -86,6 +89,8 @@ class WorkerState:
             mine["layout"] = self.layout.fingerprint()
         if self.log is not None:
             mine["log"] = self.log.state_dict()
+        if self.route is not None:
+            mine["route"] = self.route
         return pack(mine, copy=False)
 
     def load(self, rank: int, found: Mapping[int, Snapshot]) -> None:
@@ -98,13 +103,14 @@ class WorkerState:
                     f"what worker {other} had for itself lacks {', '.join(sorted(hints))}: another version of paceline has saved it; "
                     f"resume with that one, or remove this checkpoint"
                 )
+        self._compare_route(next(iter(states.values()), {}).get("route"))
         layout = self.layout.fingerprint() if self.layout.is_cut else ""
-        alike = all(state.get("layout", "") == layout for state in states.values())
+        same = all(state.get("layout", "") == layout for state in states.values())
         if rank in states:
             self.randomness.load_state_dict(states[rank]["randomness"])
             if self.log is not None:
                 self.log.load_state_dict(states[rank].get("log", {}))
-        if not alike:
+        if not same:
             if any(state["sync"] or state["optimizers"] for state in states.values()):
                 self.say(
                     "models were cut in another way when this was saved: what the strategy kept beside them (such as residuals) begins anew"
@@ -115,3 +121,11 @@ class WorkerState:
                 optimizer.load_state_dict(state)
         replicas = self.layout.replicas(rank) if self.layout.is_cut else sorted(states)
         self.sync.load_state_dicts([states[other]["sync"] for other in replicas if other in states])
+
+    def _compare_route(self, saved: dict[str, Any] | None) -> None:
+        """Say so if exchanges between hosts went another way when this was saved."""
+        if not alike(saved, self.route):
+            self.say(
+                f"exchanges between hosts went {describe(saved)} when this was saved, and go {describe(self.route)} now: "
+                "sums may differ in their last bits; give both the same --cluster"
+            )

@@ -186,6 +186,8 @@ class RunSummary:
     memory: list[dict[str, Any]] = field(default_factory=list)  # what each rank held (`paceline.session.record.memory`)
     log_began: float = 0.0  # when times in metrics.jsonl are 0, in the seconds of events: what joining took
     untold: list[str] = field(default_factory=list)  # causes of lateness that could not be told on some worker
+    # the way between hosts that a measured cluster has decided (`paceline.sync.route_choice.RouteChoice`)
+    route: dict[str, Any] | None = None
     links: list[dict[str, Any]] = field(default_factory=list)  # that became slow (`paceline.session.probe.link_watch`)
     pipelines: list[dict[str, Any]] = field(default_factory=list)  # of each (`paceline.session.record.pipeline_profile`)
     settings: dict[str, Any] = field(default_factory=dict)  # what was asked for (`paceline.session.record.outcome.settings`)

@@ -129,6 +129,7 @@ def _write(outcome: RunOutcome, axes: RunAxes, folder: RunFolder, log: MetricsLo
         log_began=log.opened - outcome.began,
         untold=found.untold,
         pipelines=[profile.fields() for profile in found.pipelines],
+        route=axes.replicas.route,
         links=outcome.links,
         settings=outcome.settings,
         results=outcome.results,

@@ -33,8 +33,8 @@ class LocalSGDSync:
     def __init__(self, context: SyncContext, options: RoundOptions) -> None:
         self._context, self._options = context, options
         self._every = options.every.first if isinstance(options.every, adaptive) else options.every
-        self._reducer = reducer("auto")(context)
         self._coded = None if isinstance(lift(options.codec), plain) else CompressedExchange(context, options.codec, hosts=True)
+        self._reducer = reducer("auto", coded=self._coded is not None)(context)
         self._warm = AllReduce().begin(context) if options.after else None
         self._slots: list[Slot] = []
         self._grads: dict[int, Tensor] = {}
@@ -310,7 +310,7 @@ class LocalSGDSync:
     def regroup(self, context: SyncContext, layout: Any = None) -> None:
         """Keep the values that all last agreed on, and send anew what has not arrived everywhere."""
         layout = self.join_info() if layout is None else layout
-        self._context, self._reducer = context, reducer("auto")(context)
+        self._context, self._reducer = context, reducer("auto", coded=self._coded is not None)(context)
         self._steps, self._every = layout["steps"], layout["every"]
         if self._coded is not None:
             self._coded.regroup()

@@ -1,0 +1,116 @@
+"""All-reduce over hosts of which one has a slow link: chunks by the rates of links, against even ones (Gloo's ring, our ring and owners).
+
+All ways sum the same buckets, different on each rank, in turn within the same processes, and every result is compared with the sum. The
+cluster is measured first, as `paceline probe` does, and the run is given the file, by which `via="auto"` chooses.
+
+    python benchmarks/uneven_links.py [--cluster benchmarks/clusters/one-slow-link.toml] [--megabytes 8] [--buckets 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from harness import Row, arguments, interleave, ratio, report
+
+LEAST = 1.2  # times as fast as with the better of even chunks; priced at 1.33, as a link has a piece more to carry than it could
+EVEN = ("native", "ring", "owners")
+
+
+def serve(options: argparse.Namespace) -> None:
+    """A worker of the lab: sum by each way in turn, and leave the samples in the folder."""
+    import torch
+    import torch.distributed as dist
+
+    import paceline as pl
+    from paceline.comm.agreement import Agreement
+    from paceline.session.probe.cluster_file import ClusterFile
+    from paceline.sync.context import SyncContext
+    from paceline.sync.routes import reducer
+
+    torch.set_num_threads(1)
+    with pl.start(folder=str(options.serve), name="run", trace="off") as run:
+        agreement = Agreement(run.group)
+        file = ClusterFile.of(options.measured)
+        assert file is not None
+        said: list[str] = []
+        where = run.cluster.where()
+        context = SyncContext(run.group, agreement, hosts=where, announce=said.append, route_facts=file.facts(run.cluster))
+        ways = {"uneven": reducer("auto")(context), "native": reducer("native")(context)}
+        ways |= {name: reducer(name)(context) for name in ("ring", "owners")}
+        numel = int(options.megabytes * 1e6) // 4
+        parts = [torch.randint(-1000, 1000, (numel,), generator=torch.Generator().manual_seed(r)).float() for r in range(run.size)]
+        total = torch.stack(parts).sum(0)
+
+        def turn(name: str) -> float:
+            flats = [parts[run.rank].clone() for _ in range(options.buckets)]
+            run.barrier()
+            began = time.perf_counter()
+            works = [ways[name].all_reduce(flat, f"bucket {number}") for number, flat in enumerate(flats)]
+            for work in works:
+                if not torch.equal(work.wait(), total):
+                    raise RuntimeError(f"{name} gave a wrong sum on rank {run.rank}")
+            taken = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+            return float(run.group.all_reduce(taken, op="max").wait()[0])
+
+        samples = interleave({name: partial(turn, name) for name in ways}, options.rounds)
+        if run.is_first:
+            (options.serve / "found.json").write_text(json.dumps({"samples": samples, "said": said}))
+        dist.barrier()
+
+
+def probe(cluster: Any, file: Path) -> None:
+    """Measure a cluster of the lab as `paceline probe` does, and leave the file."""
+    from paceline.commands.lab import PROBE
+
+    words = (str(PROBE), "--dtypes", "float32", "--out", str(file), "--folder", str(file.parent))
+    probed = cluster.run(*words, environ={"OMP_NUM_THREADS": "1"}, deadline=300)
+    if probed.code != 0:
+        raise SystemExit(probed.output)
+    print(probed.output)
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "", "uneven_links", rounds=9)
+    parser.add_argument("--cluster", type=Path, default=Path(__file__).parent / "clusters" / "one-slow-link.toml")
+    parser.add_argument("--megabytes", type=float, default=8.0, help="of a bucket (default %(default)s)")
+    parser.add_argument("--buckets", type=int, default=2, help="that are under way at once (default %(default)s)")
+    parser.add_argument("--measured", type=Path, help="a file of this cluster; default: it is measured first")
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve is not None:
+        serve(options)
+        return
+    from paceline import lab
+
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["--serve", folder, "--rounds", str(options.rounds), "--buckets", str(options.buckets)]
+        file = options.measured or Path(folder) / "cluster.json"
+        words += ["--megabytes", str(options.megabytes), "--measured", str(file.absolute())]
+        with lab.cluster(description=str(options.cluster)) as cluster:
+            if options.measured is None:
+                probe(cluster, file)
+            outcome = cluster.run(__file__, *words, sync="AllReduce(via='native')", environ={"OMP_NUM_THREADS": "1"}, deadline=900)
+        if outcome.code != 0:
+            raise SystemExit(outcome.output)
+        found: dict[str, Any] = json.loads((Path(folder) / "found.json").read_text())
+    print("\n".join(found["said"]))
+    samples = found["samples"]
+    medians = {name: statistics.median(taken) for name, taken in samples.items()}
+    best = min(EVEN, key=medians.__getitem__)
+    what = f"{options.buckets} x {options.megabytes:g} MB, {options.cluster.stem}"
+    rows = [Row(what, medians, f"{best} / uneven", ratio(samples[best], samples["uneven"]), least=LEAST)]
+    rows += [Row(what, {}, f"{name} / uneven", ratio(samples[name], samples["uneven"])) for name in EVEN if name != best]
+    if not report("uneven_links", rows, options, found) and options.check:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
