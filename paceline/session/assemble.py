@@ -66,6 +66,7 @@ from paceline.session.replicas.step_count import StepCount
 from paceline.session.run import Run, RunParts
 from paceline.state.versioned import Randomness
 from paceline.sync.base import Strategy
+from paceline.sync.context import SyncContext
 
 OpenRecords = Callable[[RunHistory, bool], tuple[RunFolder, MetricsLog]]
 
@@ -104,6 +105,12 @@ def assemble(
     return _Assembly(joined, strategy, seed=seed, began=began, comparison=comparison, open_records=open_records).run(total_steps)
 
 
+def _tell_unused(context: SyncContext, strategy: Strategy) -> None:
+    """Say so where a strategy goes its own ways, whatever a measured cluster says of links."""
+    if context.route_facts is not None and not context.routes:
+        context.announce(f"{context.route_facts.source} decides nothing here: {spell(strategy)} has its own way between hosts")
+
+
 class _Assembly:
     """The parts of a run in the order in which they are built."""
 
@@ -117,6 +124,7 @@ class _Assembly:
         if axes.replicas is not context:
             Subgroups(axes.replicas, lambda: axes.hosts_of(axes.replicas))
         self.sync = strategy.begin(axes.replicas)
+        _tell_unused(axes.replicas, strategy)
         self.abilities = resolve(self.sync)
         self.loop = TrainingLoop(self.sync, context, self.abilities, worker.page)
         arguments = f"seed={seed}, sync={spell(strategy)}, {comparison}, replicate={worker.replicate!r}"

@@ -26,7 +26,6 @@ from paceline.comm.axes import Sender
 from paceline.comm.native.default_group import DefaultProcessGroup
 from paceline.errors import UsageError
 from paceline.fault.replicate import Replicate, check
-from paceline.formatting import spell
 from paceline.notation import strategy as read
 from paceline.session.assemble import Joined, assemble
 from paceline.session.axes import RunAxes
@@ -100,7 +99,7 @@ def start(
     _check(deadline, trace, on_nan, replicate)
     began, comparison, place = time.time(), Comparison(compare, differing), discover()
     strategy, policy = _asked(place, sync, straggler)
-    file = _file(place, cluster)
+    file = ClusterFile.of(cluster if place.cluster is None else place.cluster, survives=place.worker is not None)
     seconds = deadline if place.deadline is None else place.deadline
     check_lateness(late_after, seconds, timings=place.timings.hangs)
     events.joined(place)
@@ -114,16 +113,9 @@ def start(
         run = assemble(
             joined, strategy, seed=_seed(place, seed), began=began, comparison=comparison, open_records=records, total_steps=total_steps
         )
-        _tell_unused(joined.axes.replicas, strategy)
         undo.pop_all()
     ExitHooks(run).arm()
     return run
-
-
-def _tell_unused(context: SyncContext, strategy: Strategy) -> None:
-    """Say so where a strategy goes its own ways, whatever a measured cluster says of links."""
-    if context.route_facts is not None and not context.routes:
-        context.announce(f"{context.route_facts.source} decides nothing here: {spell(strategy)} has its own way between hosts")
 
 
 def _seed(place: Place, asked: int | None) -> int | None:
@@ -178,14 +170,6 @@ def _meet_others(
     if isinstance(replicate, int) and place.worker is None:
         say(f"replicate={replicate} has no effect: nobody may be lost here, as `paceline run` was given no --min-workers")
     return worker
-
-
-def _file(place: Place, asked: Measured | None) -> ClusterFile | None:
-    """Return the measured cluster that the command line or the script gives."""
-    file = ClusterFile.of(asked if place.cluster is None else place.cluster)
-    if file is not None and place.worker is not None:
-        raise UsageError(f"{file.source} says how fast the links of fixed hosts are, and with --min-workers hosts change: leave one out")
-    return file
 
 
 def _links(worker: WorkerContext, file: ClusterFile | None) -> RouteFacts | None:

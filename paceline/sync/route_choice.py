@@ -87,8 +87,8 @@ def describe(fields: dict[str, Any] | None) -> str:
 
 def alike(one: dict[str, Any] | None, other: dict[str, Any] | None) -> bool:
     """Whether the `fields` of two choices (None: nothing was chosen) mean the same sums, to the last bit."""
-    one, other = (("auto", []) if each is None else (each["way"], list(each["parts"])) for each in (one, other))
-    return one == other
+    ways = [("auto", []) if each is None else (each["way"], list(each["parts"])) for each in (one, other)]
+    return ways[0] == ways[1]
 
 
 def _gain(rates: Sequence[float], latency: float) -> float:

@@ -444,5 +444,5 @@ def _shared_variables(job: LaunchRequest, environ: Mapping[str, str], table: tup
         kept.setdefault("NCCL_SOCKET_IFNAME", carrier)
     given = {"SYNC": job.sync, "MESH": job.mesh, "CUT": job.cut, "SHARES": job.shares, "NAME": job.name, "SERVERS": job.servers}
     given["STRAGGLER"] = job.straggler
-    given["CLUSTER"] = None if job.cluster is None else Path(job.cluster).absolute()
+    given["CLUSTER"] = None if job.cluster is None else str(Path(job.cluster).absolute())
     return kept | {f"PACELINE_{name}": str(value) for name, value in given.items() if value is not None}

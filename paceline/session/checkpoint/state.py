@@ -103,7 +103,7 @@ class WorkerState:
                     f"what worker {other} had for itself lacks {', '.join(sorted(hints))}: another version of paceline has saved it; "
                     f"resume with that one, or remove this checkpoint"
                 )
-        self._compare_route(next(iter(states.values()), {}).get("route"))
+        self._compare_route(next((state.get("route") for state in states.values()), None))
         layout = self.layout.fingerprint() if self.layout.is_cut else ""
         same = all(state.get("layout", "") == layout for state in states.values())
         if rank in states:

@@ -31,10 +31,15 @@ class ClusterFile:
     source: str
 
     @classmethod
-    def of(cls, asked: Measured | None) -> ClusterFile | None:
-        """Read what a script or the command line asks for. Raises `UsageError` for what isn't a measured cluster."""
+    def of(cls, asked: Measured | None, *, survives: bool = False) -> ClusterFile | None:
+        """Read what a script or the command line asks for.
+
+        Raises `UsageError` for what isn't a measured cluster, and for any in a run that `survives` losses.
+        """
         if asked is None:
             return None
+        if survives:
+            raise UsageError("cluster=... says how fast the links of fixed hosts are, and with --min-workers hosts change: leave one out")
         if isinstance(asked, Topology):
             return cls(asked, "the measured cluster")
         if not isinstance(asked, str | os.PathLike):

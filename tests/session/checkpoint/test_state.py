@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paceline.codec.dense import int8
 from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
@@ -45,11 +46,19 @@ def test_the_way_is_in_the_summary_and_weights_are_those_of_one_worker(tmp_path:
     if strategy == AllReduce():
         assert distance(found[0], alone(training)) < 1e-12
     route = json.loads((tmp_path / "test" / "summary.json").read_text())["route"]
-    assert route["way"] == "uneven" and route["parts"] == [0.5, 0.5, 0.0] and said.count(route["why"]) == 1
+    assert route["way"] == "uneven" and route["parts"] == pytest.approx([0.5, 0.5, 0.0]) and said.count(route["why"]) == 1
 
 
 def test_without_a_measured_cluster_there_is_no_way_to_tell_of(tmp_path: Path) -> None:
     workers(3, training, hosts=HOSTS, folder=tmp_path)
+    assert json.loads((tmp_path / "test" / "summary.json").read_text())["route"] is None
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(via="ring"), AllReduce(codec=int8()), LocalSGD(every=2, codec=int8())])
+def test_a_strategy_with_its_own_way_is_told_of(tmp_path: Path, strategy: Strategy) -> None:
+    said: list[str] = []
+    workers(3, training, hosts=HOSTS, links=UNEVEN, said=said, folder=tmp_path, strategy=strategy)
+    assert said.count(f"cluster.json decides nothing here: {strategy!r} has its own way between hosts") == 1
     assert json.loads((tmp_path / "test" / "summary.json").read_text())["route"] is None
 
 
