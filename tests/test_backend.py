@@ -16,6 +16,8 @@ def test_libraries_give_what_they_give_on_gloo(job: Jobs) -> None:
     ended = job.program(LIBRARIES, 3, args=("gloo", "paceline")).end()
     assert ended.code == 0, ended.err
     check_alike(ended.out)
+    for backend, moved in (("gloo", {False}), ("paceline", {True})):
+        assert ended.out.count(f"{backend}: gradients are in memory of all ranks: {moved}") == 3
 
 
 UNTOUCHED = """

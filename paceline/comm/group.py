@@ -185,6 +185,18 @@ class WritesResults(Protocol):
         ...
 
 
+@runtime_checkable
+class MovesMemory(Protocol):
+    """A group that reduces in place fastest where it may move the memory of tensors, which keep their storage."""
+
+    def all_reduce_moving(self, x: Tensor, *, op: Op = "sum", may_move: bool) -> Work[Tensor]:
+        """Reduce `x` in place as `Group.all_reduce` does; all ranks call this one, or all of them that.
+
+        Its memory may move where `may_move` is true on all ranks: nobody else has its address.
+        """
+        ...
+
+
 def gather_into(group: Group, x: Tensor, outs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
     """Gather every rank's `x` into `outs`, as `WritesResults` has it, if the group can write there; else the result lies elsewhere."""
     return group.all_gather_into(x, outs, name=name) if isinstance(group, WritesResults) else group.all_gather(x, name=name)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.backend.issue import Issuer, Members
+from paceline.comm.backend.recurring import RecurringMemory
 from paceline.comm.backend.work import BackendWork, Completer, JoinedWork
 from paceline.comm.group import Finished, Group, Work
 from paceline.errors import UsageError
@@ -39,6 +40,7 @@ class BackendBase(ProcessGroup):
         self._issuer = Issuer(meet, self._ranks)
         self._completer = Completer(self._issuer.crowded)
         self._message_completer = Completer()  # apart, as what is sent may depend on anything
+        self._recurring = RecurringMemory()
         self._sequence = 0
         self._coalesced: list[BackendWork] | None = None
         self._named = self._described = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.backend.base import BackendBase, one, root_of
+from paceline.comm.backend.recurring import LEAST
 from paceline.comm.backend.work import BackendWork, CompositeWork, GlooResult
-from paceline.comm.group import Group, Op, Work, WritesResults
+from paceline.comm.group import Group, MovesMemory, Op, Work, WritesResults
 from paceline.errors import UsageError
 
 REDUCTIONS: dict[Any, Op] = {
@@ -36,7 +38,17 @@ class ReducingBackend(BackendBase):
         x = one(tensors, "all_reduce")
         if x.is_sparse:
             return self._follow(GlooResult(self._pairs.allreduce([x], opts), [x]), None, opts, [x])
-        return self._all_reduce([x], opts, [x])
+        op = reduction(opts)
+        if callable(op) or x.numel() * x.element_size() < LEAST:
+            return self._all_reduce([x], opts, [x])
+        may_move, values = self._recurring.may_move(x, sys._getframe(1)), real(x)
+
+        def call(group: Group) -> Work[Any]:
+            if isinstance(group, MovesMemory):
+                return group.all_reduce_moving(values, op=op, may_move=may_move)
+            return group.all_reduce(values, op=op, out=values)
+
+        return self._begin(call, None, opts, [x])
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:
         """Reduce several tensors, in place."""

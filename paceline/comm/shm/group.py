@@ -36,6 +36,7 @@ from paceline.comm.reduction import crossing
 from paceline.comm.shm import reductions
 from paceline.comm.shm.memory import PAGE, fresh
 from paceline.comm.shm.messages import ALL, Landing, WindowMessage, deliver, flat, plain
+from paceline.comm.shm.moving import MovedMemory
 from paceline.comm.shm.queue import WorkQueue
 from paceline.comm.shm.registered import MemoryRegistry, RegisteredMemory
 from paceline.comm.shm.segment import SMALL, ControlSegment, Steps
@@ -59,6 +60,7 @@ class SharedGroup:
         self._queue = WorkQueue(segment, relatives if relatives is not None else [])
         self._borrowed = registered is not None
         self._registered = MemoryRegistry() if registered is None else registered
+        self._moved = MovedMemory()
 
     @classmethod
     def from_store(
@@ -124,6 +126,25 @@ class SharedGroup:
             plan = plans[key] = reductions.plan(x.detach().view(-1), place, self.rank)
         yield from reductions.all_reduce_registered(self.segment, x, plan, op)
         return out
+
+    def all_reduce_moving(self, x: Tensor, *, op: Op = "sum", may_move: bool) -> Work[Tensor]:
+        """Reduce in place. The memory of `x` is moved to where all ranks reach it, if all of them allow that: see `moving.movable`."""
+        call = _here(reducing("all_reduce", x, op, None, x), x)
+        self.traffic.within += 2 * x.numel() * x.element_size() * (self.size - 1) // self.size
+        return self._queue.start(call, self._reduce_moving(x, op, call, may_move))
+
+    def _reduce_moving(self, x: Tensor, op: Op, call: CallFingerprint, may_move: bool) -> Steps:
+        moved = None if call.flaw or not plain(x) else self._moved.find(x)
+        lies = None if moved is None else [moved.place.number, x.data_ptr() - moved.place.start]
+        sides = yield from self.segment.meet(call, [lies, may_move and moved is None and self.segment.folder is None])
+        if all(allows for _, allows in sides):
+            moved = yield from self._moved.move(self.segment, x, call)
+        elif any(other != lies for other, _ in sides):
+            moved = None
+        if moved is None:
+            return (yield from self._reduce(x, x, op, call))
+        yield from reductions.all_reduce_registered(self.segment, x, moved.plan(x, self.rank), op)
+        return x
 
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
         return self._reduce_scatter(x, op, _here(reducing("reduce_scatter", x, op, name), x), None)
@@ -305,6 +326,7 @@ class SharedGroup:
 
     def _cancel(self) -> None:
         self._queue.cancel()
+        self._moved.clear()
         if not self._borrowed:
             self._registered.clear()
 

@@ -23,6 +23,7 @@ from paceline.errors import ResourceError
 SHM = "/dev/shm"
 POPULATE = 23  # MADV_POPULATE_WRITE
 HUGEPAGE = 14  # MADV_HUGEPAGE
+DONTNEED = 4  # MADV_DONTNEED
 LARGE = 4 << 20  # bytes of a tensor from which large pages are worth asking for
 PAGE = 4096  # bytes
 
@@ -35,6 +36,13 @@ def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         start = -(-tensor.data_ptr() // PAGE) * PAGE
         _advise(start, (tensor.data_ptr() + nbytes - start) // PAGE * PAGE, HUGEPAGE)
     return tensor
+
+
+def discard(address: int, nbytes: int) -> None:
+    """Give the whole pages of a stretch of private memory back to the kernel: they read as zeros, and can be written."""
+    start, stop = -(-address // PAGE) * PAGE, (address + nbytes) // PAGE * PAGE
+    if stop > start:
+        _advise(start, stop - start, DONTNEED)
 
 
 class SharedSegment:
@@ -96,6 +104,17 @@ class SharedSegment:
                 os.close(fd)
         segment._fd = -1
         return segment
+
+    def again(self) -> Any:
+        """Map the segment once more, until `seal`: as a storage that keeps this mapping alone, and a descriptor for who sends it on."""
+        storages: Any = torch.UntypedStorage  # torch's stubs don't know all of it
+        try:
+            storage = storages._new_shared_fd_cpu(self._fd, self.nbytes)
+        except RuntimeError as error:
+            self.seal()
+            raise ResourceError(f"{_mib(self.nbytes)} of shared memory can't be mapped twice ({str(error).splitlines()[0]})") from error
+        _advise(storage.data_ptr(), self.nbytes, POPULATE)
+        return storage
 
     def seal(self) -> None:
         """Take the segment's name away: all have mapped it. The memory goes with the last mapping."""

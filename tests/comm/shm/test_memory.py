@@ -9,7 +9,7 @@ import torch
 
 from paceline.cluster.store import Store
 from paceline.comm.shm import memory
-from paceline.comm.shm.memory import LARGE, SharedSegment, fresh, share
+from paceline.comm.shm.memory import LARGE, PAGE, SharedSegment, discard, fresh, share
 from paceline.errors import ResourceError
 from tests.harness.processes import fork, threads
 
@@ -24,6 +24,28 @@ def test_bytes_are_shared_and_zero_at_first() -> None:
     other.cells().cast("q")[0] = -5
     assert one.tensor(0, (), torch.int64).item() == -5
     assert one.tensor(0, (0, 3), torch.int64).shape == (0, 3)
+
+
+def test_a_segment_mapped_again_has_the_same_bytes_and_outlives_the_first_mapping() -> None:
+    segment = SharedSegment.create(8192)
+    again = segment.again()
+    segment.seal()
+    x = torch.empty(0, dtype=torch.float32).set_(again, 0, (2048,), (1,))
+    segment.tensor(0, (2048,), torch.float32).fill_(3)
+    assert again.data_ptr() != segment.start and again.nbytes() == 8192 and bool((x == 3).all())
+    del segment, again
+    gc.collect()
+    assert bool((x.add_(1) == 4).all())
+
+
+def test_discarded_pages_read_as_zeros_and_what_lies_beside_them_stays() -> None:
+    x = torch.ones(3 * PAGE, dtype=torch.uint8)
+    discard(x.data_ptr() + 1, x.numel() - 2)
+    first = -x.data_ptr() % PAGE
+    assert x[0] == x[-1] == 1 and bool((x[first or PAGE : (first or PAGE) + PAGE] == 0).all())
+    assert bool((x.fill_(2) == 2).all())
+    discard(x.data_ptr(), 10)  # less than a page
+    assert bool((x == 2).all())
 
 
 def test_tensors_outlive_the_segment_and_nothing_else_is_held() -> None:

@@ -54,6 +54,21 @@ def trained(model: nn.Module, rank: int) -> list[float]:
     return numbers(model.parameters())
 
 
+def uneven(backend: str, rank: int) -> list[float]:
+    """Buckets of DDP that are worth moving, and a rank that runs out of batches before the others, whose sums it then joins."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(WIDTH, 400), nn.Tanh(), nn.Linear(400, 400)), gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with model.join():
+        for turn in range(8 if rank else 5):
+            optimizer.zero_grad()
+            model(batch(10 * turn + rank)[0]).square().mean().backward()
+            optimizer.step()
+    shared = {p.grad.untyped_storage().is_shared() for p in model.parameters() if p.grad is not None}
+    print(f"{backend}: gradients are in memory of all ranks: {shared}", flush=True)
+    return numbers(model.parameters())
+
+
 def tensor_parallel(mesh: Any) -> nn.Module:
     return parallelize_module(network(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
@@ -121,6 +136,7 @@ def found(backend: str, store: Any, rank: int, size: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (size,))
     results = {
         "ddp": trained(DistributedDataParallel(network()), rank),
+        "uneven": uneven(backend, rank),
         "fsdp2": trained(sharded(), rank),
         "tensor": trained(tensor_parallel(mesh), 0),
         "pipeline": pipeline(rank, size),
