@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
+import numpy as np
 import pytest
 
 from tests.harness import short_timings
 from tests.harness.jobs import Jobs
-from tests.harness.libraries import LIBRARIES, check_alike
+from tests.harness.libraries import BUCKETS, LIBRARIES, check_alike
 
 
 @pytest.mark.preloaded
@@ -18,6 +20,22 @@ def test_libraries_give_what_they_give_on_gloo(job: Jobs) -> None:
     check_alike(ended.out)
     for backend, moved in (("gloo", {False}), ("paceline", {True})):
         assert ended.out.count(f"{backend}: gradients are in memory of all ranks: {moved}") == 3
+
+
+@pytest.mark.preloaded
+def test_ddp_trains_the_same_in_each_of_its_ways_whether_its_buckets_move_or_not(job: Jobs) -> None:
+    ended = job.program(BUCKETS, 3, args=("gloo", "paceline")).end()
+    assert ended.code == 0, ended.err
+    line = next(line for line in ended.out.splitlines() if "FOUND " in line)
+    wanted, found = json.loads(line.partition("FOUND ")[2])
+    for name, (values, _) in wanted.items():
+        theirs, ours = np.array(values), np.array(found[name][0])
+        # Two ranks add in one order, and Gloo rounds each addition of halves.
+        within = {"some ranks": 0.0, "fp16": 1e-3}.get(name, 1e-6)
+        assert np.linalg.norm(ours - theirs) <= within * np.linalg.norm(theirs), name
+    moved = {name: count for name, (_, count) in found.items()}
+    assert {name for name, count in moved.items() if not count} == {"hook", "fp16"}, "what Python reduces stays where it is"
+    assert moved["two models"] == 2 * moved["plain"] > 2
 
 
 UNTOUCHED = """

@@ -16,6 +16,7 @@ from paceline.errors import Mismatch, UsageError
 
 DIGEST = 16  # bytes
 OWN = "in memory of its own"  # a place that goes with any other
+MOVING = "in memory that may move"  # a place of which ranks tell each other more when they meet
 
 
 class CallFingerprint(NamedTuple):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-LIBRARIES = Path(__file__).parent / "programs" / "torch_libraries.py"
+PROGRAMS = Path(__file__).parent / "programs"
+LIBRARIES, BUCKETS = PROGRAMS / "torch_libraries.py", PROGRAMS / "ddp_buckets.py"
 
 
 def check_alike(output: str) -> None:

@@ -7,10 +7,11 @@ as well, or be read through one: what a script reduces by itself stays where it 
 from __future__ import annotations
 
 from types import FrameType
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 from torch.autograd import graph
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from paceline.comm.shm.moving import movable
 
@@ -23,16 +24,12 @@ class RecurringMemory:
     """The storages that the engine has reduced, and how often."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._seen: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()  # torch keeps their objects as long as themselves
 
     def may_move(self, x: Tensor, caller: FrameType | None) -> bool:
         """Whether the memory of `x` may move now. `caller`: the frame of Python that its reduction is called from."""
         if caller is None or ENGINE is None or caller.f_code is not ENGINE or not movable(x):
             return False
         storage = x.untyped_storage()
-        seen = self._seen.get(storage._cdata)
-        if seen is None:
-            self._seen = {number: seen for number, seen in self._seen.items() if not seen[0].expired()}
-        times = 1 if seen is None else seen[1] + 1
-        self._seen[storage._cdata] = (StorageWeakRef(storage) if seen is None else seen[0], times)
+        times = self._seen[storage] = self._seen.get(storage, 0) + 1
         return times in SIGHTS

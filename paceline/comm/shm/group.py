@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paceline.comm.cancellation import CancelScope
 from paceline.comm.fingerprint import (
+    MOVING,
     OWN,
     CallFingerprint,
     choosing,
@@ -36,11 +37,11 @@ from paceline.comm.reduction import crossing
 from paceline.comm.shm import reductions
 from paceline.comm.shm.memory import PAGE, fresh
 from paceline.comm.shm.messages import ALL, Landing, WindowMessage, deliver, flat, plain
-from paceline.comm.shm.moving import MovedMemory
+from paceline.comm.shm.moving import MovedMemory, movable
 from paceline.comm.shm.queue import WorkQueue
 from paceline.comm.shm.registered import MemoryRegistry, RegisteredMemory
 from paceline.comm.shm.segment import SMALL, ControlSegment, Steps
-from paceline.errors import PacelineError, ViewChanged
+from paceline.errors import Mismatch, PacelineError, UsageError, ViewChanged
 
 
 class SharedGroup:
@@ -101,15 +102,17 @@ class SharedGroup:
                 return self._queue.start(call, self._reduce_in_place(x, out, place, op, call._replace(place=where)))
         return self._queue.start(call, self._reduce(x, out, op, call))
 
-    def _reduce(self, x: Tensor, out: Tensor | None, op: Op, call: CallFingerprint) -> Steps:
+    def _reduce(self, x: Tensor, out: Tensor | None, op: Op, call: CallFingerprint, meeting: Steps | None = None) -> Steps:
+        """Reduce through stages. `meeting`: how ranks meet for it, where they have more to tell than the call."""
+        meeting = self.segment.meet(call) if meeting is None else meeting
         if call.flaw:
-            yield from self.segment.meet(call)
+            yield from meeting
         result = fresh(x.shape, x.dtype) if out is None else out
         source = flat(x)
         direct = plain(result) and not crossing(source, result)
         target = result.detach().view(-1) if direct else fresh(source.shape, source.dtype)
         reduce = reductions.all_reduce_small if x.numel() * x.element_size() <= SMALL else reductions.all_reduce
-        yield from reduce(self.segment, source, target, op, call)
+        yield from reduce(self.segment, source, target, op, meeting)
         if not direct:
             result.detach().copy_(target.view(result.shape))
         return result
@@ -129,15 +132,30 @@ class SharedGroup:
 
     def all_reduce_moving(self, x: Tensor, *, op: Op = "sum", may_move: bool) -> Work[Tensor]:
         """Reduce in place. The memory of `x` is moved to where all ranks reach it, if all of them allow that: see `moving.movable`."""
-        call = _here(reducing("all_reduce", x, op, None, x), x)
-        self.traffic.within += 2 * x.numel() * x.element_size() * (self.size - 1) // self.size
+        nbytes = x.numel() * x.element_size()
+        if nbytes <= SMALL:
+            return self.all_reduce(x, op=op, out=x)
+        call = _here(reducing("all_reduce", x, op, None, x), x)._replace(place=MOVING)
+        self.traffic.within += 2 * nbytes * (self.size - 1) // self.size
         return self._queue.start(call, self._reduce_moving(x, op, call, may_move))
 
     def _reduce_moving(self, x: Tensor, op: Op, call: CallFingerprint, may_move: bool) -> Steps:
+        try:
+            return (yield from self._reduce_there(x, op, call, may_move))
+        except (Mismatch, UsageError):  # on all ranks at the same place
+            raise
+        except BaseException:  # the end of the group, too: others may be about to write to x, or in the middle of it
+            self._moved.withdraw(x)
+            raise
+
+    def _reduce_there(self, x: Tensor, op: Op, call: CallFingerprint, may_move: bool) -> Steps:
         moved = None if call.flaw or not plain(x) else self._moved.find(x)
-        lies = None if moved is None else [moved.place.number, x.data_ptr() - moved.place.start]
-        sides = yield from self.segment.meet(call, [lies, may_move and moved is None and self.segment.folder is None])
-        if all(allows for _, allows in sides):
+        lies = None if moved is None or moved.place is None else [moved.place.number, x.data_ptr() - moved.place.start]
+        moves = may_move and not call.flaw and moved is None and not self._moved.refused and not self.segment.named and movable(x)
+        if moved is None and not moves:
+            return (yield from self._reduce(x, x, op, call, self._meet_moving(call)))
+        sides = yield from self.segment.meet(call, [lies, moves])
+        if all(other for _, other in sides):
             moved = yield from self._moved.move(self.segment, x, call)
         elif any(other != lies for other, _ in sides):
             moved = None
@@ -145,6 +163,13 @@ class SharedGroup:
             return (yield from self._reduce(x, x, op, call))
         yield from reductions.all_reduce_registered(self.segment, x, moved.plan(x, self.rank), op)
         return x
+
+    def _meet_moving(self, call: CallFingerprint) -> Steps:
+        """Meet for a tensor that lies in memory of its own and stays there; once more if that of others doesn't, who ask for it."""
+        here = [None, False]
+        sides = yield from self.segment.meet(call, here)
+        if any(side != here for side in sides):
+            yield from self.segment.meet(call)
 
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
         return self._reduce_scatter(x, op, _here(reducing("reduce_scatter", x, op, name), x), None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ SHM = "/dev/shm"
 POPULATE = 23  # MADV_POPULATE_WRITE
 HUGEPAGE = 14  # MADV_HUGEPAGE
 DONTNEED = 4  # MADV_DONTNEED
+FIXED = 16  # MAP_FIXED
 LARGE = 4 << 20  # bytes of a tensor from which large pages are worth asking for
 PAGE = 4096  # bytes
 
@@ -43,6 +45,18 @@ def discard(address: int, nbytes: int) -> None:
     start, stop = -(-address // PAGE) * PAGE, (address + nbytes) // PAGE * PAGE
     if stop > start:
         _advise(start, stop - start, DONTNEED)
+
+
+def keep_writes(address: int, nbytes: int, descriptor: int) -> None:
+    """Keep what this process writes to shared memory for itself: a page is copied when it is written.
+
+    It is mapped at `address` from `descriptor`. Until they are written, pages show what others write there.
+    """
+    call = ctypes.CDLL(None, use_errno=True).mmap
+    call.restype = ctypes.c_void_p
+    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    if call(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | FIXED, descriptor, 0) != address:
+        raise ResourceError(f"{_mib(nbytes)} of shared memory can't be mapped again ({os.strerror(ctypes.get_errno())})")
 
 
 class SharedSegment:

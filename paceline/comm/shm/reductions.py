@@ -84,8 +84,8 @@ def cut(segment: ControlSegment, count: int, part: int, dtype: torch.dtype, slot
     return BlockCut(low, high, count * item, parts, others)
 
 
-def all_reduce(segment: ControlSegment, x: Tensor, out: Tensor, op: Op, call: CallFingerprint) -> Steps:
-    """Reduce `x` into `out`, contiguous and 1-D, the same or apart."""
+def all_reduce(segment: ControlSegment, x: Tensor, out: Tensor, op: Op, meeting: Steps) -> Steps:
+    """Reduce `x` into `out`, contiguous and 1-D, the same or apart. `meeting`: the steps in which all ranks meet for it."""
     me, item, total = segment.rank, x.element_size(), x.numel()
     blocks = max(1, -(-total * item // segment.block))
     line = LINE // item * segment.size
@@ -125,16 +125,16 @@ def all_reduce(segment: ControlSegment, x: Tensor, out: Tensor, op: Op, call: Ca
 
     for k in range(min(DEPTH, blocks)):
         stage(k)
-    yield from segment.meet(call)
+    yield from meeting
     admit(op, x.dtype)
     yield from flow(segment, blocks, stage, add, collect)
 
 
-def all_reduce_small(segment: ControlSegment, x: Tensor, out: Tensor, op: Op, call: CallFingerprint) -> Steps:
-    """Reduce at most SMALL bytes: every rank adds all of it, so all meet only once."""
+def all_reduce_small(segment: ControlSegment, x: Tensor, out: Tensor, op: Op, meeting: Steps) -> Steps:
+    """Reduce at most SMALL bytes: every rank adds all of it, so all meet only once, in the steps of `meeting`."""
     parity = segment.parity
     segment.small(segment.rank, parity, x.numel(), x.dtype).copy_(x)
-    yield from segment.meet(call)
+    yield from meeting
     admit(op, x.dtype)
     fold([segment.small(r, parity, x.numel(), x.dtype) for r in range(segment.size)], out, op)
 

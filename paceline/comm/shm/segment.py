@@ -131,6 +131,11 @@ class ControlSegment:
         assert segment is not None
         return cls(segment, rank, names, deadline=deadline, folder=folder, cancel_scope=cancel_scope)
 
+    @property
+    def named(self) -> bool:
+        """Whether its memory is a file with a name, where memory without one can't be had or wasn't asked for."""
+        return self._segment.named
+
     # ---- the channel of operations
 
     def post(self) -> None:

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.backend.process_group import GroupBackend
+from paceline.comm.backend.recurring import RecurringMemory
 from paceline.errors import UsageError
-from tests.harness.backends import RUNNERS, SIZES, mine, on_threads, reducing
+from tests.harness.backends import RUNNERS, SIZES, mine, on_shared_memory, on_threads, reducing
 
 OPS = [dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX]
 
@@ -124,3 +125,19 @@ def test_an_unknown_reduction_names_those_there_are() -> None:
             group.allreduce([torch.ones(1)], options)
 
     on_threads(1, body)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.complex64], ids=str)
+def test_large_tensors_of_any_dtype_are_reduced_where_they_move(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecurringMemory, "may_move", lambda self, x, caller: True)
+
+    def body(group: GroupBackend) -> bool:
+        x = torch.empty(200_001, dtype=dtype)
+        for seed in range(3):
+            group.allreduce([x.copy_(mine(group.rank(), 200_001, dtype=dtype, seed=seed))], reducing()).wait()
+            parts = [mine(rank, 200_001, dtype=dtype, seed=seed) for rank in range(3)]
+            wanted = torch.stack([part.float() if dtype == torch.bfloat16 else part for part in parts]).sum(0).to(dtype)
+            torch.testing.assert_close(x, wanted, rtol=0.0 if dtype != torch.complex64 else 1e-6, atol=0.0)
+        return x.untyped_storage().is_shared()
+
+    assert on_shared_memory(3, body) == [True] * 3

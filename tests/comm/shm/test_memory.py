@@ -9,7 +9,7 @@ import torch
 
 from paceline.cluster.store import Store
 from paceline.comm.shm import memory
-from paceline.comm.shm.memory import LARGE, PAGE, SharedSegment, discard, fresh, share
+from paceline.comm.shm.memory import LARGE, PAGE, SharedSegment, discard, fresh, keep_writes, share
 from paceline.errors import ResourceError
 from tests.harness.processes import fork, threads
 
@@ -46,6 +46,21 @@ def test_discarded_pages_read_as_zeros_and_what_lies_beside_them_stays() -> None
     assert bool((x.fill_(2) == 2).all())
     discard(x.data_ptr(), 10)  # less than a page
     assert bool((x == 2).all())
+
+
+def test_what_a_process_keeps_to_itself_is_seen_by_nobody_else() -> None:
+    segment = SharedSegment.create(2 * PAGE)
+    again = segment.again()
+    here, there = (torch.empty(0, dtype=torch.uint8).set_(again, 0, (2 * PAGE,), (1,)), segment.tensor(0, (2 * PAGE,), torch.uint8))
+    there.fill_(1)
+    keep_writes(again.data_ptr(), again.nbytes(), again._get_shared_fd())
+    here[5] = 7
+    assert here[5] == 7 and here[0] == 1 and bool((there == 1).all())
+    there.fill_(2)
+    assert here[0] == 1 and here[PAGE] == 2, "a page that was written stays, another shows what there is"
+    with pytest.raises(ResourceError, match="can't be mapped again"):
+        keep_writes(again.data_ptr() + 1, PAGE, again._get_shared_fd())
+    segment.seal()
 
 
 def test_tensors_outlive_the_segment_and_nothing_else_is_held() -> None:

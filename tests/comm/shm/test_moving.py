@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 import os
 import random
+import tempfile
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +20,9 @@ from torch import Tensor
 from paceline.cluster.store import Store
 from paceline.comm.shm import moving
 from paceline.comm.shm.group import SharedGroup
+from paceline.comm.shm.memory import SharedSegment
 from paceline.comm.shm.moving import MovedStorage, movable
-from paceline.errors import Mismatch, WorkerLost
+from paceline.errors import Mismatch, ViewChanged, WorkerLost
 from tests.harness.backends import mine
 from tests.harness.processes import fork, threads
 
@@ -89,30 +94,86 @@ def test_the_first_reduction_waits_until_all_ranks_have_moved_theirs(monkeypatch
     on_shared_memory(3, body)
 
 
-def test_what_was_there_before_can_still_be_read() -> None:
-    def body(group: SharedGroup) -> None:
+def test_what_was_there_before_can_still_be_read_and_so_when_the_group_is_gone() -> None:
+    def body(group: SharedGroup) -> tuple[Tensor, Any]:
         x = mine(group.rank, COUNT)
         held: Any = x.numpy()
         assert reduce(group, x) is not None
+        return x, held
+
+    for x, held in on_shared_memory(2, body):
         gc.collect()
         assert held.shape == (COUNT,) and float(held[4096:8192].sum()) == 0
+        assert torch.equal(x, total(2, 0))
 
-    on_shared_memory(2, body)
 
-
-def test_nothing_moves_unless_all_ranks_allow_it_and_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = moving._make
-
+def test_nothing_moves_unless_all_ranks_allow_it() -> None:
     def body(group: SharedGroup) -> None:
         x = mine(group.rank, COUNT)
         before = x.data_ptr()
         assert reduce(group, x, may_move=group.rank != 1) is None and torch.equal(x, total(3, 0))
         x.copy_(mine(group.rank, COUNT, seed=1))
-        group.barrier().wait()
-        monkeypatch.setattr(moving, "_make", lambda nbytes: made(nbytes) if nbytes < 10 else (None, None))
-        assert reduce(group, x) is None and torch.equal(x, total(3, 1)) and x.data_ptr() == before
+        assert reduce(group, x[:-1]) is None and torch.equal(x[:-1], total(3, 1)[:-1]) and x.data_ptr() == before
+        assert reduce(group, x.fill_(1)) is not None and bool((x == 3).all())
 
     on_shared_memory(3, body)
+
+
+def test_a_rank_without_room_says_so_once_and_all_go_on_through_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    poor, tries, reserve = set[int](), list[int](), os.posix_fallocate
+
+    def full(descriptor: int, offset: int, nbytes: int) -> None:
+        if nbytes == 4 * COUNT:
+            tries.append(threading.get_ident())
+            if threading.get_ident() in poor:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        reserve(descriptor, offset, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+
+    def body(group: SharedGroup) -> None:
+        if group.rank == 1:
+            poor.add(threading.get_ident())
+        x = mine(group.rank, COUNT)
+        before = x.data_ptr()
+        for seed in range(4):
+            x.copy_(mine(group.rank, COUNT, seed=seed))
+            assert reduce(group, x) is None and torch.equal(x, total(3, seed)) and x.data_ptr() == before
+
+    with pytest.warns(UserWarning, match=r"No space left on device.*; sums of this group go on through copies") as said:
+        on_shared_memory(3, body)
+    assert len(said) == 1 and len(tries) == 3, "one rank said it, and nobody tried again"
+
+
+def test_calls_of_another_kind_are_a_mismatch() -> None:
+    def body(group: SharedGroup) -> None:
+        x = mine(group.rank, COUNT)
+        with pytest.raises(Mismatch, match="all_reduce"):
+            (group.all_reduce_moving(x, may_move=True) if group.rank else group.all_reduce(x, out=x)).wait()
+        assert reduce(group, x) is not None and torch.equal(x, total(2, 0))
+
+    on_shared_memory(2, body)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_any_mixture_of_tensors_that_have_moved_may_move_and_stay(size: int) -> None:
+    """Several are under way at a time, some of which are parts of those that have moved."""
+
+    def body(group: SharedGroup) -> None:
+        dice, same = random.Random(group.rank), random.Random(99)
+        xs = [torch.empty(COUNT) for _ in range(4)]
+        for turn in range(12):
+            under_way, cut = [], same.randrange(10_000, COUNT)
+            for i, mark in enumerate(dice.sample(range(4), 4) if turn % 2 else range(4)):
+                seed, x = 4 * turn + i, xs[mark] if same.random() < 0.7 else torch.empty(COUNT)
+                view = x.copy_(mine(group.rank, COUNT, seed=seed))[: cut if i == 1 else None]
+                under_way.append((group.all_reduce_moving(view, may_move=dice.random() < 0.8), view, seed))
+            for work, view, seed in under_way:
+                work.wait()
+                assert torch.equal(view, total(size, seed)[: view.numel()])
+        group.barrier().wait()
+
+    on_shared_memory(size, body)
 
 
 def test_with_files_in_place_of_memory_without_a_name_nothing_moves(tmp_path: Any) -> None:
@@ -155,33 +216,137 @@ def test_calls_that_differ_are_a_mismatch_and_move_nothing() -> None:
     on_shared_memory(2, body)
 
 
-def test_memory_is_forgotten_when_its_storage_is_gone_or_gets_other_memory() -> None:
-    def body(group: SharedGroup) -> None:
+def test_the_memory_of_a_storage_goes_with_it_everywhere() -> None:
+    def body(rank: int, size: int, store: Store) -> None:
+        group = SharedGroup.from_store(store, rank, size, deadline=20)
+
+        def mapped() -> int:
+            gc.collect()
+            return Path("/proc/self/maps").read_text().count("memfd:paceline")
+
+        before, addresses = mapped(), set()
+        for seed in range(12):
+            x = mine(rank, COUNT, seed=seed)
+            assert reduce(group, x) is not None and torch.equal(x, total(2, seed)), "a storage that is new has not moved yet"
+            addresses.add(x.data_ptr())
+            assert mapped() == before + 3 and len(group._moved._storages) == 1, "its memory twice, and that of the other"
+            del x
+            assert mapped() == before and len(group._moved._storages) == 0
+        assert len(addresses) < 12, "no address was used again: this test shows nothing"
+        group.close()
+
+    fork(2, body)
+
+
+def test_memory_that_a_storage_gets_later_is_not_taken_for_that_which_it_was_moved_to() -> None:
+    """Neither that of another tensor that was moved, nor something that lies at the same address since."""
+
+    def body(rank: int, size: int, store: Store) -> None:
+        group = SharedGroup.from_store(store, rank, size, deadline=20)
+        x, y, z = (mine(rank, COUNT, seed=seed) for seed in range(3))
+        assert None not in (reduce(group, x), reduce(group, y), reduce(group, z))
+        if rank == 0:
+            storages: Any = [each.untyped_storage() for each in (x, y, z)]
+            storages[0]._swap_data_ptr_(storages[1])
+            assert group._moved.find(x) is group._moved.find(y) is None
+            address, own = z.data_ptr(), torch.zeros(COUNT)
+            others: Any = own.untyped_storage()
+            storages[2]._swap_data_ptr_(others)
+            assert group._moved.find(z) is None
+            del own, others
+            gc.collect()  # what z was moved to is not mapped any more
+            kept: list[Any] = [SharedSegment.create(4 * COUNT).again() for _ in range(20)]
+            later = next(storage for storage in kept if storage.data_ptr() == address)
+            storages[2]._swap_data_ptr_(later)
+            assert z.data_ptr() == address and storages[2].is_shared() and group._moved.find(z) is None
+        for seed, each in enumerate((x, y, z)):
+            each.copy_(mine(rank, COUNT, seed=seed + 5))
+            reduce(group, each)
+            assert torch.equal(each, total(2, seed + 5))
+        group.barrier().wait()
+        group.close()
+
+    fork(2, body)
+
+
+def test_tensors_outlive_their_group_and_two_groups_move_their_own() -> None:
+    def body(group: SharedGroup) -> tuple[Tensor, Tensor]:
+        other = group.sub(range(group.size))
+        assert other is not None
         x, y = mine(group.rank, COUNT), mine(group.rank, COUNT, seed=1)
-        reduce(group, x), reduce(group, y)
-        del x
-        gc.collect()
-        z = mine(group.rank, COUNT, seed=2)
-        assert reduce(group, z) is not None and len(group._moved._storages) == 2
-        others: Any = torch.empty(COUNT).untyped_storage()
-        z.untyped_storage()._swap_data_ptr_(others)
-        assert group._moved.find(z) is None
-        z.copy_(mine(group.rank, COUNT, seed=3))
-        reduce(group, z, may_move=False)
-        assert torch.equal(z, total(2, 3))
+        work = group.all_reduce_moving(x, may_move=True), other.all_reduce_moving(y, may_move=True)  # type: ignore[attr-defined]
+        assert torch.equal(work[1].wait(), total(2, 1)) and torch.equal(work[0].wait(), total(2, 0))
+        assert group._moved.find(y) is None and other._moved.find(y) is not None  # type: ignore[attr-defined]
+        other.all_reduce_moving(x.copy_(mine(group.rank, COUNT, seed=2)), may_move=True).wait()  # type: ignore[attr-defined]
+        assert torch.equal(x, total(2, 2)) and group._moved.find(x) is not None
+        other.close()
+        assert torch.equal(y, total(2, 1)) and y.untyped_storage().is_shared()
+        return x, y
+
+    found = on_shared_memory(2, body)
+    gc.collect()
+    for x, y in found:
+        assert torch.equal(x.add_(1), total(2, 2) + 1) and torch.equal(y.add_(1), total(2, 1) + 1)
+
+
+def test_a_reduction_that_breaks_off_leaves_a_tensor_that_nobody_else_reaches() -> None:
+    """The other rank is in the middle of it, and writes to where the tensor was when this one has given up."""
+    given_up, written = threading.Event(), threading.Event()
+
+    def body(group: SharedGroup) -> None:
+        x = mine(group.rank, COUNT)
+        moved = reduce(group, x)
+        assert moved is not None and moved.place is not None
+        theirs = moved.place.regions[0]
+        group.barrier().wait()
+        if group.rank == 0:
+            work = group.all_reduce_moving(x, may_move=True)
+            group.abort()
+            with pytest.raises(ViewChanged):
+                work.wait()
+            given_up.set()
+            assert written.wait(20) and torch.equal(x, total(2, 0)) and not x.untyped_storage().is_shared()
+        else:
+            assert given_up.wait(20)
+            theirs.fill_(1)
+            written.set()
 
     on_shared_memory(2, body)
 
 
-def test_tensors_outlive_their_group() -> None:
-    def body(group: SharedGroup) -> Tensor:
-        x = mine(group.rank, COUNT)
+@pytest.mark.parametrize("closed", [False, True])
+def test_what_a_forked_process_writes_is_its_own(closed: bool) -> None:
+    def body(rank: int, size: int, store: Store) -> None:
+        group = SharedGroup.from_store(store, rank, size, deadline=20)
+        x = mine(rank, COUNT)
         assert reduce(group, x) is not None
-        return x
+        if closed:
+            group.barrier().wait()
+            group.close()
+        child = os.fork()
+        if child == 0:
+            seen = torch.equal(x, total(2, 0))
+            x.fill_(9)
+            os._exit(0 if seen and bool((x == 9).all()) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert torch.equal(x, total(2, 0))
+        if not closed:
+            assert reduce(group, x.copy_(mine(rank, COUNT, seed=1))) is not None and torch.equal(x, total(2, 1))
+            group.barrier().wait()
+            group.close()
 
-    found = on_shared_memory(2, body)
-    gc.collect()
-    assert all(torch.equal(x.add_(1), total(2, 0) + 1) for x in found)
+    fork(2, body)
+
+
+def test_what_autograd_has_saved_moves_too() -> None:
+    def body(group: SharedGroup) -> None:
+        x = mine(group.rank, COUNT).requires_grad_()
+        square = (x * x).sum()
+        assert reduce(group, x) is not None and x.requires_grad and x.is_leaf
+        square.backward()
+        assert x.grad is not None and torch.equal(x.grad, 2 * x.detach()) and torch.equal(x.detach(), total(2, 0))
+
+    on_shared_memory(2, body)
 
 
 def test_what_has_moved_can_be_sent_to_another_process_and_copied() -> None:
@@ -204,7 +369,9 @@ def test_only_whole_storages_of_torch_move() -> None:
     assert not movable(torch.zeros(100).share_memory_())
 
 
-def test_a_rank_that_dies_is_named_and_the_memory_stays() -> None:
+def test_a_rank_that_dies_is_named_the_memory_stays_and_nothing_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "mkstemp", None)  # which makes the files in /dev/shm that a killed process leaves behind
+
     def body(rank: int, size: int, store: Store) -> None:
         group = SharedGroup.from_store(store, rank, size, deadline=20)
         x = mine(rank, COUNT)
@@ -216,6 +383,6 @@ def test_a_rank_that_dies_is_named_and_the_memory_stays() -> None:
         x.fill_(3)
         with pytest.raises(WorkerLost, match="rank 1 has died"):
             group.all_reduce_moving(x, may_move=True).wait()
-        assert bool((x == 3).all())
+        assert bool((x == 3).all()) and not x.untyped_storage().is_shared()
 
     fork(2, body, mortal=[1])
