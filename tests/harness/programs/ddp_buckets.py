@@ -1,7 +1,7 @@
 """DDP in each of its ways, on the backends given: what it trains, and how many buckets were moved to memory that all workers reach.
 
-Rank 0 prints the results on each backend as JSON. A worker ends with an error if its weights differ from those of others, or if its gradients
-go with the process group.
+Rank 0 prints the results on each backend as JSON. A worker ends with an error if its weights differ from those of others, or if its
+gradients go with the process group.
 """
 
 from __future__ import annotations
