@@ -1,7 +1,7 @@
 """Finds the memory that torch reduces again and again, and that nobody else has the address of: the buckets of DDP.
 
-A bucket is one storage, which torch's engine reduces from C++, in each backward pass. A tensor of a script may lie in an array of numpy's
-as well, or be read through one: what a script reduces by itself stays where it is.
+A bucket is one storage, which torch's engine reduces from C++, in each backward pass. Others may have noted where a tensor of a script
+lies: what a script reduces by itself stays where it is.
 """
 
 from __future__ import annotations

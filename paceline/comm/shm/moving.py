@@ -36,10 +36,13 @@ Storage = Any  # torch's stubs don't know all of a storage
 
 
 def movable(x: Tensor) -> bool:
-    """Whether `x` has all of a storage that torch itself has allocated, which can be moved. Whether others have its address isn't known."""
+    """Whether `x` has all of a storage that torch itself has allocated, and no array of numpy looks into, so that it can be moved.
+
+    Whether others have its address isn't known.
+    """
     storage = x.untyped_storage()
     whole = x.is_contiguous() and storage.nbytes() == x.numel() * x.element_size() > 0
-    own = storage.resizable() and not storage.is_shared()
+    own = storage.resizable() and not storage.is_shared()  # arrays look into what torch doesn't resize any more
     return SWAPS and whole and own and type(x) is Tensor and not x.is_conj() and not x.is_neg()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import errno
 import gc
 import os
@@ -97,14 +98,24 @@ def test_the_first_reduction_waits_until_all_ranks_have_moved_theirs(monkeypatch
 def test_what_was_there_before_can_still_be_read_and_so_when_the_group_is_gone() -> None:
     def body(group: SharedGroup) -> tuple[Tensor, Any]:
         x = mine(group.rank, COUNT)
-        held: Any = x.numpy()
+        held = (ctypes.c_float * COUNT).from_address(x.data_ptr())
         assert reduce(group, x) is not None
         return x, held
 
     for x, held in on_shared_memory(2, body):
         gc.collect()
-        assert held.shape == (COUNT,) and float(held[4096:8192].sum()) == 0
+        assert sum(held[4096:8192]) == 0
         assert torch.equal(x, total(2, 0))
+
+
+def test_a_tensor_that_an_array_of_numpy_looks_into_stays() -> None:
+    def body(group: SharedGroup) -> None:
+        x = mine(group.rank, COUNT)
+        array: Any = x.numpy() if group.rank == 1 else None
+        assert reduce(group, x) is None and torch.equal(x, total(2, 0))
+        assert array is None or float(array.sum()) == float(x.numpy().sum())
+
+    on_shared_memory(2, body)
 
 
 def test_nothing_moves_unless_all_ranks_allow_it() -> None:
@@ -249,13 +260,14 @@ def test_memory_that_a_storage_gets_later_is_not_taken_for_that_which_it_was_mov
             storages: Any = [each.untyped_storage() for each in (x, y, z)]
             storages[0]._swap_data_ptr_(storages[1])
             assert group._moved.find(x) is group._moved.find(y) is None
-            address, own = z.data_ptr(), torch.zeros(COUNT)
+            address, own, segment = z.data_ptr(), torch.zeros(COUNT), SharedSegment.create(4 * COUNT)
             others: Any = own.untyped_storage()
             storages[2]._swap_data_ptr_(others)
             assert group._moved.find(z) is None
             del own, others
             gc.collect()  # what z was moved to is not mapped any more
-            kept: list[Any] = [SharedSegment.create(4 * COUNT).again() for _ in range(20)]
+            kept: list[Any] = [segment.again() for _ in range(20)]
+            segment.seal()
             later = next(storage for storage in kept if storage.data_ptr() == address)
             storages[2]._swap_data_ptr_(later)
             assert z.data_ptr() == address and storages[2].is_shared() and group._moved.find(z) is None
@@ -367,6 +379,8 @@ def test_only_whole_storages_of_torch_move() -> None:
     assert not movable(torch.nn.Parameter(x)), "somebody else's class"
     assert not movable(torch.frombuffer(bytearray(400), dtype=torch.float32)), "memory of others"
     assert not movable(torch.zeros(100).share_memory_())
+    x.numpy()
+    assert not movable(x), "an array looks into it"
 
 
 def test_a_rank_that_dies_is_named_the_memory_stays_and_nothing_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
