@@ -93,7 +93,7 @@ class SharedGroup:
     def all_reduce(self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None) -> Work[Tensor]:
         call = _here(reducing("all_reduce", x, op, name, out), x)
         nbytes = x.numel() * x.element_size()
-        self.traffic.within += 2 * nbytes * (self.size - 1) // self.size
+        self._count_all_reduce(nbytes)
         if out is not None and not call.flaw and nbytes > SMALL and out.data_ptr() == x.data_ptr() and plain(x) and plain(out):
             place = self._registered.place(x)
             if place is not None or self._registered.aside(x):
@@ -101,6 +101,9 @@ class SharedGroup:
                 where = OWN if place is None else f"in registered memory {place.number} at {x.data_ptr() - place.start}"
                 return self._queue.start(call, self._reduce_in_place(x, out, place, op, call._replace(place=where)))
         return self._queue.start(call, self._reduce(x, out, op, call))
+
+    def _count_all_reduce(self, nbytes: int) -> None:
+        self.traffic.within += 2 * nbytes * (self.size - 1) // self.size
 
     def _reduce(self, x: Tensor, out: Tensor | None, op: Op, call: CallFingerprint, meeting: Steps | None = None) -> Steps:
         """Reduce through stages. `meeting`: how ranks meet for it, where they have more to tell than the call."""
@@ -136,7 +139,7 @@ class SharedGroup:
         if nbytes <= SMALL:
             return self.all_reduce(x, op=op, out=x)
         call = _here(reducing("all_reduce", x, op, None, x), x)._replace(place=MOVING)
-        self.traffic.within += 2 * nbytes * (self.size - 1) // self.size
+        self._count_all_reduce(nbytes)
         return self._queue.start(call, self._reduce_moving(x, op, call, may_move))
 
     def _reduce_moving(self, x: Tensor, op: Op, call: CallFingerprint, may_move: bool) -> Steps:
