@@ -11,6 +11,7 @@ pytestmark = TOGETHER
 PACKAGE = Path(__file__).parent.parent / "paceline"
 FLOORS = [
     {"callsite", "errors", "trace", "formatting", "timings"},
+    {"status"},
     {"state", "cluster"},
     {"comm"},
     {"codec"},

@@ -15,6 +15,7 @@ from typing import NamedTuple, overload
 
 from paceline.cluster import secret as secrets
 from paceline.errors import PlaceError
+from paceline.status.live_bar import capable, reflows
 from paceline.timings import DEFAULTS, Timings, parse
 
 Environ = Mapping[str, str]
@@ -108,6 +109,8 @@ class Place:
     job: str | None = None  # what tells its job from all others (paceline run)
     job_start: JobStart | None = None  # where the job may start again (`paceline run --restarts`)
     call: CallPlace | None = None  # of a worker that carries out a call (`pl.launch`)
+    bar: bool = False  # whether a bar may be drawn: by its launcher (paceline run), or by a process that is alone
+    breaks: bool = True  # whether the terminal breaks lines anew when it becomes narrower
     timings: Timings = DEFAULTS
 
 
@@ -179,6 +182,7 @@ def _paceline(environ: Environ) -> Place | None:
         job=environ.get("PACELINE_JOB") or None,
         job_start=job_start(environ),
         call=CallPlace.load(environ["PACELINE_CALL"]) if "PACELINE_CALL" in environ else None,
+        bar=environ.get("PACELINE_BAR") == "1",
     )
 
 
@@ -321,7 +325,7 @@ def _alone(environ: Environ) -> Place:
             raise PlaceError(
                 f"{present}={environ[present]} is set, but {absent} isn't: set both, remove both, or start with torchrun or `paceline run`"
             )
-    return Place()
+    return Place(bar=capable(environ), breaks=reflows(environ))
 
 
 def _personal(place: Place, environ: Environ) -> Place:

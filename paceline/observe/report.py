@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.formatting import counted, sized
+from paceline.formatting import counted, sized, spoken
 from paceline.observe import pipelines, serving
 from paceline.observe.advice import LEAST, advise
 from paceline.observe.facts import RunFacts, read
 from paceline.observe.tables import aligned, seconds
 from paceline.session.record.causes import CAUSES, WORDS
 from paceline.session.record.folder import KINDS, PARTS, RunFolder
-from paceline.session.record.status_line import spoken
 
 TOLD = 5e-5  # seconds of a step that show in a table
 _MEANING = {

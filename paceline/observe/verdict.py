@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 
-from paceline.formatting import counted
+from paceline.formatting import counted, spoken
 from paceline.observe.advice import quiet, remarks
 from paceline.observe.facts import RunFacts
 from paceline.observe.remarks import Remark
 from paceline.observe.tables import seconds
 from paceline.session.record.folder import PARTS
-from paceline.session.record.status_line import spoken
 
 UNSTARTED = "No step was finished, so there is nothing to tell about time."
 

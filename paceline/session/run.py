@@ -239,6 +239,7 @@ class Run:
             if not joined and self._collector.stop_agreed():  # a worker that has joined did so in the middle of an epoch
                 return
             self._progress.begin()
+            self._plan.epoch_begins(self._progress.epoch)
             self._hints.begin()
             yield self._progress.epoch
             self._loop.end_broken()

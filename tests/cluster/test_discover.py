@@ -52,13 +52,16 @@ def stands(place: Place) -> tuple[str, int, int, int, int, int | None, int]:
 def test_alone():
     place = discover({})
     assert stands(place) == ("alone", 0, 1, 0, 1, 0, 1)
-    assert place.meeting is None and place.secret is None and place.hostname
+    assert place.meeting is None and place.secret is None and place.hostname and not place.bar
+    assert discover({"TERM": "xterm"}).bar and not discover({"TERM": "xterm", "CI": "1"}).bar and not discover({"TERM": "dumb"}).bar
+    assert discover({"TERM": "xterm"}).breaks and not discover({"TERM": "xterm", "XTERM_VERSION": "XTerm(372)"}).breaks
 
 
 def test_torchrun():
     place = discover(TORCHRUN)
     assert stands(place) == ("torchrun", 5, 6, 1, 2, 2, 3)
     assert place.meeting == ("node0", 29500) and place.agent_store and place.attempt == 1
+    assert not discover(TORCHRUN | {"TERM": "xterm"}).bar  # others write to the same terminal
 
 
 def test_torchrun_without_its_store_and_without_local_variables():

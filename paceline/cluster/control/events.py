@@ -5,8 +5,10 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import select
 import signal
 import time
+from typing import Any
 
 from paceline.cluster.control.commands import STACK
 from paceline.cluster.discover import Place
@@ -79,6 +81,14 @@ def where(place: Place, call: int, what: str, seconds: float, *, waits: bool) ->
     _tell(place, {"event": "where", "call": call, "what": what, "seconds": seconds, "waits": waits})
 
 
+def progress(place: Place, status: dict[str, Any] | None) -> None:
+    """Report how far the run is, as fields of `paceline.status.run_status.RunStatus`, or None after the last time. Never waits.
+
+    It is left out where the launcher doesn't read, as one that was stopped at a terminal, and where it is too long to be written whole.
+    """
+    _tell(place, {"event": "progress", "status": status}, waits=False)
+
+
 def report_failure(place: Place, kind: type[BaseException], error: BaseException | None = None) -> None:
     """Report the uncaught exception that ends this worker; call it as soon as the error is known, before peers can notice."""
     if issubclass(kind, KeyboardInterrupt) or leaves_well(error):
@@ -92,12 +102,20 @@ def leaves_well(error: BaseException | None) -> bool:
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
-def _tell(place: Place, record: dict[str, object]) -> None:
+def _tell(place: Place, record: dict[str, object], *, waits: bool = True) -> None:
     if place.report_fd is None:
         return
-    line = json.dumps({"rank": place.rank, "time": time.time(), **record}) + "\n"
+    line = (json.dumps({"rank": place.rank, "time": time.time(), **record}) + "\n").encode()
     try:
-        os.write(place.report_fd, line.encode())
+        if waits or (len(line) <= select.PIPE_BUF and _has_room(place.report_fd)):
+            os.write(place.report_fd, line)
     except OSError:
         # The launcher is gone, or this is a child of a worker, without its descriptors: nobody is left to report to.
         return
+
+
+def _has_room(descriptor: int) -> bool:
+    """Whether a record can be written to a pipe at once."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    return any(found & select.POLLOUT for _, found in poll.poll(0))

@@ -10,6 +10,9 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from paceline.status.live_bar import LiveBar
+from paceline.status.run_status import RunStatus
+
 _PIECES = re.compile(rb"[^\r\n]*[\r\n]")
 _WRITE_BYTES = 4096  # what a pipe that is ready takes without blocking (PIPE_BUF)
 _HELD_BYTES = 1 << 16  # a line longer than this is passed on in parts
@@ -33,7 +36,7 @@ class Screen:
     """One output of the launcher: its standard output or error. Never blocks; `full` asks its writers to wait.
 
     `prefix` gives the beginning of each writer's lines, `copy` is called with all that is shown. `at_once`: parts of lines are shown as
-    soon as they are there, and lines of several writers may mix.
+    soon as they are there, and lines of several writers may mix. `bar`: what is drawn below all that, where this is a terminal.
     """
 
     def __init__(
@@ -43,8 +46,9 @@ class Screen:
         copy: Callable[[bytes], object] | None = None,
         *,
         at_once: bool = False,
+        bar: LiveBar | None = None,
     ) -> None:
-        self.descriptor, self.at_once = descriptor, at_once
+        self.descriptor, self.at_once, self._bar = descriptor, at_once, bar
         self.broken = False
         self.last: Hashable = None  # the last writer; None: the launcher
         self._prefix, self._copy = prefix, copy
@@ -77,6 +81,22 @@ class Screen:
         self._add((b"" if self._ending == b"\n" else b"\n") + text.encode(errors="replace") + b"\n")
         self.last = None
 
+    def follow(self, status: RunStatus | None) -> None:
+        """Show how far the run is, below everything else; with None for the last time, as text."""
+        if self._bar is None:
+            return
+        if status is None:
+            self._draw(self._bar.leave())
+        else:
+            self._bar.follow(status)
+            if self._size < _WRITE_BYTES:  # a terminal that is behind gets it by and by
+                self._draw(self._bar.again())
+
+    def settle(self) -> None:
+        """Draw the bar again, if lines were written where it was."""
+        if self._bar is not None and self._size < _WRITE_BYTES:
+            self._draw(self._bar.back())
+
     def write(self) -> None:
         """Write once; to be called when the descriptor is ready."""
         chunk = b""
@@ -104,6 +124,18 @@ class Screen:
         self._ending = data[-1:]
         if self._copy is not None:
             self._copy(data)
+        if self._bar is not None:
+            self._draw(self._bar.away())
+            self._bar.wrote(data)
+        self._queue(data)
+
+    def _draw(self, text: str) -> None:
+        if text.startswith("\n"):
+            self._ending = b"\n"  # it has ended a line that was under way
+        if text:
+            self._queue(text.encode(errors="replace"))
+
+    def _queue(self, data: bytes) -> None:
         if not self.broken:
             self._pending.append(data)
             self._size += len(data)
@@ -206,15 +238,16 @@ def stand_in() -> None:
             setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 (for as long as this process lives)
 
 
-def screens(*, bare: bool = False) -> tuple[Screen, Screen]:
+def screens(*, bare: bool = False, bar: LiveBar | None = None) -> tuple[Screen, Screen]:
     """Make the screens of standard output and error; one when both are the same file, so that their lines don't mix.
 
-    `bare`: what is written is shown at once and as it is, without the rank that wrote it.
+    `bare`: what is written is shown at once and as it is, without the rank that wrote it. `bar`: what is drawn below standard error.
     """
     out, err = os.fstat(1), os.fstat(2)
     prefix = _nothing if bare else _by_rank
-    first = Screen(1, prefix, at_once=bare)
-    return first, first if (out.st_dev, out.st_ino) == (err.st_dev, err.st_ino) else Screen(2, prefix, at_once=bare)
+    alike = (out.st_dev, out.st_ino) == (err.st_dev, err.st_ino)
+    last = Screen(2, prefix, at_once=bare, bar=bar)
+    return (last if alike else Screen(1, prefix, at_once=bare)), last
 
 
 def last_words(tail: str) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from paceline.cluster.hosts.peers import Failure, Peers
+from paceline.cluster.launcher.bar import JobBar
 from paceline.cluster.launcher.cleanup import JobCleanup
 from paceline.cluster.launcher.hangs import HangSearch
 from paceline.cluster.launcher.output import Screen, screens
@@ -58,6 +59,7 @@ class Supervisor:
         self._timings = timings.supervisor
         self._workers: list[WorkerProcess] = []
         self._out, self._err = screens() if shown is None else shown
+        self._bar = JobBar(self._err)
         self._signals: list[int] = []
         self._failure: Failure | None = None  # what failed first on this host
         self._told_at = 0.0  # monotonic: when the other hosts got it
@@ -178,6 +180,7 @@ class Supervisor:
                 stream.idle(now)
         self._collect(now)
         _show(self._workers, self._watcher)
+        self._bar.follow(self._workers)
         self._peers.tick()
         self._decide(now)
 
@@ -246,6 +249,7 @@ class Supervisor:
 
     def _conclude(self, wake: int) -> None:
         """Say last what ended the job, and write out what is left."""
+        self._bar.follow(self._workers)
         _read_out(self._workers)
         verdict = self._final()
         if verdict is not None and self._asked is None:

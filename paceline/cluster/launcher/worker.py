@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from paceline.cluster.control.progress import Page
 from paceline.cluster.launcher.output import OutputStream, Screen
@@ -43,6 +44,8 @@ class WorkerProcess:
     orders_fd: int
     stack_fd: int
     records: list[dict[str, object]] = field(default_factory=list)
+    status: dict[str, Any] | None = None  # how far the run is, which was not taken yet
+    told_all: bool = False  # nothing more comes of that
     ended: float | None = None  # time.time() of its end
     reaped: bool = False
     code: int = 0  # as a shell would give it
@@ -86,7 +89,18 @@ class WorkerProcess:
             self.records_fd = -1
             return
         *lines, self._line = (self._line + data).split(b"\n")
-        self.records += [json.loads(line) for line in lines]
+        for record in map(json.loads, lines):
+            if record["event"] != "progress":
+                self.records.append(record)
+            elif record["status"] is None:
+                self.told_all = True
+            else:
+                self.status, self.told_all = record["status"], False
+
+    def take_status(self) -> dict[str, Any] | None:
+        """Take what the worker has told last of how far the run is, once."""
+        found, self.status = self.status, None
+        return found
 
     def look(self) -> None:
         """Find out whether the worker has ended."""

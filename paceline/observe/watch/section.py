@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from paceline.formatting import counted
+from paceline.formatting import counted, spoken
 from paceline.observe.page.markup import Markup, element, join
 from paceline.observe.tables import seconds
 from paceline.observe.watch.now import LateRank, RunNow
 from paceline.session.record.folder import PARTS
-from paceline.session.record.status_line import LATE, LEAST, spoken
+from paceline.session.record.status_line import LATE, LEAST
 
 SHOWN: Final = 12  # of the last events
 _STATES: Final = {

@@ -19,6 +19,7 @@ from paceline.cluster.control.calls import CallMessage
 from paceline.cluster.discover import discover, environment, timings
 from paceline.cluster.launcher.request import LaunchRequest, check
 from paceline.errors import UsageError, WorkerFailed
+from paceline.session.display import choose
 from paceline.session.launch import packing
 from paceline.session.launch.notebook import NotebookBar, in_kernel
 from paceline.session.launch.process import LauncherProcess
@@ -136,7 +137,7 @@ class _CallOutcome:
     """The outcome of a call as workers and their launcher tell it; statuses are shown at once."""
 
     def __init__(self) -> None:
-        self._status = StatusRelay(NotebookBar if in_kernel() else StatusLine)
+        self._status = StatusRelay(NotebookBar if in_kernel() else lambda: StatusLine(choose(discover())))
         self._results: dict[int, BinaryIO] = {}
         self._failures: dict[int, tuple[str, str]] = {}  # by number: the exception in a line, and its traceback
         self._verdict: tuple[int | None, str, str] | None = None  # the number of who failed first, a line on it, its last words

@@ -11,7 +11,8 @@ from typing import Any
 
 from paceline.session.record.folder import PARTS
 from paceline.session.record.lateness import RankLateness
-from paceline.session.record.status_line import WINDOW, FinishedStep, describe, late_words, time_left
+from paceline.session.record.status_line import WINDOW, FinishedStep, late_words, summary, time_left
+from paceline.status.run_status import line
 
 _COLOURS = {"compute": "#0072b2", "exchange": "#e69f00", "wait": "#cc79a7", "data": "#009e73"}  # which colour-blind people tell apart
 
@@ -34,17 +35,25 @@ class NotebookBar:
         self._handle: Any = None  # what changes the bar that is shown
         self._marks: deque[tuple[int, float]] = deque(maxlen=WINDOW)
         self._late = self._remark = ""
+        self._epoch: tuple[int, int] | None = None
 
     def step(self, beat: FinishedStep, total: int | None) -> None:
         """Show the newest step; `beat` has the samples and the seconds of all since the last one."""
         self._marks.append((beat.step, beat.time))
-        remark = "  ".join(filter(None, (self._late, self._remark)))
-        text = describe(beat, beat.samples, beat.seconds, total=total, left=time_left(self._marks, total), remark=remark)
+        left = time_left(self._marks, total)
+        text = line(summary(beat, total, left=left, epoch=self._epoch, late=self._late, remark=self._remark))
         bundle = {"text/plain": text, "text/html": drawn(beat, total, text)}
         if self._handle is None:
             self._handle = self._show(bundle, raw=True, display_id=True)
         else:
             self._handle.update(bundle, raw=True)
+
+    def show(self) -> None:
+        """Do nothing: each step was shown, as they come seldom."""
+
+    def at(self, epoch: tuple[int, int] | None) -> None:
+        """Say from the next time on which epoch is under way."""
+        self._epoch = epoch
 
     def late(self, latest: RankLateness, host: str, step: float) -> None:
         """Say from the next time on who is latest."""

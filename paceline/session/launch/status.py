@@ -12,6 +12,7 @@ from typing import Any
 
 from paceline.cluster.control.calls import CallChannel
 from paceline.cluster.discover import Place
+from paceline.session.display import choose
 from paceline.session.record.folder import PARTS
 from paceline.session.record.lateness import RankLateness
 from paceline.session.record.status_line import EVERY, FinishedStep, StatusDisplay, StatusLine
@@ -26,6 +27,8 @@ class StatusReports:
     def __init__(self, channel: CallChannel, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._channel, self._clock = channel, clock
         self._last: FinishedStep | None = None
+        self._total: int | None = None
+        self._epoch: tuple[int, int] | None = None
         self._unsent = False
         self._next = -float("inf")
         self._seconds = dict.fromkeys(PARTS, 0.0)  # since the last report
@@ -35,15 +38,22 @@ class StatusReports:
         self._begun = False
 
     def step(self, beat: FinishedStep, total: int | None) -> None:
-        """Take in the next step, of `total` if that is known, and send it if the last report is old."""
+        """Take in the next step, of `total` if that is known."""
         for part in PARTS:
             self._seconds[part] += beat.seconds.get(part, 0.0)
         self._samples += beat.samples
-        self._last, self._unsent = beat, True
+        self._last, self._total, self._unsent = beat, total, True
+
+    def show(self) -> None:
+        """Send the newest step, if the last report is old."""
         now = self._clock()
-        if now >= self._next:
+        if self._unsent and now >= self._next:
             self._next = now + _APART
-            self._send(total, waits=False)
+            self._send(self._total, waits=False)
+
+    def at(self, epoch: tuple[int, int] | None) -> None:
+        """Report from the next time on which epoch is under way."""
+        self._epoch = epoch
 
     def late(self, latest: RankLateness, host: str, step: float) -> None:
         """Report from the next time on who is latest, on which host, in a step of so many seconds."""
@@ -64,7 +74,7 @@ class StatusReports:
         step, when, _, values, _ = self._last
         names = sorted(values, key=lambda name: (name != "loss", name))[:_VALUES]
         beat = step, when, self._samples, {name: values[name] for name in names}, self._seconds
-        report = {"beat": beat, "total": total, "late": self._late, "remark": self._remark, "begins": not self._begun}
+        report = {"beat": beat, "total": total, "epoch": self._epoch, "late": self._late, "remark": self._remark, "begins": not self._begun}
         if self._channel.send("status", report, waits=waits):
             self._begun = True
             self._samples, self._seconds, self._unsent = 0, dict.fromkeys(PARTS, 0.0), False
@@ -88,7 +98,9 @@ class StatusRelay:
             rank, by_cause, host, step = report["late"]
             self._display.late(RankLateness(rank, by_cause), host, step)
         self._display.remark(report["remark"])
+        self._display.at(None if report["epoch"] is None else tuple(report["epoch"]))
         self._display.step(FinishedStep(*report["beat"]), self._total)
+        self._display.show()
 
     def close(self) -> None:
         """Show the last step, and let go of the display. Calling it twice is harmless."""
@@ -99,4 +111,4 @@ class StatusRelay:
 
 def display(place: Place) -> StatusDisplay:
     """Return where the worker in this place shows how far its run is: on its own output, or at the caller of `pl.launch`."""
-    return StatusLine() if place.call is None else StatusReports(CallChannel.inherited(place.call.channel))
+    return StatusLine(choose(place)) if place.call is None else StatusReports(CallChannel.inherited(place.call.channel))

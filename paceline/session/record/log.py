@@ -103,10 +103,11 @@ class MetricsLog:
         self.flushed: list[list[list[float]]] = []  # the seconds of PARTS of each step in the last flush, by rank
         self.lateness = LatenessTotals(0) if book is None else book.lateness  # of all workers, where it is written
         self.total_steps: int | None = None
+        self._epoch: tuple[int, int] | None = None
 
-    def expect(self, steps: int | None) -> None:
-        """Tell the time left by so many steps in all, where that is known."""
-        self.total_steps = steps
+    def expect(self, steps: int | None, epoch: tuple[int, int] | None = None) -> None:
+        """Tell the time left by so many steps in all, where that is known. `epoch`: which is under way, from 1 on, and of how many."""
+        self.total_steps, self._epoch = steps, epoch
 
     # ---- while a step is under way: never waits
 
@@ -258,7 +259,8 @@ class MetricsLog:
         steps = [[record for record in records if record[4] is not None] for _, _, records in parts]
         self.flushed = [[record[4] for record in mine] for mine in steps]
         if self.book is not None:
-            self.book.enter([(upto, records) for upto, _, records in parts], self.total_steps, names, hosts, remark=remark)
+            told = [(upto, records) for upto, _, records in parts]
+            self.book.enter(told, self.total_steps, names, hosts, remark=remark, epoch=self._epoch)
             causes = [[record[6] for record in mine] for mine in steps]
             slow = self.slowness.take(names or range(len(parts)), self.flushed, hosts, causes) if hosts else None
             if slow is not None:

@@ -17,7 +17,7 @@ from torch import nn
 from paceline.cluster.topology import Topology
 from paceline.comm.group import Traffic
 from paceline.data.loader import ShareLoader
-from paceline.formatting import counted, spell
+from paceline.formatting import counted, spell, spoken
 from paceline.session.axes import RunAxes
 from paceline.session.loop.step_clock import AxisTotals
 from paceline.session.prepare.registry import Prepared
@@ -25,7 +25,6 @@ from paceline.session.record import timeline
 from paceline.session.record.folder import RunFolder, RunSummary, RunTotals
 from paceline.session.record.log import MetricsLog
 from paceline.session.record.pipeline_profile import PipelineProfile, combine
-from paceline.session.record.status_line import spoken
 from paceline.state.snapshot import raw
 from paceline.sync.base import Strategy
 from paceline.sync.codec_cost import judge

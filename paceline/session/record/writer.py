@@ -74,10 +74,12 @@ class MetricsWriter:
         hosts: Sequence[str] = (),
         *,
         remark: str = "",
+        epoch: tuple[int, int] | None = None,
     ) -> None:
         """Take in (upto, records) of each rank and write what is complete. `names`: numbers of the workers (None: their ranks).
 
-        `hosts`: of each rank, to name on the status line who is late; `remark`: what that line ends with.
+        `hosts`: of each rank, to name on the status line who is late; `remark`: what that line ends with; `epoch`: which one is under way,
+        of how many.
 
         Raises `ResourceError` if the disk is full.
         """
@@ -86,6 +88,7 @@ class MetricsWriter:
                 self._groups[record[0], record[1]][rank] = record
         if self._line is not None:
             self._line.remark(remark)
+            self._line.at(epoch)
         self.members.meet([*(names or range(len(parts)))][: len(hosts) or None], hosts)
         complete = min(upto for upto, _ in parts)
         ready = sorted(key for key in self._groups if key[0] <= complete)
@@ -96,6 +99,8 @@ class MetricsWriter:
             self.recent = {"steps": len(timed), "samples": sum(line["samples"] for line in timed), **means}
             if (looks := self.members.look(timed[-1]["time"])) is not None:
                 timed[-1]["ranks"] = looks
+        if self._line is not None:
+            self._line.show()
         self._write([line for line in lines if not self._there.get(line["step"], set()) >= line.keys() - MEASURED_ANEW])
 
     def _find_late(self, steps: dict[int, dict[int, Record]], ranks: list[int], hosts: Sequence[str]) -> None:

@@ -115,7 +115,7 @@ def test_the_example_in_a_fresh_kernel(job: Jobs, monkeypatch: pytest.MonkeyPatc
     assert sorted(rank for rank, _ in seen) == ["0", "1"] and sum(int(count) for _, count in seen) == 2 * 4096
     assert "[0] paceline: 2 workers on 1 host" in shown(launched, "stderr") and "[0] step" not in shown(launched, "stderr")
     (bar,) = [each["data"] for each in launched["outputs"] if each["output_type"] == "display_data"]
-    assert bar["text/plain"].startswith("step 128/128  loss ") and '<progress value="128" max="128"' in bar["text/html"]
+    assert bar["text/plain"].startswith("epoch 2/2  step 128/128  loss ") and '<progress value="128" max="128"' in bar["text/html"]
     assert re.fullmatch(r"accuracy 0\.9\d, the same on both workers: True\n", shown(compared, "stdout"))
     assert shown(failed, "stdout").startswith("rank 1 failed: ValueError: no such luck")
     assert 'raise ValueError("no such luck")' in shown(failed, "stdout")  # the line of the cell

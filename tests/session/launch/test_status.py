@@ -25,6 +25,12 @@ class Display:
     def step(self, beat: FinishedStep, total: int | None) -> None:
         self.told.append((beat, total))
 
+    def show(self) -> None:
+        assert isinstance(self.told[-1][0], FinishedStep)
+
+    def at(self, epoch: tuple[int, int] | None) -> None:
+        self.told.append(epoch)
+
     def late(self, latest: RankLateness, host: str, step: float) -> None:
         self.told.append((latest, host, step))
 
@@ -60,7 +66,9 @@ def test_two_a_second_that_add_up_and_the_last_in_any_case() -> None:
     reports, relay = StatusReports(theirs, clock=clock), StatusRelay(lambda: shown)
     reports.remark("watched")
     for step in range(1, 11):
+        reports.at((1, 2))
         reports.step(beat(step), 10)
+        reports.show()
         if step == 4:
             reports.late(RankLateness(1, {"compute": 0.3}), "b", 0.5)
         drain(mine, relay)
@@ -74,7 +82,7 @@ def test_two_a_second_that_add_up_and_the_last_in_any_case() -> None:
     assert [each.samples for each, _ in beats] == [64, 256, 256, 64]
     assert [round(each.seconds["compute"], 6) for each, _ in beats] == [0.6, 2.4, 2.4, 0.6]
     assert beats[1][0].values == {"loss": 0.2}
-    assert (RankLateness(1, {"compute": 0.3}), "b", 0.5) in shown.told and "watched" in shown.told
+    assert (RankLateness(1, {"compute": 0.3}), "b", 0.5) in shown.told and "watched" in shown.told and (1, 2) in shown.told
     assert shown.told[-1] == ("closed", 10) and shown.told.count(("closed", 10)) == 1
 
 
@@ -90,6 +98,7 @@ def test_another_run_has_a_display_of_its_own() -> None:
     for total in (3, 5):
         reports = StatusReports(CallChannel(socket.socket(fileno=socket.dup(theirs.fileno()))), clock=Clock())
         reports.step(beat(1), total)
+        reports.show()
         reports.close(total)
         drain(mine, relay)
     relay.close()
@@ -103,6 +112,7 @@ def test_a_caller_that_doesn_t_read_holds_no_step_up() -> None:
     for step in range(1, 500):
         clock.now += 1.0
         reports.step(beat(step), 500)
+        reports.show()
     drain(mine, StatusRelay(lambda: shown))
     clock.now += 1.0
     reports.step(beat(500), 500)
@@ -116,9 +126,11 @@ def test_a_caller_that_doesn_t_read_holds_no_step_up() -> None:
 def test_many_values() -> None:
     mine, theirs = pair()
     shown = Display()
-    StatusReports(theirs, clock=Clock()).step(beat(1, loss=float("nan"), **{f"value{n}": 1.0 for n in range(10_000)}), None)
+    reports = StatusReports(theirs, clock=Clock())
+    reports.step(beat(1, loss=float("nan"), **{f"value{n}": 1.0 for n in range(10_000)}), None)
+    reports.show()
     drain(mine, StatusRelay(lambda: shown))
-    values = shown.told[-1][0].values
+    values = shown.beats()[-1][0].values
     assert len(values) == 16 and values["loss"] != values["loss"]
 
 
@@ -128,6 +140,7 @@ def test_where_a_worker_shows_it() -> None:
     with theirs:
         reports = display(replace(Place(), call=CallPlace(0, theirs.fileno(), 0)))
         reports.step(beat(1), 2)
+        reports.show()
         message = mine.receive()
         assert message is not None and message.fields["total"] == 2
         reports.close(2)

@@ -18,6 +18,7 @@ import torch
 from paceline.comm.agreement import Agreement
 from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import ResourceError, UsageError
+from paceline.session.display import PlainLines
 from paceline.session.record.folder import RunFolder
 from paceline.session.record.log import MetricsLog, OnNan
 from paceline.session.record.status_line import StatusLine
@@ -368,14 +369,14 @@ def test_records_are_small() -> None:
 
 def test_a_book_shows_what_it_writes(tmp_path: Path) -> None:
     stream = io.StringIO()
-    log = MetricsLog(MetricsWriter(folder(tmp_path), StatusLine(stream, clock=Clock())), say=silent, clock=Clock())
+    log = MetricsLog(MetricsWriter(folder(tmp_path), StatusLine(PlainLines(stream), clock=Clock())), say=silent, clock=Clock())
     log.total_steps = 4
     for step in (1, 2):
         log.log(step, {"loss": 3.0})
         log.step(step, 8, SECONDS)
     flush([log])
     log.close()
-    assert [text.split("  ")[:2] for text in stream.getvalue().splitlines()] == [["step 1/4", "loss 3"], ["step 2/4", "loss 3"]]
+    assert [text.split("  ")[:2] for text in stream.getvalue().splitlines()] == [["step 2/4", "loss 3"]]
 
 
 def trained(logs: list[MetricsLog], *steps: int) -> None:

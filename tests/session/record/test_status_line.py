@@ -1,93 +1,94 @@
-"""The status line: at most one a second, the last step in any case, and one line alone on a terminal."""
+"""Statuses of a run: about one a second, the last step in any case, and what is in them."""
 
 from __future__ import annotations
-
-import io
 
 import pytest
 
 from paceline.session.record.lateness import RankLateness
-from paceline.session.record.status_line import FinishedStep, StatusLine, describe, spoken
+from paceline.session.record.status_line import FinishedStep, StatusLine
+from paceline.status.run_status import RunStatus
 from tests.harness.clocks import Clock
 
 SECONDS = {"compute": 0.6, "exchange": 0.2, "wait": 0.1, "data": 0.1}
 
 
-class Terminal(io.StringIO):
-    """A stream that says it is one."""
+class Kept:
+    """A display that remembers what it was to show."""
 
-    def isatty(self) -> bool:
-        return True
+    def __init__(self) -> None:
+        self.shown: list[RunStatus] = []
+        self.closed = 0
+
+    def show(self, status: RunStatus) -> None:
+        self.shown.append(status)
+
+    def close(self) -> None:
+        self.closed += 1
 
 
 def beat(step: int, now: float = 0.0, **values: float) -> FinishedStep:
     return FinishedStep(step, now, 64, values or {"loss": 1.0}, SECONDS)
 
 
-def test_at_most_one_line_a_second_and_the_last_in_any_case() -> None:
-    clock, stream = Clock(), io.StringIO()
-    line = StatusLine(stream, clock=clock)
+def test_about_one_a_second_and_the_last_in_any_case() -> None:
+    clock, kept = Clock(), Kept()
+    line = StatusLine(kept, clock=clock)
     for step in range(1, 36):
         clock.now += 0.125
         line.step(beat(step, clock.now), 35)
+        line.show()
     line.close(35)
     line.close(35)
-    steps = [int(text.split()[1].split("/")[0]) for text in stream.getvalue().splitlines()]
-    assert steps == [1, 9, 17, 25, 33, 35]
+    assert [status.step for status in kept.shown] == [1, 9, 17, 25, 33, 35] and kept.closed == 2
 
 
-def test_a_last_line_that_was_shown_is_not_repeated() -> None:
-    stream = io.StringIO()
-    line = StatusLine(stream, clock=Clock())
-    line.step(beat(1), None)
+def test_steps_that_come_together_are_one_status_of_the_newest() -> None:
+    kept = Kept()
+    line = StatusLine(kept, clock=Clock())
+    for step in (1, 2, 3):
+        line.step(beat(step, loss=4.0 - step), None)
+    line.show()
+    line.show()
     line.close(None)
-    assert len(stream.getvalue().splitlines()) == 1
+    [status] = kept.shown
+    assert (status.step, status.rate, status.curve) == (3, pytest.approx(64.0), (3.0, 2.0, 1.0))
 
 
-def test_what_a_line_says() -> None:
-    clock, stream = Clock(), io.StringIO()
-    line = StatusLine(stream, clock=clock)
+def test_what_is_in_a_status() -> None:
+    clock, kept = Clock(), Kept()
+    line = StatusLine(kept, clock=clock)
+    line.at((2, 3))
+    line.remark("slow")
     for step in (1, 3):
         clock.now += 10
-        line.step(beat(step, clock.now, loss=2.34567, accuracy=0.5), 63)
-    assert stream.getvalue().splitlines()[1] == (
-        "step 3/63  loss 2.346  accuracy 0.5  64 samples/s  compute 60% exchange 20% wait 10% data 10%  5:00 left"
-    )
+        line.step(beat(step, clock.now, loss=2.5, zeal=1.0, accuracy=0.5, beta=3.0, more=4.0), 63)
+        line.show()
+    status = kept.shown[1]
+    assert (status.step, status.steps, status.epoch, status.epochs, status.left, status.remark) == (3, 63, 2, 3, 300.0, "slow")
+    assert list(status.values) == ["loss", "accuracy", "beta", "more"]
+    assert status.parts == pytest.approx(SECONDS) and status.rate == pytest.approx(64.0)
+    line.step(beat(63, clock.now), 63)
+    line.close(63)
+    assert kept.shown[-1].left is None
 
 
-def test_parts_that_are_unknown_are_left_out() -> None:
-    assert describe(FinishedStep(3, 0.0, 0, {}, {}), 0, {}, total=None, left=None) == "step 3"
-    assert describe(beat(5), 0, {}, total=5, left=0.0) == "step 5/5  loss 1"
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (125, "2:05"), (3723, "1:02:03")])
-def test_times(seconds: float, text: str) -> None:
-    assert spoken(seconds) == text
-
-
-def test_on_a_terminal_one_line_is_kept_up_to_date() -> None:
-    clock, stream = Clock(), Terminal()
-    line = StatusLine(stream, clock=clock)
-    for step in range(1, 4):
-        clock.now += 2
-        line.step(beat(step), None)
-    line.close(None)
-    text = stream.getvalue()
-    assert "\x1b[" in text or "\r" in text
-    assert text.rstrip("\x1b[?25h\n").count("\n") <= 1
-    assert "step 3" in text
+def test_without_a_loss_the_first_value_has_the_curve() -> None:
+    kept = Kept()
+    line = StatusLine(kept, clock=Clock())
+    line.step(beat(1, b=1.0, a=2.0), None)
+    line.step(FinishedStep(2, 0.0, 0, {}, {}), None)
+    line.step(beat(3, a=3.0), None)
+    line.show()
+    assert (kept.shown[0].name, kept.shown[0].curve) == ("a", (2.0, 3.0))
 
 
 def test_who_is_late_is_shown_as_long_as_it_matters() -> None:
-    out, clock = io.StringIO(), Clock()
-    line = StatusLine(out, clock=clock)
+    clock, kept = Clock(), Kept()
+    line = StatusLine(kept, clock=clock)
     late = RankLateness(2, {"compute": 0.001, "reading": 0.04})
-    line.late(late, "c", 0.1)
-    line.step(beat(1), None)
-    clock.now += 1.1
-    line.late(late, "c", 1.0)  # 4 % of a step
-    line.step(beat(2), None)
-    clock.now += 1.1
-    line.late(RankLateness(2, {"compute": 0.0005}), "c", 0.001)  # half a millisecond
-    line.step(beat(3), None)
-    assert [text.endswith("  rank 2 on c late 41%: data loading") for text in out.getvalue().splitlines()] == [True, False, False]
+    for step, (which, whole) in enumerate([(late, 0.1), (late, 1.0), (RankLateness(2, {"compute": 0.0005}), 0.001)], 1):
+        clock.now += 1.1
+        line.late(which, "c", whole)
+        line.step(beat(step), None)
+        line.show()
+    assert [status.late for status in kept.shown] == ["rank 2 on c late 41%: data loading", "", ""]

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.cluster.oddities import rated
-from paceline.formatting import sized
+from paceline.formatting import sized, spoken
 from paceline.observe import tables
-from paceline.session.record.status_line import spoken
 
 Words = Callable[[float], str]
 

@@ -1,0 +1,168 @@
+"""Where the status of a run is shown: as a bar on a terminal, by the launcher on its own, or else as lines of text.
+
+on a terminal alone    bar at the bottom; what the script prints goes above it       TerminalBar
+paceline run           the worker tells its launcher, which draws the bar            LauncherBar    (cluster/launcher/output.py)
+pipes, CI, torchrun    a line a second                                               PlainLines
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol, TextIO
+
+from paceline.cluster.control import events
+from paceline.cluster.discover import Place
+from paceline.status.live_bar import SIZE, LiveBar
+from paceline.status.run_status import RunStatus, line
+
+
+class Display(Protocol):
+    """Something that shows statuses."""
+
+    def show(self, status: RunStatus) -> None:
+        """Show this status in the place of the last one."""
+
+    def close(self) -> None:
+        """Let go of the terminal. Calling it twice is harmless."""
+
+
+def choose(place: Place, stream: TextIO | None = None) -> Display:
+    """Choose the display of a worker, whose output goes to `stream` (default: standard error)."""
+    if place.bar and place.report_fd is not None:
+        return LauncherBar(place)
+    stream = sys.stderr if stream is None else stream
+    return TerminalBar(stream, breaks=place.breaks) if place.bar and stream.isatty() else PlainLines(stream)
+
+
+class PlainLines:
+    """Writes each status as a line of text."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def show(self, status: RunStatus) -> None:
+        """Write a line."""
+        print(line(status), file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Do nothing: each line is written."""
+
+
+class LauncherBar:
+    """Has the launcher of this worker draw a bar, as it writes what all workers of its host print."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    def show(self, status: RunStatus) -> None:
+        """Tell the launcher."""
+        events.progress(self._place, status.fields())
+
+    def close(self) -> None:
+        """Have the launcher leave the bar as it is."""
+        events.progress(self._place, None)
+
+
+class TerminalBar:
+    """Draws a bar at the bottom of the terminal that this process alone writes to. `breaks`: as for `LiveBar`.
+
+    Standard output and error of the process, where they are a terminal, write above the bar until it is closed.
+    """
+
+    def __init__(self, stream: TextIO, *, breaks: bool = True) -> None:
+        self._stream = stream
+        plain = "utf" not in (getattr(stream, "encoding", None) or "utf-8").lower()
+        self._bar = LiveBar(self._size, breaks=breaks, plain=plain)
+        self._lock = threading.RLock()  # announcements come from threads, too
+        self._undo = contextlib.ExitStack()
+        self._stand_in()
+
+    def show(self, status: RunStatus) -> None:
+        """Draw the bar anew."""
+        with self._lock:
+            self._bar.follow(status)
+            self._put(self._bar.again())
+
+    def close(self) -> None:
+        """Leave the bar as it is, and give the process its streams back."""
+        with self._lock:
+            self._put(self._bar.leave())
+        self._undo.close()
+
+    def _put(self, text: str) -> None:
+        if text:
+            self._stream.write(text)
+            self._stream.flush()
+
+    def _size(self) -> tuple[int, int]:
+        try:
+            size = os.get_terminal_size(self._stream.fileno())
+        except (OSError, ValueError):  # it is none that the system knows, or was closed
+            return SIZE
+        return size.columns or SIZE[0], size.lines or SIZE[1]
+
+    def _stand_in(self) -> None:
+        """Put streams that write above the bar in the place of those of the process, also where its log goes."""
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if not stream.isatty():
+                continue
+            above = StreamAbove(stream, self._above)
+            setattr(sys, name, above)
+            self._undo.callback(_replace, name, above, stream)
+            for handler in logging.getLogger().handlers:
+                if isinstance(handler, logging.StreamHandler) and handler.stream is stream:
+                    handler.setStream(above)
+                    self._undo.callback(_redirect, handler, above, stream)
+
+    @contextlib.contextmanager
+    def _above(self, text: str) -> Iterator[None]:
+        """Take the bar away while `text` is written."""
+        with self._lock:
+            self._put(self._bar.away())
+            yield
+            self._bar.wrote(text.encode(errors="replace"))
+            self._put(self._bar.back())
+
+
+class StreamAbove:
+    """A stream of a terminal, all of whose text comes above a bar. Processes that were forked of this one write as if there were none."""
+
+    def __init__(self, stream: TextIO, above: Any) -> None:
+        self._stream, self._above, self._process = stream, above, os.getpid()
+
+    def write(self, text: str) -> int:
+        """Write a text."""
+        if os.getpid() != self._process:
+            return self._stream.write(text)
+        with self._above(text):
+            count = self._stream.write(text)
+            self._stream.flush()
+        return count
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write several texts."""
+        for text in lines:
+            self.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stream)
+
+
+def _replace(name: str, mine: StreamAbove, stream: TextIO) -> None:
+    """Put a stream of the process back, unless the script has put another one there since."""
+    if getattr(sys, name) is mine:
+        setattr(sys, name, stream)
+
+
+def _redirect(handler: logging.StreamHandler[Any], mine: StreamAbove, stream: TextIO) -> None:
+    if handler.stream is mine:
+        handler.setStream(stream)

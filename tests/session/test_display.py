@@ -1,0 +1,139 @@
+"""Where statuses are shown: above a bar all text stays whole, and the process gets its streams back."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import sys
+import threading
+
+import pytest
+
+from paceline.cluster.discover import Place
+from paceline.session.display import LauncherBar, PlainLines, TerminalBar, choose
+from paceline.status.run_status import RunStatus
+from tests.harness.terminal_screen import Terminal
+
+
+def standing_in(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """A terminal that is standard output and error; to be called in a test, as pytest's own streams come back when it begins."""
+    found = Terminal(100)
+    monkeypatch.setattr(sys, "stdout", found)
+    monkeypatch.setattr(sys, "stderr", found)
+    return found
+
+
+def test_which_display() -> None:
+    assert isinstance(choose(Place(bar=True), Terminal()), TerminalBar)
+    assert isinstance(choose(Place(bar=True), io.StringIO()), PlainLines)
+    assert isinstance(choose(Place(), Terminal()), PlainLines)  # dumb, or in a CI, or beside the workers of torchrun
+    assert isinstance(choose(Place(report_fd=9, launcher="paceline"), Terminal()), PlainLines)
+    assert isinstance(choose(Place(bar=True, report_fd=9), io.StringIO()), LauncherBar)
+
+
+def test_plain_lines() -> None:
+    stream = io.StringIO()
+    lines = PlainLines(stream)
+    for step in (1, 2):
+        lines.show(RunStatus(step, 2))
+    lines.close()
+    assert stream.getvalue() == "step 1/2\nstep 2/2\n"
+
+
+def test_what_is_printed_comes_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = standing_in(monkeypatch)
+    bar = TerminalBar(terminal)
+    for step in range(1, 4):
+        bar.show(RunStatus(step, 9))
+        print("line", step, end="\n" if step != 2 else "")
+        sys.stderr.writelines([f"error {step}\n"])
+    assert terminal.screen.text()[:5] == ["line 1", "error 1", "line 2error 2", "line 3", "error 3"]
+    assert "step 3/9" in terminal.screen.text()[5]
+    bar.close()
+    bar.close()
+    assert sys.stdout is terminal and sys.stderr is terminal
+    print("after")
+    assert [text[:7] for text in terminal.screen.text()[5:]] == [terminal.screen.text()[5][:7], "after", ""]
+
+
+def test_a_log_that_was_begun_before_comes_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = standing_in(monkeypatch)
+    handler = logging.StreamHandler(terminal)
+    logging.getLogger().addHandler(handler)
+    try:
+        bar = TerminalBar(terminal)
+        bar.show(RunStatus(1, 9))
+        logging.getLogger().warning("logged")
+        assert terminal.screen.text()[0] == "logged" and "step 1/9" in terminal.screen.text()[1]
+        bar.close()
+        assert handler.stream is terminal
+    finally:
+        logging.getLogger().removeHandler(handler)
+
+
+def test_other_streams_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = standing_in(monkeypatch)
+    file = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", file)
+    bar = TerminalBar(terminal)
+    assert sys.stdout is file and sys.stderr is not terminal and sys.stderr.isatty()
+    mine = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", mine)
+    bar.close()
+    assert sys.stderr is mine
+
+
+def test_threads_may_print(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = standing_in(monkeypatch)
+    bar = TerminalBar(terminal)
+
+    def work(number: int) -> None:
+        for line in range(20):
+            sys.stdout.write(f"{number} {line}\n")
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for step in range(1, 30):
+        bar.show(RunStatus(step, 30))
+    for thread in threads:
+        thread.join()
+    bar.close()
+    found = terminal.screen.text()
+    assert sorted(text for text in found if "step" not in text) == sorted(["", *(f"{n} {line}" for n in range(3) for line in range(20))])
+    assert sum("step" in text for text in found) == 1
+
+
+def test_a_forked_process_writes_as_if_there_were_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = standing_in(monkeypatch)
+    bar = TerminalBar(terminal)
+    bar.show(RunStatus(1, 9))
+    with bar._lock:  # as a thread of the parent may hold it
+        child = os.fork()
+        if child == 0:
+            sys.stdout._process = -1  # type: ignore[attr-defined]  # a copy of the stream, which knows that this isn't its process
+            sys.stdout.write("x\n")
+            os._exit(0 if terminal.screen.text()[-2].endswith("x") else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    bar.close()
+
+
+def test_a_launcher_is_told_and_never_waited_for() -> None:
+    reader, writer = os.pipe()
+    bar = LauncherBar(Place(report_fd=writer, bar=True))
+    bar.show(RunStatus(3, 9, values={"loss": 0.5}))
+    bar.close()
+    first, last = map(json.loads, os.read(reader, 1 << 16).splitlines())
+    assert RunStatus.read(first["status"]) == RunStatus(3, 9, values={"loss": 0.5}) and last["status"] is None
+    for step in range(2000):  # nobody reads
+        bar.show(RunStatus(step, 9, values={"loss": 0.5}, curve=(0.123456789,) * 64))
+    bar.show(RunStatus(1, values={"long " * 2000: 1.0}))
+    os.close(writer)
+    text = b""
+    while data := os.read(reader, 1 << 16):
+        text += data
+    os.close(reader)
+    records = [json.loads(line) for line in text.splitlines()]  # each whole
+    assert records and all(len(record["status"]["values"]) == 1 and "loss" in record["status"]["values"] for record in records)
