@@ -36,7 +36,7 @@ def choose(place: Place, stream: TextIO | None = None) -> Display:
     if place.bar and place.report_fd is not None:
         return LauncherBar(place)
     stream = sys.stderr if stream is None else stream
-    return TerminalBar(stream, breaks=place.breaks) if place.bar and stream.isatty() else PlainLines(stream)
+    return TerminalBar(stream, breaks=place.breaks) if place.bar and _is_terminal(stream) else PlainLines(stream)
 
 
 class PlainLines:
@@ -110,7 +110,7 @@ class TerminalBar:
         """Put streams that write above the bar in the place of those of the process, also where its log goes."""
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
-            if not stream.isatty():
+            if not _is_terminal(stream):
                 continue
             above = StreamAbove(stream, self._above)
             setattr(sys, name, above)
@@ -155,6 +155,12 @@ class StreamAbove:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stream)
+
+
+def _is_terminal(stream: Any) -> bool:
+    """Whether a stream is a terminal. Scripts may put anything that has `write` in the place of standard output, or nothing."""
+    asked = getattr(stream, "isatty", None)
+    return asked is not None and bool(asked())
 
 
 def _replace(name: str, mine: StreamAbove, stream: TextIO) -> None:

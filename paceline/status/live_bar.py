@@ -49,12 +49,13 @@ class LiveBar:
     def __init__(self, size: Size, *, breaks: bool = True, plain: bool = False) -> None:
         self._size, self._breaks, self._plain = size, breaks, plain
         self._status: RunStatus | None = None
+        self._made: tuple[tuple[int, int], list[tuple[int, str]]] | None = None  # how it looks on a terminal of this size
         self._drawn: list[int] = []  # how wide each line is that is there
         self._open = self._returned = False  # a line of other text is under way; and it went back to its own start
 
     def follow(self, status: RunStatus) -> None:
         """Show this status from the next drawing on."""
-        self._status = status
+        self._status, self._made = status, None
 
     def wrote(self, data: bytes) -> None:
         """Note that other text was written."""
@@ -81,8 +82,10 @@ class LiveBar:
         if self._status is None or self._drawn or (self._open and (self._returned or not insist)):
             return ""
         begin, self._open = "\n" if self._open else "", False
-        columns, height = self._size()
-        found = draw(self._status, columns - 1, max(1, min(_LINES, height - 1)), plain=self._plain)
+        size = self._size()
+        if self._made is None or self._made[0] != size:  # once for each status, however much is written above it
+            self._made = size, draw(self._status, size[0] - 1, max(1, min(_LINES, size[1] - 1)), plain=self._plain)
+        found = self._made[1]
         self._drawn = [cells for cells, _ in found]
         return begin + "\n".join(text for _, text in found)
 

@@ -6,15 +6,19 @@ import io
 import json
 import logging
 import os
+import signal
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from paceline.cluster.discover import Place
 from paceline.session.display import LauncherBar, PlainLines, TerminalBar, choose
 from paceline.status.run_status import RunStatus
+from tests.harness.jobs import wait_for
 from tests.harness.terminal_screen import Terminal
+from tests.harness.terminals import OnTerminal
 
 
 def standing_in(monkeypatch: pytest.MonkeyPatch) -> Terminal:
@@ -26,7 +30,9 @@ def standing_in(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 
 def test_which_display() -> None:
-    assert isinstance(choose(Place(bar=True), Terminal()), TerminalBar)
+    bar = choose(Place(bar=True), Terminal())
+    bar.close()  # where these tests run on a terminal it has taken its streams
+    assert isinstance(bar, TerminalBar)
     assert isinstance(choose(Place(bar=True), io.StringIO()), PlainLines)
     assert isinstance(choose(Place(), Terminal()), PlainLines)  # dumb, or in a CI, or beside the workers of torchrun
     assert isinstance(choose(Place(report_fd=9, launcher="paceline"), Terminal()), PlainLines)
@@ -73,6 +79,18 @@ def test_a_log_that_was_begun_before_comes_above_it(monkeypatch: pytest.MonkeyPa
         logging.getLogger().removeHandler(handler)
 
 
+@pytest.mark.parametrize("mine", [None, object()])
+def test_a_script_may_have_any_stream_of_its_own(monkeypatch: pytest.MonkeyPatch, mine: object) -> None:
+    terminal = standing_in(monkeypatch)
+    monkeypatch.setattr(sys, "stdout", mine)
+    bar = TerminalBar(terminal)
+    bar.show(RunStatus(1, 9))
+    bar.close()
+    assert sys.stdout is mine and "step 1/9" in terminal.screen.text()[0]
+    monkeypatch.setattr(sys, "stderr", mine)
+    assert isinstance(choose(Place(bar=True)), PlainLines)
+
+
 def test_other_streams_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = standing_in(monkeypatch)
     file = io.StringIO()
@@ -113,11 +131,44 @@ def test_a_forked_process_writes_as_if_there_were_no_bar(monkeypatch: pytest.Mon
     with bar._lock:  # as a thread of the parent may hold it
         child = os.fork()
         if child == 0:
-            sys.stdout._process = -1  # type: ignore[attr-defined]  # a copy of the stream, which knows that this isn't its process
-            sys.stdout.write("x\n")
-            os._exit(0 if terminal.screen.text()[-2].endswith("x") else 1)
+            code = 1
+            try:
+                sys.stdout._process = -1  # type: ignore[attr-defined]  # a copy of the stream, which knows that this isn't its process
+                sys.stdout.write("x\n")
+                code = 0 if terminal.screen.text()[-2].endswith("x") else 1
+            finally:
+                os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
     bar.close()
+
+
+ALONE = """
+import sys, time
+from paceline.cluster.discover import discover
+from paceline.session.display import choose
+from paceline.status.run_status import RunStatus
+place = discover()
+shown = choose(place)
+try:
+    for step in range(1, 4):
+        shown.show(RunStatus(step, 3, 1, 1, {"loss": 1.5}))
+        print("line", step)
+    print("a line without an end", end="")
+    shown.show(RunStatus(3, 3, 1, 1, {"loss": 1.25}))
+    time.sleep(1000)
+finally:
+    shown.close()
+"""
+
+
+def test_ctrl_c_in_a_process_that_is_alone(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(ALONE)
+    with OnTerminal([sys.executable, "script.py"], tmp_path, columns=40) as job:
+        wait_for(lambda: b"1.25" in job.said)
+        job.process.send_signal(signal.SIGINT)
+        found = job.end(-signal.SIGINT)
+    assert found[:4] == ["line 1", "line 2", "line 3", "a line without an end"] and found[-2:] == ["KeyboardInterrupt", ""]
+    assert sum("step 3/3" in line for line in found) == 1 and b"\x1b[?25l" not in job.said
 
 
 def test_a_launcher_is_told_and_never_waited_for() -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.status import live_bar
 from paceline.status.live_bar import LiveBar, capable, draw, reflows
 from paceline.status.run_status import RunStatus
 from tests.harness.terminal_screen import TerminalScreen
@@ -120,6 +121,19 @@ def test_text_comes_above_it() -> None:
     shown.screen.feed("last\n")
     assert [text[:8] for text in shown.screen.text()] == ["line 1", "line 2", "line 3", "epoch 2/", "1,234 sa", "accuracy", "last", ""]
     assert shown.bar.away() == shown.bar.leave() == ""
+
+
+def test_a_status_is_laid_out_once_however_much_is_written_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, made = Shown(100), list[int]()
+    monkeypatch.setattr(live_bar, "draw", lambda status, *args, **options: made.append(status.step) or draw(status, *args, **options))
+    for step in (1, 2):
+        shown.show(step)
+        for _ in range(5):
+            shown.write("text\n")
+        assert shown.screen.text()[5 * step - 1] == "text" and f"step {step}/800" in shown.screen.text()[5 * step]
+    shown.screen.resize(50)
+    shown.write("text\n")
+    assert made == [1, 2, 2] and all(len(row) < 50 for row in shown.screen.rows()[11:])
 
 
 def test_a_line_under_way_is_ended_where_its_program_does_not_draw_it_again() -> None:

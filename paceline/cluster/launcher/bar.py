@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
+from paceline.cluster.launcher import output
 from paceline.cluster.launcher.output import Screen
 from paceline.cluster.launcher.worker import WorkerProcess
 from paceline.status.live_bar import SIZE, LiveBar, capable, reflows
@@ -17,10 +18,11 @@ def is_there(environ: Mapping[str, str], *, bare: bool = False) -> bool:
     return not bare and os.isatty(2) and capable(environ)
 
 
-def begin(environ: Mapping[str, str]) -> LiveBar:
-    """Make the bar of the terminal that standard error is."""
+def screens(environ: Mapping[str, str], *, bare: bool = False) -> tuple[Screen, Screen]:
+    """Make the screens of standard output and error (`output.screens`), with a bar where there is to be one."""
     plain = "utf" not in (sys.stderr.encoding or "utf-8").lower()
-    return LiveBar(_size, breaks=reflows(environ), plain=plain)
+    bar = LiveBar(_size, breaks=reflows(environ), plain=plain) if is_there(environ, bare=bare) else None
+    return output.screens(bare=bare, bar=bar)
 
 
 def _size() -> tuple[int, int]:

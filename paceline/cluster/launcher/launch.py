@@ -26,7 +26,6 @@ from paceline.cluster.hosts.peers import NoPeers, Offer, Peers
 from paceline.cluster.hosts.rendezvous import Admission, Meeting, assemble, seek
 from paceline.cluster.hosts.restart_messages import JobStopped, Links
 from paceline.cluster.launcher import bar, hints
-from paceline.cluster.launcher.output import Screen, screens
 from paceline.cluster.launcher.replacement import Replacement
 from paceline.cluster.launcher.request import PLACEMENTS, LaunchRequest, check, deal, meeting_point
 from paceline.cluster.launcher.restarts import JobRestarts
@@ -150,7 +149,7 @@ def _start(
         restarts.begin(peers)
         surroundings["PACELINE_JOB_START"] = restarts.start.dump()
         tasks = _first_parts(job, surroundings, mine, peers).tasks
-        mark, shown, told = surroundings["PACELINE_JOB"], _screens(job, surroundings), calls.judge(job.call)
+        mark, shown, told = surroundings["PACELINE_JOB"], bar.screens(surroundings, bare=job.bare), calls.judge(job.call)
         supervisor = Supervisor(
             mine.offer.name, mark, peers, shown=shown, told=told, restarts=restarts, watcher=watcher, timings=mine.timings
         )
@@ -178,7 +177,7 @@ def _work(
         ready = _prepare(job, surroundings, mine, points, ranks)
         assembly = ready.peers if isinstance(ready.peers, ElasticPeers) else None
         mending = None if assembly is None else partial(_mending, job, assembly, ready.again, mine.timings)
-        shown, told = _screens(job, surroundings), calls.judge(job.call)
+        shown, told = bar.screens(surroundings, bare=job.bare), calls.judge(job.call)
         mark = surroundings["PACELINE_JOB"]
         supervisor = Supervisor(ready.host, mark, ready.peers, mending, shown=shown, told=told, watcher=watcher, timings=mine.timings)
         code = supervisor.run(ready.tasks, started=inherited.close)  # what workers inherit is theirs alone from then on
@@ -194,11 +193,6 @@ def _mending(job: LaunchRequest, assembly: ElasticPeers, again: Again, timings: 
 
     assert job.min_workers is not None
     return Replacement(assembly, job.min_workers, job.restarts, job.patience, begin, supervisor.say, timings=timings.replacement)
-
-
-def _screens(job: LaunchRequest, environ: Mapping[str, str]) -> tuple[Screen, Screen]:
-    """Make the screens, with a bar where there is to be one."""
-    return screens(bare=job.bare, bar=bar.begin(environ) if bar.is_there(environ, bare=job.bare) else None)
 
 
 def shared_secret(job: LaunchRequest, environ: Mapping[str, str]) -> bytes:

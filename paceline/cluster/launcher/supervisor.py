@@ -113,9 +113,8 @@ class Supervisor:
 
     def begin(self, task: WorkerCommand) -> None:
         """Start a worker."""
-        worker = start(task, preparation(os.getpid()), (self._out, self._err))
-        self._workers.append(worker)
-        self._cleanup.add(worker.process.pid)
+        self._workers.append(start(task, preparation(os.getpid()), (self._out, self._err)))
+        self._cleanup.add(self._workers[-1].process.pid)
 
     @property
     def asked(self) -> bool:
@@ -179,8 +178,7 @@ class Supervisor:
             for stream in worker.streams:
                 stream.idle(now)
         self._collect(now)
-        _show(self._workers, self._watcher)
-        self._bar.follow(self._workers)
+        _show(self._workers, self._watcher, self._bar)
         self._peers.tick()
         self._decide(now)
 
@@ -249,8 +247,7 @@ class Supervisor:
 
     def _conclude(self, wake: int) -> None:
         """Say last what ended the job, and write out what is left."""
-        self._bar.follow(self._workers)
-        _read_out(self._workers)
+        _read_out(self._workers, self._bar)
         verdict = self._final()
         if verdict is not None and self._asked is None:
             if self._told is not None:
@@ -300,19 +297,21 @@ def _begin(tasks: Sequence[WorkerCommand], watcher: RunWatcher | None) -> None:
         watcher.begin()
 
 
-def _read_out(workers: Sequence[WorkerProcess]) -> None:
-    """Read what workers that have ended have left in their pipes."""
+def _read_out(workers: Sequence[WorkerProcess], bar: JobBar) -> None:
+    """Leave the bar of workers that have ended as it is, and read what they have left in their pipes."""
+    bar.follow(workers)
     for stream in (stream for worker in workers for stream in worker.streams):
         while stream.open and readable(stream.descriptor, 0) and stream.read():
             continue
         stream.close()
 
 
-def _show(workers: Sequence[WorkerProcess], watcher: RunWatcher | None) -> None:
-    """Tell who watches the run where it is."""
+def _show(workers: Sequence[WorkerProcess], watcher: RunWatcher | None, bar: JobBar) -> None:
+    """Tell who watches the run where it is, and show on the terminal how far."""
     for record in (record for worker in workers for record in worker.take("writes")):
         if watcher is not None:
             watcher.follow(Path(str(record["folder"])))
+    bar.follow(workers)
 
 
 def _tell(watcher: RunWatcher | None, *words: str) -> None:
