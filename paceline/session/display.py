@@ -125,8 +125,8 @@ class TerminalBar:
         """Take the bar away while `text` is written."""
         with self._lock:
             self._put(self._bar.away())
+            self._bar.wrote(text.encode(errors="replace"))  # first: an interrupt may come right behind the text
             yield
-            self._bar.wrote(text.encode(errors="replace"))
             self._put(self._bar.back())
 
 

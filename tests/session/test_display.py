@@ -64,6 +64,23 @@ def test_what_is_printed_comes_above_the_bar(monkeypatch: pytest.MonkeyPatch) ->
     assert [text[:7] for text in terminal.screen.text()[5:]] == [terminal.screen.text()[5][:7], "after", ""]
 
 
+def test_an_interrupt_behind_a_text_leaves_its_line_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = standing_in(monkeypatch)
+
+    def interrupted(text: str) -> int:
+        terminal.screen.feed(text)
+        raise KeyboardInterrupt
+
+    bar = TerminalBar(terminal)
+    bar.show(RunStatus(1, 9))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(bar, "_put", terminal.screen.feed)  # the bar itself is drawn as ever
+        patch.setattr(terminal, "write", interrupted)
+        print("loading", end="")
+    bar.close()
+    assert terminal.screen.text()[0] == "loading" and "step 1/9" in terminal.screen.text()[1]
+
+
 def test_a_log_that_was_begun_before_comes_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = standing_in(monkeypatch)
     handler = logging.StreamHandler(terminal)
