@@ -32,6 +32,7 @@ def serve(options: argparse.Namespace) -> None:
     import paceline as pl
     from paceline.comm.agreement import Agreement
     from paceline.session.probe.cluster_file import ClusterFile
+    from paceline.session.run import parts_of
     from paceline.sync.context import SyncContext
     from paceline.sync.routes import reducer
 
@@ -41,8 +42,9 @@ def serve(options: argparse.Namespace) -> None:
         file = ClusterFile.of(options.measured)
         assert file is not None
         said: list[str] = []
-        where = run.cluster.where()
-        context = SyncContext(run.group, agreement, hosts=where, announce=said.append, route_facts=file.facts(run.cluster))
+        cluster = parts_of(run).view.cluster
+        where = cluster.where()
+        context = SyncContext(run.group, agreement, hosts=where, announce=said.append, route_facts=file.facts(cluster))
         ways = {"uneven": reducer("auto")(context), "native": reducer("native")(context)}
         ways |= {name: reducer(name)(context) for name in ("ring", "owners")}
         numel = int(options.megabytes * 1e6) // 4

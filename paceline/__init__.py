@@ -137,12 +137,14 @@ _NAMES: Final = {
 _HOMES: Final = {name: module for module, names in _NAMES.items() for name in names}
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'paceline' has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value  # the next use doesn't come here
-    return value
+if not TYPE_CHECKING:  # a checker is to see names that aren't there
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'paceline' has no attribute {name!r}; it has {', '.join(__all__)}")
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value  # the next use doesn't come here
+        return value
 
 
 def __dir__() -> list[str]:

@@ -6,7 +6,8 @@ import dataclasses
 import difflib
 import inspect
 from collections.abc import Iterable, Iterator
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 
 def spell(value: object) -> str:
@@ -59,6 +60,23 @@ def choices(found: str, possible: Iterable[str]) -> str:
     folded = {name.lower(): name for name in names}
     near = difflib.get_close_matches(found.lower(), folded, n=1)
     return f"possible: {', '.join(names)}" + (f"; did you mean {folded[near[0]]}?" if near else "")
+
+
+def unknown(option: str, value: object, kind: Any) -> str:
+    """Write what is wrong with the value of an option whose choices are a `Literal`, or a union with one; nothing where it is a choice.
+
+    Example: `unknown("trace", "lst", Literal["last", "all"])` is `"trace='lst' is unknown; possible: all, last; did you mean last?"`.
+    """
+    words = list(_words(kind))
+    if any(type(value) is type(word) and value == word for word in words):
+        return ""
+    return f"{option}={value!r} is unknown; {choices(str(value), map(str, words))}"
+
+
+def _words(kind: Any) -> Iterator[Any]:
+    """Yield the choices in a `Literal`, or in those of a union."""
+    for part in get_args(kind):
+        yield from _words(part) if get_origin(kind) in (Union, UnionType) else [part]
 
 
 def nearest(found: str, names: Iterable[str]) -> str:

@@ -103,7 +103,7 @@ def test_calls_that_differ_are_an_error_instead_of_the_end_of_the_process(job: J
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--backend", "nccl"], "--backend nccl is unknown; possible is paceline"),
+        (["--backend", "nccl"], "--backend is nccl; possible: paceline"),
         (["--backend", "paceline", "--min-workers", "1"], "leave out --min-workers"),
     ],
 )

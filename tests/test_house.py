@@ -111,6 +111,7 @@ OF_MORE = {  # test file without a module of its name: what it is about instead
     "server/test_hostile_messages": "senseless messages to a server",
     "sync/test_every_strategy": "every strategy on processes",
     "test_architecture": "the map of the tree and the glossary",
+    "test_choices": "options with a few choices",
     "test_doors": "strangers at all ports of a job",
     "test_endings": "nothing is left, however a job ends",
     "test_floors": "imports go down",
@@ -123,6 +124,7 @@ OF_MORE = {  # test file without a module of its name: what it is about instead
     "test_readme": "what the pages say is so",
     "test_size": "short files and functions",
     "test_surface": "public names",
+    "test_types": "what a checker of types sees",
     "test_walls": "circles, folders, classes",
 }
 

@@ -71,6 +71,10 @@ ARGUMENTS = (  # of start
     "sync name folder seed device deadline late_after trace on_nan total_steps compare differing replicate mesh straggler cluster"
 )
 PREPARING = "self objects loss weigh accumulate cost shares batchnorm train pad readers shard cut init"  # of Run.prepare
+RUN = (  # of a Run
+    "barrier clip close device epochs event events first folder forward gather group host is_first keep local_rank log mean mesh no_sync"
+    " prepare print rank results resume save seed size step steps stop weight"
+)
 COMMANDS = {
     "run": "script args --workers --hosts --join --host-rank --secret-file --threads --interface --sync --mesh --cut --shares --name"
     " --placement --min-workers --restarts --patience --servers --straggler --cluster --backend --watch",
@@ -106,6 +110,10 @@ def test_arguments_of_start() -> None:
 
 def test_arguments_of_prepare() -> None:
     assert " ".join(inspect.signature(paceline.Run.prepare).parameters) == PREPARING
+
+
+def test_names_of_a_run() -> None:
+    assert " ".join(name for name in dir(paceline.Run) if not name.startswith("_")) == RUN
 
 
 def test_unknown_names() -> None:

@@ -129,7 +129,10 @@ class plain(_Simple):
 
 @dataclass(frozen=True)
 class gathered(_Simple):
-    """Every rank gets every message: n payloads come in. Best for few ranks, and for codings whose sum is no smaller, such as topk."""
+    """Every rank gets every message: n payloads come in. Best for few ranks, and for codings whose sum is no smaller, such as topk.
+
+    >>> pl.start(sync=pl.AllReduce(codec=pl.gathered(pl.int8())))
+    """
 
     coding: Coding
 
@@ -149,6 +152,8 @@ class gathered(_Simple):
 @dataclass(frozen=True)
 class scattered(_Simple):
     """Every rank adds one piece and sends the sum, encoded again, to all: two payloads, for any number of ranks.
+
+    >>> pl.start(sync=pl.AllReduce(codec=pl.scattered(pl.int4())))
 
     The loss of the second encoding counts as lost by the rank that owns the piece.
     """
@@ -190,6 +195,8 @@ class scattered(_Simple):
 @dataclass(frozen=True)
 class error_feedback:
     """Keeps what `codec` loses as a residual, and adds that to what is sent the next time.
+
+    >>> pl.start(sync=pl.AllReduce(codec=pl.error_feedback(pl.topk(0.01))))
 
     The sum of all that arrived, plus what is kept, is the sum of all that was given. When the total isn't finite (a GradScaler will skip
     the step) nothing is kept of it. State: a residual as large as the tensors.
@@ -240,7 +247,10 @@ class Predicate(Protocol):
 
 @dataclass(frozen=True)
 class smaller:
-    """Selects tensors with fewer than `numel` elements."""
+    """Selects tensors with fewer than `numel` elements.
+
+    >>> pl.where(pl.smaller(10_000), pl.exact(), pl.int8())
+    """
 
     numel: int
 
@@ -252,7 +262,10 @@ class smaller:
 
 @dataclass(frozen=True)
 class named:
-    """Selects tensors whose name fits a pattern of the shell: `named("*.bias")`."""
+    """Selects tensors whose name fits a pattern of the shell: `named("*.bias")`.
+
+    >>> pl.where(pl.named("*.bias"), pl.exact(), pl.int8())
+    """
 
     pattern: str
 
@@ -264,7 +277,10 @@ class named:
 
 @dataclass(frozen=True)
 class where:
-    """Uses `then` for tensors for which `predicate` holds, `otherwise` for the others: `where(smaller(10_000), exact(), int8())`."""
+    """Uses `then` for tensors for which `predicate` holds, `otherwise` for the others: `where(smaller(10_000), exact(), int8())`.
+
+    >>> pl.start(sync=pl.AllReduce(codec=pl.where(pl.smaller(10_000), pl.exact(), pl.int8())))
+    """
 
     predicate: Predicate
     then: Codec | Coding
@@ -293,7 +309,10 @@ class where:
 
 @dataclass(frozen=True)
 class after:
-    """Uses `codec` from the sum number `steps` on (0 is the first), `before` until then: a warm-up."""
+    """Uses `codec` from the sum number `steps` on (0 is the first), `before` until then: a warm-up.
+
+    >>> pl.start(sync=pl.AllReduce(codec=pl.after(500, pl.error_feedback(pl.powersgd(4)))))
+    """
 
     steps: int
     codec: Codec | Coding

@@ -97,7 +97,10 @@ def seeded(turn: int, number: int, worker: int, device: torch.device | str = "cp
 
 @dataclass(frozen=True)
 class exact:
-    """Sends float32 as it is: four bytes an element."""
+    """Sends float32 as it is: four bytes an element.
+
+    >>> pl.where(pl.named("head.*"), pl.exact(), pl.int8())
+    """
 
     __repr__ = spell
 
@@ -116,7 +119,10 @@ class exact:
 
 @dataclass(frozen=True)
 class compose:
-    """Applies `inner` to the values that `outer` leaves: `compose(topk(0.01), int8())`. Takes any number of codings, from left to right."""
+    """Applies `inner` to the values that `outer` leaves: `compose(topk(0.01), int8())`. Takes any number of codings, from left to right.
+
+    >>> pl.start(sync=pl.AllReduce(codec=pl.error_feedback(pl.compose(pl.topk(0.01), pl.int8()))))
+    """
 
     outer: Coding
     inner: Coding

@@ -21,10 +21,9 @@ from torch import Generator, Tensor
 
 from paceline.codec.coding import Message, WirePart, spans
 from paceline.errors import UsageError
-from paceline.formatting import choices, spell
+from paceline.formatting import spell, unknown
 
 Rounding = Literal["nearest", "stochastic"]
-ROUNDINGS: tuple[Rounding, ...] = ("nearest", "stochastic")
 TINY = 1e-30  # scales below are as good as zero; 1 / TINY is still a number
 BITS = 0x0102_0408_1020_4080  # times eight bytes of 0 or 1, gives their bits in the highest byte
 
@@ -46,7 +45,10 @@ class _NarrowFloat:
 
 @dataclass(frozen=True)
 class half(_NarrowFloat):
-    """float16: two bytes an element, 11 significant bits; values larger than 65,504 become that."""
+    """float16: two bytes an element, 11 significant bits; values larger than 65,504 become that.
+
+    >>> pl.start(sync=pl.AllReduce(codec=pl.half()))
+    """
 
     __repr__ = spell
     kind = torch.float16
@@ -62,7 +64,10 @@ class half(_NarrowFloat):
 
 @dataclass(frozen=True)
 class bfloat16(_NarrowFloat):
-    """bfloat16: two bytes an element, 8 significant bits, the range of float32."""
+    """bfloat16: two bytes an element, 8 significant bits, the range of float32.
+
+    >>> pl.start(sync=pl.AllReduce(codec=pl.bfloat16()))
+    """
 
     __repr__ = spell
     kind = torch.bfloat16
@@ -124,8 +129,8 @@ class _Levels(_Blocks):
 
     def __post_init__(self) -> None:
         _check_block(self, self.block, 2)
-        if self.rounding not in ROUNDINGS:
-            raise UsageError(f"rounding={self.rounding!r} is unknown; {choices(str(self.rounding), ROUNDINGS)}")
+        if wrong := unknown("rounding", self.rounding, Rounding):
+            raise UsageError(wrong)
 
     def _levels(self, rows: Tensor, scales: Tensor, draw: Generator | None) -> Tensor:
         """Compute the levels, as float32; `scales` is written."""
@@ -142,6 +147,8 @@ class _Levels(_Blocks):
 @dataclass(frozen=True)
 class int8(_Levels):
     """Eight bits an element and a scale for each `block` of them.
+
+    >>> pl.start(sync=pl.AllReduce(codec=pl.int8(rounding="stochastic")))
 
     `rounding="stochastic"` rounds up or down by chance, so that the expectation is the value itself (QSGD, Alistarh et al. 2017).
     """
@@ -161,7 +168,10 @@ class int8(_Levels):
 
 @dataclass(frozen=True)
 class int4(_Levels):
-    """Four bits an element and a scale for each `block` of them; `rounding` as in `int8`."""
+    """Four bits an element and a scale for each `block` of them; `rounding` as in `int8`.
+
+    >>> pl.start(sync=pl.LocalSGD(every=32, codec=pl.error_feedback(pl.int4())))
+    """
 
     block: int = 256
     rounding: Rounding = "nearest"
@@ -187,6 +197,8 @@ class int4(_Levels):
 @dataclass(frozen=True)
 class sign(_Blocks):
     """One bit an element: its sign; and for each `block` of them the mean of their sizes (1-bit SGD, Seide et al. 2014).
+
+    >>> pl.start(sync=pl.AllReduce(codec=pl.error_feedback(pl.sign())))
 
     With SGD it needs `error_feedback` around it, with Adam it does as well without. The smaller the blocks, the less the small
     drown among the large. `gathered(sign())` is the mean of all signs; the default, scattered, is the sign of that again.

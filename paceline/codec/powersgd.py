@@ -37,6 +37,8 @@ class _Matrices(NamedTuple):
 class powersgd:
     """Sums matrices with rank `rank`; a tensor of more dimensions is one with its first against all others. `inner` is how P and Q travel.
 
+    >>> pl.start(sync=pl.AllReduce(codec=pl.error_feedback(pl.powersgd(rank=4))))
+
     Vectors, and matrices that would not become smaller, travel with P as they are. Loses so much that it needs `error_feedback` around it.
     On processors of different kinds the products may differ in their last bits.
     """

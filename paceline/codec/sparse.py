@@ -16,10 +16,9 @@ from torch import Generator, Tensor
 
 from paceline.codec.coding import Message, WirePart, spans
 from paceline.errors import UsageError
-from paceline.formatting import choices, spell
+from paceline.formatting import spell, unknown
 
 Threshold = Literal["exact", "sampled"]
-THRESHOLDS: tuple[Threshold, ...] = ("exact", "sampled")
 SAMPLE = 16 << 10  # elements from which the threshold is guessed
 MARGIN = 1.25  # so many times the wanted number is hoped for beyond the guessed threshold, then the best of them are taken
 
@@ -51,6 +50,8 @@ class _Picked:
 class topk(_Picked):
     """Keeps the `fraction` of largest size, with their indices: eight bytes for each (Deep Gradient Compression, Lin et al. 2018).
 
+    >>> pl.start(sync=pl.AllReduce(codec=pl.error_feedback(pl.topk(0.01))))
+
     `threshold="sampled"` finds them several times faster: a sample says from which size on elements count, so a few of the largest may be
     missed where sizes are spread unevenly. What it picks depends on the values alone, not on chance.
     """
@@ -62,8 +63,8 @@ class topk(_Picked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.threshold not in THRESHOLDS:
-            raise UsageError(f"threshold={self.threshold!r} is unknown; {choices(str(self.threshold), THRESHOLDS)}")
+        if wrong := unknown("threshold", self.threshold, Threshold):
+            raise UsageError(wrong)
 
     def layout(self, numel: int) -> tuple[WirePart, ...]:
         count = self._count(numel)
@@ -99,6 +100,8 @@ class topk(_Picked):
 @dataclass(frozen=True)
 class randomk(_Picked):
     """Keeps a random `fraction` of the elements, other ones each time: four bytes for each, and eight for the seed (Stich et al. 2018).
+
+    >>> pl.start(sync=pl.AllReduce(codec=pl.error_feedback(pl.randomk(0.1))))
 
     One is drawn from each stretch of 1 / fraction elements. They are sent as they are, not scaled up.
     """

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from paceline.errors import UsageError
 from paceline.formatting import counted
@@ -205,6 +205,7 @@ def _uneven_hosts(hosts: Sequence[int], rates: Sequence[float]) -> Schedule:
     return uneven(known) if len(places) == len(hosts) else hierarchical(hosts, lambda _: uneven(known))
 
 
+ScheduleName = Literal["direct", "ring", "owners", "tree", "halving-doubling", "hierarchical", "uneven"]
 SCHEDULES: dict[str, Callable[[Sequence[int], Sequence[float]], Schedule]] = {
     "direct": lambda hosts, _: direct(len(hosts)),
     "ring": lambda hosts, _: ring(len(hosts)),

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from paceline.data.spec import Weigh
+from paceline.data.spec import Loss, Weigh
 from paceline.errors import DataError
+from paceline.formatting import unknown
 
 
 def check_loader(loader: DataLoader[Any], loss: str, weigh: Weigh | None, accumulate: int | str, train: bool | None) -> None:
@@ -45,8 +46,8 @@ def check_cost(loader: DataLoader[Any], cost: Any, *, lockstep: bool) -> None:
 
 def check_options(loss: str, weigh: Weigh | None, accumulate: int | str) -> None:
     """Raise `DataError` for options by which no loader can be dealt."""
-    if loss not in {"mean", "sum"}:
-        raise DataError(f"loss is {loss!r}: it must be 'mean' or 'sum', as the loss function's reduction is")
+    if wrong := unknown("loss", loss, Loss):
+        raise DataError(f"{wrong} (as the loss function's reduction is)")
     if loss == "sum" and weigh is not None:
         raise DataError("weigh is for losses that are a mean, and loss is 'sum': leave one of them out")
     if accumulate != "auto" and (type(accumulate) is not int or accumulate < 1):

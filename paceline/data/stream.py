@@ -19,9 +19,10 @@ from paceline.data import rng
 from paceline.data.indexed import like
 from paceline.data.reader import ReadCommand, ReadResult, ReadStart, ReadState, StreamReader
 from paceline.data.reader_failure import read
-from paceline.data.spec import GlobalBatch, LoaderSpec, Pipeline
+from paceline.data.spec import GlobalBatch, LoaderSpec, Pipeline, Readers, Sharding
 from paceline.data.stream_access import FirstOfHostReads, ReadAll, SelfSharded, StreamAccess, StreamPosition
 from paceline.errors import DataError
+from paceline.formatting import unknown
 from paceline.state.snapshot import byte_tensor
 
 COMPARED = 16  # steps between two comparisons of what the workers read
@@ -221,10 +222,10 @@ def check_stream(terms: LoaderSpec) -> None:
     """Raise `DataError` where a stream can't be dealt on these terms."""
     dataset = terms.loader.dataset
     name = type(dataset).__qualname__
-    if terms.shard not in {None, "mine", "none"}:
-        raise DataError(f'shard is {terms.shard!r}: it must be "mine" (the stream gives each rank its own samples) or "none" (it does not)')
-    if terms.readers not in {"worker", "host"}:
-        raise DataError(f'readers is {terms.readers!r}: it must be "worker" or "host"')
+    if terms.shard is not None and (wrong := unknown("shard", terms.shard, Sharding)):
+        raise DataError(f"{wrong} (mine: the stream gives each rank its own samples; none: it does not)")
+    if wrong := unknown("readers", terms.readers, Readers):
+        raise DataError(wrong)
     if terms.readers == "host" and (terms.shard == "mine" or terms.local is None):
         why = (
             "the group of this host's workers is missing (local=)" if terms.local is None else 'shard="mine" has every worker read its own'

@@ -36,14 +36,14 @@ Say = Callable[[str], None]
 def state_dict(folder: str | Path, part: str | None = None, *, best: bool = False) -> dict[str, Any]:
     """Read a model from a checkpoint, as a dict for `model.load_state_dict`, however the run that wrote it had cut the model.
 
+    >>> model.load_state_dict(pl.state_dict("runs/circle"))
+
     `folder`: that of a run (its newest whole checkpoint is read), its checkpoints, or one checkpoint. `part`: which of the things that were
     prepared or kept, where it isn't the only model: "model1", or what `run.keep` was told. `best`: the best checkpoint in the place of the
     newest, where the run has saved with `run.save(metric=..., best=...)`. Needs no run, and no other workers. Nothing in a checkpoint is
     unpickled.
 
     Raises `CheckpointError` where there is none that can be used, `UsageError` for a part that isn't in it, with those that are.
-
-    Example: `model.load_state_dict(pl.state_dict("runs/circle"))`.
     """
     found = locate(Path(folder), lambda text: warnings.warn(text, stacklevel=3), best=best)
     tree = model_tree(found, part)

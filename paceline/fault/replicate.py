@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CheckpointError, UsageError
+from paceline.formatting import unknown
 from paceline.state.checksum import checksums
 from paceline.state.snapshot import DTYPES, Json, Snapshot, byte_tensor, pack, raw, shaped
 
@@ -36,8 +37,9 @@ Replicate = int | Literal["auto", "off"]  # every so many steps; as often as it 
 
 def check(replicate: Replicate) -> None:
     """Raise `UsageError` for an invalid value of `replicate`."""
-    if replicate not in ("auto", "off") and (type(replicate) is not int or replicate < 1):
-        raise UsageError(f"replicate={replicate!r} is unknown; possible are 'auto', 'off', and a number of steps, 1 or more")
+    wrong = unknown("replicate", replicate, Replicate)
+    if wrong and (type(replicate) is not int or replicate < 1):
+        raise UsageError(f"{wrong}; or a number of steps, 1 or more")
 
 
 def keepers(hosts: Mapping[int, int]) -> dict[int, int]:

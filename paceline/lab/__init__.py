@@ -42,12 +42,14 @@ _HOMES: Final = {
 _HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in names}
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'paceline.lab' has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(importlib.import_module(_HOME_OF[name]), name)
-    globals()[name] = value  # the next use doesn't come here
-    return value
+if not TYPE_CHECKING:  # a checker is to see names that aren't there
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME_OF:
+            raise AttributeError(f"module 'paceline.lab' has no attribute {name!r}; it has {', '.join(__all__)}")
+        value = getattr(importlib.import_module(_HOME_OF[name]), name)
+        globals()[name] = value  # the next use doesn't come here
+        return value
 
 
 def __dir__() -> list[str]:

@@ -22,7 +22,7 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 from paceline import notation
 from paceline.errors import NotationError, UsageError
@@ -138,6 +138,8 @@ class Join(_Written):
     step: int
 
 
+Drawn = Literal["stop", "cut", "slow", "link", "kill", "crash"]  # the kinds of a storm: a host that joins was left out from the start
+_DRAWN: Final = get_args(Drawn)
 Fault: TypeAlias = Kill | Stop | Cut | Slow | Link | Crash | Join
 
 
@@ -151,7 +153,7 @@ class Storm(_Written):
     seed: int
     faults: int = 5
     steps: int = 100
-    kinds: Sequence[str] = ("stop", "cut", "slow", "link")
+    kinds: Sequence[Drawn] = ("stop", "cut", "slow", "link")
     seconds: Sequence[float] = (0.5, 3.0)
 
     def __post_init__(self) -> None:
@@ -277,6 +279,5 @@ _CHECKS: Final = {
     "seconds": (_positive, "a time in seconds, above 0"),
     "factor": (lambda value: _positive(value) and value <= 1, "above 0, and 1 at most"),
 }
-_DRAWN: Final = ("stop", "cut", "slow", "link", "kill", "crash")  # the kinds of a storm: a host that joins was left out from the start
 _UNLIMITED: Final = 10**9  # what a link without a limit counts as in a storm (bits per second)
 _SLOWEST: Final = 100_000

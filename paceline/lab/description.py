@@ -7,14 +7,13 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias, cast
+from typing import Any, Final, TypeAlias, cast
 
-from paceline.cluster.launcher.request import PLACEMENTS
+from paceline.cluster.launcher.request import PLACEMENTS, Placement
 from paceline.errors import UsageError
 from paceline.formatting import choices
 
 Rate: TypeAlias = int  # bits per second
-Placement: TypeAlias = Literal["block", "round-robin"]
 
 MOST_HOSTS: Final = 200
 CLUSTERS: Final = Path(__file__).parent / "clusters"
@@ -37,6 +36,8 @@ _SHOWN: Final = 60  # characters of a value in a message
 class Host:
     """One host of a cluster. `up` is the rate at which it can send and `down` the one at which it can receive (None: no limit).
 
+    >>> lab.Host("a", workers=2, up=100_000_000, down=100_000_000)
+
     `processors` is a quota in cores, `memory` a limit in bytes, `delay` the seconds that each packet from this host is under way.
     """
 
@@ -51,7 +52,10 @@ class Host:
 
 @dataclass(frozen=True)
 class Rack:
-    """Hosts behind one link: `up` limits what leaves the rack, `down` what comes in. Inside there is no limit but the hosts' own."""
+    """Hosts behind one link: `up` limits what leaves the rack, `down` what comes in. Inside there is no limit but the hosts' own.
+
+    >>> lab.Rack("left", hosts=("a", "b"), up=1_000_000_000)
+    """
 
     name: str
     hosts: tuple[str, ...]
@@ -62,6 +66,8 @@ class Rack:
 @dataclass(frozen=True)
 class Description:
     """A whole cluster. `placement` deals ranks to hosts; `needs_delay` is False if it may be built without delays where netem is missing.
+
+    >>> lab.Description("mine", hosts=(lab.Host("a"), lab.Host("b", workers=2)))
 
     The constructor checks it: `UsageError` names what can't be.
     """
@@ -138,7 +144,10 @@ def names() -> list[str]:
 
 
 def ready(name: str) -> Description:
-    """Read a cluster that ships with paceline."""
+    """Read a cluster that ships with paceline.
+
+    >>> cluster = lab.ready("two-hosts")
+    """
     if name not in names():
         raise UsageError(f"there is no ready-made cluster {name}; {choices(name, names())}; or give the path of a .toml file")
     return read(CLUSTERS / f"{name}.toml")
@@ -150,7 +159,10 @@ def find(text: str) -> Description:
 
 
 def read(path: str | Path) -> Description:
-    """Read the cluster in a TOML file; an error in it raises `UsageError` with file, key, value and what is possible."""
+    """Read the cluster in a TOML file; an error in it raises `UsageError` with file, key, value and what is possible.
+
+    >>> cluster = lab.read("cluster.toml")
+    """
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

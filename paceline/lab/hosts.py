@@ -17,9 +17,10 @@ from typing import Any, Final
 
 from paceline.cluster import machine, secret
 from paceline.cluster.discover import environment
+from paceline.cluster.launcher.request import Placement
 from paceline.errors import ResourceError, UsageError
 from paceline.lab import cgroups, cleaning, enter, kernel, links, remains, spaces
-from paceline.lab.description import Description, Placement, Rate, find, rate, regular
+from paceline.lab.description import Description, Rate, find, rate, regular
 from paceline.lab.running import LabRequest, Outcome, run
 
 _DESCRIPTORS: Final = 64  # of this process, and more for each host: its namespaces, and the pipes of its launcher
@@ -49,6 +50,9 @@ class BuiltHost:
 
 class Cluster:
     """A described cluster, built when it is entered and removed when it is left: `with Cluster(description) as cluster:`.
+
+    >>> with lab.Cluster(lab.ready("two-hosts")) as cluster:
+    ...     outcome = cluster.run("train.py")
 
     `identity` tells it from every other lab of this machine. `hosts` are its seats, in the order of the description. Everything that is
     left by a lab that was killed is removed first. Raises `ResourceError` where this machine can't do what the description asks.
@@ -326,6 +330,9 @@ def cluster(
     **each: Any,
 ) -> Cluster:
     """Make a cluster to be entered: `with lab.cluster(hosts=2, workers=2, bandwidth="1gbit") as cluster: cluster.run("train.py")`.
+
+    >>> with lab.cluster(hosts=2, workers=2, bandwidth="1gbit") as cluster:
+    ...     outcome = cluster.run("train.py")
 
     Equal hosts (2 with one worker each by default) with what `each` gives: bandwidth, up, down ("1gbit"), delay ("20ms"), processors
     (cores), memory ("2GB"). Or a `description`: an object, the name of a ready-made cluster, or the path of a TOML file; `placement` may

@@ -105,7 +105,11 @@ class RunTarget(FaultTarget, Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a run: the exit code that `paceline run` gave, all output, the run's folder if it had one, and the faults carried out."""
+    """The end of a run: the exit code that `paceline run` gave, all output, the run's folder if it had one, and the faults carried out.
+
+    >>> outcome = cluster.run("train.py")
+    >>> print(outcome.code, outcome.folder)
+    """
 
     code: int
     output: str

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, cast
 
 from paceline.cluster.discover import environment
-from paceline.cluster.launcher.request import PLACEMENTS
+from paceline.cluster.launcher.request import PLACEMENTS, Placement
 from paceline.errors import ResourceError, UsageError
 from paceline.formatting import choices
 from paceline.lab import chaos, cleaning, enter, kernel, remains, running
-from paceline.lab.description import Description, Placement, find, spell
+from paceline.lab.description import Description, find, spell
 
 _SHELL: Final = "/bin/sh"
 

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
+from paceline.formatting import unknown
 
 Mode = Literal["sum", "mean"]
-MODES = ("sum", "mean")
 
 
 class RowSource(Protocol):
@@ -40,6 +40,11 @@ class RowSource(Protocol):
 class SparseEmbedding(nn.Module):
     """`nn.EmbeddingBag` for tables of any size: the rows lie on servers, and a worker holds those of its batch alone.
 
+    >>> table = pl.SparseEmbedding(10_000_000, 16, mode="sum")
+    >>> optimizer = torch.optim.Adagrad(table.parameters())
+    >>> table, optimizer = run.prepare(table, optimizer)
+    >>> loss = table(torch.tensor([[3, 5], [8, 3]])).square().mean()
+
     It takes the same inputs and gives the same numbers as an EmbeddingBag with the same optimizer: torch.optim.SGD (without momentum),
     Adagrad, or SparseAdam (as with EmbeddingBag(sparse=True)). `weight` is a handle without rows, for the optimizer: the group that holds
     it says how the table is stepped. `run.prepare(model, optimizer)` brings the servers in; rows and what optimizers remember of them stay
@@ -53,8 +58,6 @@ class SparseEmbedding(nn.Module):
     is lost (`paceline run --min-workers`).
 
     `state_dict` has the seed and no rows: `run.save` keeps them. Clipping can't see the gradients of rows, and raises.
-
-    Example: `SparseEmbedding(10_000_000, 16, mode="sum")`.
     """
 
     seed: Tensor
@@ -76,8 +79,8 @@ class SparseEmbedding(nn.Module):
         super().__init__()
         if rows < 1 or dim < 1 or rows > 1 << 62:
             raise UsageError(f"SparseEmbedding({rows}, {dim}) is no table; give 1 row and 1 column or more")
-        if mode not in MODES:
-            raise UsageError(f"mode={mode!r} can't be had from rows of several workers; possible are 'sum' and 'mean'")
+        if wrong := unknown("mode", mode, Mode):
+            raise UsageError(f"{wrong} (others can't be had from rows of several workers)")
         if padding_idx is not None and not -rows <= padding_idx < rows:
             raise UsageError(f"padding_idx={padding_idx} is none of the {rows} rows")
         if not (std >= 0 and math.isfinite(std)):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from paceline.errors import UsageError
 from paceline.formatting import spell
 from paceline.parallel.cut import CutContext
 from paceline.parallel.dealing.devices import DeviceLayers, spread
-from paceline.parallel.pipeline import check_again, check_loss, pipeline
+from paceline.parallel.pipeline import Split, check_again, check_loss, pipeline
 from paceline.parallel.pipelining.batches import Loss
 
 
@@ -27,13 +26,16 @@ from paceline.parallel.pipelining.batches import Loss
 class layers:
     """Cut a model between layers, along the axis `stage` of the mesh, without micro-batches.
 
+    >>> with pl.start() as run:  # one worker with two devices
+    ...     model, optimizer, loader = run.prepare(model, optimizer, loader, cut=pl.layers(devices=["cuda:0", "cuda:1"]))
+
     `devices`: cut it over these devices of each worker instead. The mesh has no axis `stage` then, and a loop of `model(x)` and
     `loss.backward()` stays what it is; outputs come back to the device of the inputs, and data parallel workers have their own devices.
     `names`, `split`, `trace`, `inputs`, `loss` and `again`: as the `layers` and so on of `pipeline`.
     """
 
     names: str | Sequence[str] = "auto"
-    split: Sequence[int] | Literal["even", "auto"] = "even"
+    split: Sequence[int] | Split = "even"
     trace: bool = True
     inputs: Sequence[str] | None = None
     loss: Loss | None = None

@@ -71,10 +71,13 @@ class Birth:
 def meta() -> Iterator[None]:
     """Build modules whose parameters have no memory, for models larger than a worker's. Buffers are made as always.
 
+    >>> with pl.meta():
+    ...     model = nn.Sequential(nn.Linear(20_000, 20_000), nn.ReLU(), nn.Linear(20_000, 10))
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> model, optimizer = run.prepare(model, optimizer, cut=pl.shard(zero=3))
+
     `run.prepare` makes this worker's part of each parameter, by `reset_parameters` of its module or by what `prepare(init=...)` says. The
     values depend on the seed of the run and the names of modules, and on nothing else: not on cuts or on the number of workers.
-
-    Example: `with pl.meta(): model = GPT(shape)`.
     """
     log, made = WriteLog(), list[Parameter]()
     token = _MADE.set(made)

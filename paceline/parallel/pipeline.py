@@ -20,7 +20,7 @@ from torch import nn
 
 from paceline.comm.pairs import pairs
 from paceline.errors import UsageError
-from paceline.formatting import spell
+from paceline.formatting import spell, unknown
 from paceline.parallel.cut import CutContext
 from paceline.parallel.dealing.repeated_split import RepeatedSplit, SplitMeasurement
 from paceline.parallel.dealing.stages import StageDealer
@@ -29,16 +29,24 @@ from paceline.parallel.pipelining.chain import LayerGraph, own_parameters, trace
 from paceline.parallel.pipelining.model import PipelinedModel, PipelineTerms, StageSplit
 from paceline.parallel.pipelining.profiler import PipelineProfiler
 from paceline.parallel.pipelining.schedule import PipelineSchedule
-from paceline.parallel.pipelining.schedules import check, make_schedule
+from paceline.parallel.pipelining.schedules import ScheduleName, check, make_schedule
 from paceline.parallel.pipelining.split import LayerCost, SplitProblem, best_split, check_split, fastest_slowest
 from paceline.parallel.pipelining.split_table import describe_split
 
+Split = Literal["even", "auto"]
 PER_WORKER = 4  # micro-batches for each worker along `stage`, where the script doesn't say
 
 
 @dataclass(frozen=True)
 class pipeline:
     """Cut a model between layers, along the axis `stage` of the mesh.
+
+    >>> with pl.start(mesh="stage=2") as run:
+    ...     model, optimizer, loader = run.prepare(model, optimizer, loader, cut=pl.pipeline("tokens, blocks.*, norm, head"))
+    ...     for x, y in loader:
+    ...         loss = run.step(model, x, y, loss=F.cross_entropy)  # forward and backward through all stages
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
 
     `layers`: names and patterns of modules in the order of the forward, "tokens, blocks.*, norm, head", or "auto". `schedule`: gpipe, 1f1b,
     interleaved, zero-bubble or zbv. `micro_batches`: how many each worker's share of a batch is cut into (default: 4 for each stage's
@@ -52,10 +60,10 @@ class pipeline:
     """
 
     layers: str | Sequence[str] = "auto"
-    schedule: str = "1f1b"
+    schedule: ScheduleName = "1f1b"
     micro_batches: int | None = None
     chunks: int | None = None
-    split: Sequence[int] | Literal["even", "auto"] = "even"
+    split: Sequence[int] | Split = "even"
     trace: bool = True
     inputs: Sequence[str] | None = None
     loss: Loss | None = None
@@ -138,7 +146,7 @@ def stage_bounds(
         sizes = [LayerCost(name, float(_numel(model, graph, at)), 0.0) for at, name in enumerate(graph.layers)]
         counts = fastest_slowest(SplitProblem(sizes, schedule, [1.0] * schedule.ranks)) or []  # without a memory there is one
     else:
-        raise UsageError(f"split={asked!r} is unknown; give the layers of each stage, split=[3, 4, 4, 1], 'even' or 'auto'")
+        raise UsageError(f"{unknown('split', asked, Split)}; or the layers of each stage, split=[3, 4, 4, 1]")
     return (0, *accumulate(counts))
 
 

@@ -15,7 +15,7 @@ import difflib
 import fnmatch
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from paceline.comm.axis_meter import AxisMeter
 from paceline.comm.group import Group
 from paceline.errors import UsageError
-from paceline.formatting import choices, spell
+from paceline.formatting import spell, unknown
 from paceline.parallel.cut import CutContext
 from paceline.parallel.sharding.gradients import ShardGradients
 from paceline.parallel.sharding.memory import FlatMemory, Held
@@ -32,13 +32,17 @@ from paceline.parallel.sharding.optimizers import clear_pieces_too, is_refused, 
 from paceline.parallel.sharding.steps import ShardSteps
 from paceline.parallel.sharding.units import GatheredModel, GatheredUnit, in_backward
 
+Zero = Literal[1, 2, 3]
 Half = Literal["bfloat16", "float16"]
-HALVES = ("bfloat16", "float16")
+Reduce = Literal[Half, "float32"]
 
 
 @dataclass(frozen=True)
 class shard:
     """Cut the state of a model along the axis `shard` of the mesh.
+
+    >>> with pl.start(mesh="shard=4") as run:  # each worker keeps a quarter of the model, its gradients and the optimizer's state
+    ...     model, optimizer, loader = run.prepare(model, optimizer, loader, cut=pl.shard("blocks.*", zero=3))
 
     `units`: patterns of names of modules (`*` matches dots too), whose parameters travel together; what none matches is one more unit. Of
     modules inside each other that one pattern matches, the outermost is meant. `params`: what parameters are gathered in (zero=3);
@@ -46,19 +50,19 @@ class shard:
     """
 
     units: str | tuple[str, ...] = ()
-    zero: Literal[1, 2, 3] = 3
+    zero: Zero = 3
     params: Half | None = None
-    reduce: Half | Literal["float32"] | None = None
+    reduce: Reduce | None = None
     axis: ClassVar[str] = "shard"
 
     __repr__ = spell
 
     def __post_init__(self) -> None:
-        if self.zero not in (1, 2, 3):
+        if self.zero not in get_args(Zero):
             raise UsageError(f"zero={self.zero!r} is no stage of ZeRO; say 1 (optimizer state), 2 (gradients too) or 3 (parameters too)")
-        for name, value, known in (("params", self.params, HALVES), ("reduce", self.reduce, (*HALVES, "float32"))):
-            if value is not None and value not in known:
-                raise UsageError(f"{name}={value!r} is unknown; {choices(str(value), known)}")
+        for name, value, kind in (("params", self.params, Half), ("reduce", self.reduce, Reduce)):
+            if value is not None and (wrong := unknown(name, value, kind)):
+                raise UsageError(wrong)
         if self.params is not None and self.zero != 3:
             raise UsageError(
                 f"shard(zero={self.zero}, params={self.params!r}): parameters stay whole in their own dtype there; say zero=3, or leave "

@@ -63,7 +63,8 @@ from paceline.session.record.total_steps import TotalSteps
 from paceline.session.replicas.compare import Comparison, ReplicaComparer, check_comparison
 from paceline.session.replicas.manual_gradients import ManualGradients
 from paceline.session.replicas.step_count import StepCount
-from paceline.session.run import Run, RunParts
+from paceline.session.run import Run
+from paceline.session.run_parts import RunParts
 from paceline.state.versioned import Randomness
 from paceline.sync.base import Strategy
 from paceline.sync.context import SyncContext

@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Generic, NamedTuple, Self, TypedDict, TypeVar, Unpack, overload
 
 from torch import nn
 
@@ -30,20 +30,22 @@ from paceline.parallel.cut import ModelCut
 from paceline.parallel.meta import meta
 from paceline.session.prepare.cuts import Asked
 from paceline.session.prepare.stored import StoredModel
-from paceline.session.run import Run
+from paceline.session.run import Run, parts_of
 from paceline.session.start import start
 
 DESCRIPTION: Final = "model.json"  # in a run's folder: the program that has trained its model, and what that makes one of
 PROGRAMS: Final = {"gpt": "paceline.apps.gpt"}  # each has `maker(fields)` and `cuts(axes)`; nothing else that a file names is imported
 
+M = TypeVar("M", bound=nn.Module)
 
-class LoadedModel:
+
+class LoadedModel(Generic[M]):
     """A model with the weights of a run. Called with inputs it returns all of what the model gives, on every worker.
 
     `run` has begun with it, and ends with `close` or at the end of a `with` block. `model` is as `run.prepare` leaves it, in eval mode.
     """
 
-    def __init__(self, run: Run, model: nn.Module) -> None:
+    def __init__(self, run: Run, model: M) -> None:
         self.run, self.model = run, model
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
@@ -54,13 +56,29 @@ class LoadedModel:
         """Leave together with all workers. Twice is harmless."""
         self.run.close()
 
-    def __enter__(self) -> LoadedModel:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.run.__exit__(kind, error, trace)
 
 
+class LoadKeywords(TypedDict, total=False):
+    """The options of `load`, as its overloads take them."""
+
+    mesh: str | None
+    cut: Asked | None
+    part: str | None
+    best: bool
+    device: str | None
+
+
+@overload
+def load(folder: str | Path, model: M, **options: Unpack[LoadKeywords]) -> LoadedModel[M]: ...
+@overload
+def load(folder: str | Path, model: Callable[[], M], **options: Unpack[LoadKeywords]) -> LoadedModel[M]: ...
+@overload
+def load(folder: str | Path, model: None = None, **options: Unpack[LoadKeywords]) -> LoadedModel[nn.Module]: ...
 def load(
     folder: str | Path,
     model: nn.Module | Callable[[], nn.Module] | None = None,
@@ -70,8 +88,11 @@ def load(
     part: str | None = None,
     best: bool = False,
     device: str | None = None,
-) -> LoadedModel:
+) -> LoadedModel[Any]:
     """Join the workers that were started with this process, and load a model with the weights of a run's newest checkpoint, to be used.
+
+    >>> with pl.load("runs/circle", model) as circle:
+    ...     print(circle(x))
 
     `folder`: that of a run, its checkpoints, or one checkpoint; it may have been written in any layout. `model`: the model, or a function
     that makes it, which is called under `pl.meta()`: then no worker ever has the whole. It can be left out for runs of `paceline demo`.
@@ -81,8 +102,6 @@ def load(
     The run that begins leaves no folder behind. In a run that is there, `run.prepare(model, init="runs/NAME")` does the same.
 
     Raises `UsageError` where there is no checkpoint that can be used, and for one of another model.
-
-    Example: `with pl.load("runs/circle", Circle) as circle: print(circle(x))`.
     """
     where = Path(folder)
     if not where.is_dir():
@@ -95,13 +114,13 @@ def load(
     temporary = Path(tempfile.gettempdir()) / f"{kind}{secrets.token_hex(8)}"
     run = start(mesh=mesh, folder=str(temporary), device=device, trace="off", compare=None)
     if run.is_first and run.folder.path.parent.name.startswith(kind):  # of this start, or of one before it of the same job
-        run.on_close(lambda: shutil.rmtree(run.folder.path.parent, ignore_errors=True))
+        parts_of(run).ending.on_close(lambda: shutil.rmtree(run.folder.path.parent, ignore_errors=True))
     try:
         cuts = program.cuts(run.mesh.cut) if cut is None and program is not None else cut
-        ready: nn.Module = run.prepare(_built(make), init=StoredModel(where, part, best), cut=cuts)
+        ready = run.prepare(_built(make), init=StoredModel(where, part, best), cut=cuts)
         ready.eval()
     except BaseException as error:  # the script has no run yet to leave by
-        run.fail(type(error), error)
+        parts_of(run).ending.fail(type(error), error)
         raise
     return LoadedModel(run, ready)
 

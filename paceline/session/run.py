@@ -4,87 +4,59 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Unpack, overload
 
+import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from paceline.cluster.control import events
 from paceline.cluster.mesh import Mesh
-from paceline.cluster.topology import Topology
 from paceline.comm.group import Group
 from paceline.data.costs import Cost
-from paceline.data.loader import Turn
 from paceline.data.shares import AskedShares
 from paceline.data.spec import Loss as Reduction
 from paceline.data.spec import Readers, Sharding, Weigh
 from paceline.errors import UsageError
 from paceline.fault import catalogue
+from paceline.fault.manifest import Best
 from paceline.formatting import spell
 from paceline.parallel.pipelining.batches import Loss
-from paceline.session.axes import RunAxes
 from paceline.session.checkpoint.best import asked
-from paceline.session.checkpoint.resumption import RunResumption
-from paceline.session.checkpoint.saving import CheckpointSaver, SaveRequest
-from paceline.session.checkpoint.state import RunProgress, WorkerState
-from paceline.session.elastic.survival import Survival
-from paceline.session.ending import RunEnding
-from paceline.session.groups import CurrentView
+from paceline.session.checkpoint.saving import SaveRequest
 from paceline.session.inference import ModelInference
 from paceline.session.loop import collectives
 from paceline.session.loop.stepping import SteppedModels
-from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.cuts import Asked
 from paceline.session.prepare.initial import Init
-from paceline.session.prepare.optimizers import OptimizerWatch
-from paceline.session.prepare.registry import Prepared
-from paceline.session.record.collector import LogCollector
+from paceline.session.prepare.options import A, B, BatchNorm, C, D, E, PreparedLoader, PrepareKeywords, S, T
+from paceline.session.prepare.options import Preparable as P
 from paceline.session.record.folder import RunFolder
-from paceline.session.record.hints import StartupHints
-from paceline.session.record.history import RunHistory
-from paceline.session.record.log import MetricsLog
-from paceline.session.record.total_steps import TotalSteps
-from paceline.session.replicas.compare import ReplicaComparer
+from paceline.session.run_parts import RunParts
 from paceline.state.versioned import Stateful
-from paceline.sync.base import Strategy
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunParts:
-    """The parts of a run, as `session.assemble` has built them."""
-
-    view: CurrentView
-    axes: RunAxes
-    strategy: Strategy
-    history: RunHistory
-    folder: RunFolder
-    log: MetricsLog
-    loop: TrainingLoop
-    prepared: Prepared
-    own: WorkerState
-    progress: RunProgress
-    plan: TotalSteps
-    saving: CheckpointSaver
-    hints: StartupHints
-    watch: OptimizerWatch
-    collector: LogCollector
-    resumption: RunResumption
-    comparer: ReplicaComparer
-    survival: Survival | None  # where the run goes on when workers are lost
-    ending: RunEnding
 
 
 class Run:
-    """One training run, the same on every worker.
+    """One training run, the same on every worker, as `pl.start()` gives it.
+
+    >>> with pl.start() as run:
+    ...     model, optimizer, loader = run.prepare(model, optimizer, loader)
+    ...     for epoch in run.epochs(3):
+    ...         for x, y in loader:
+    ...             loss = F.cross_entropy(model(x), y)
+    ...             loss.backward()
+    ...             optimizer.step()
+    ...             optimizer.zero_grad()
 
     `rank`, `size`, `local_rank`, `host` (name), `device`, `group` (of all workers), `steps` (taken so far), `seed` (shared by all workers),
     `is_first` (of all workers) and `weight` (of my present batch) say where this worker is. `results`: what the first adds to the summary.
     """
 
     def __init__(self, parts: RunParts) -> None:
+        self._parts = parts
         self._view, self._axes, self._context, self._agreement = parts.view, parts.axes, parts.axes.slice, parts.axes.slice.agreement
         self._history, self._log, self._loop, self._prepared = parts.history, parts.log, parts.loop, parts.prepared
         self._own, self._progress, self._plan, self._saving = parts.own, parts.progress, parts.plan, parts.saving
@@ -93,9 +65,6 @@ class Run:
         self._backward = parts.loop.backward
         self._inference = ModelInference(parts.axes, parts.prepared.cuts)
         self._stepped = SteppedModels(parts.loop, parts.prepared.cuts)
-        worker = parts.view.worker
-        self.device, self.host = worker.device, worker.cluster.of(worker.place.rank).name
-        self.strategy, self.folder, self.state = parts.strategy, parts.folder, parts.prepared.state
 
     # ---- where this worker is
 
@@ -115,9 +84,15 @@ class Run:
         return self._view.worker.local
 
     @property
-    def cluster(self) -> Topology:
-        """The hosts, and the ranks of each."""
-        return self._view.cluster
+    def host(self) -> str:
+        """The name of my host."""
+        worker = self._view.worker
+        return worker.cluster.of(worker.place.rank).name
+
+    @property
+    def device(self) -> torch.device:
+        """The device that my models and batches are on."""
+        return self._view.worker.device
 
     @property
     def group(self) -> Group:
@@ -135,13 +110,13 @@ class Run:
         return self._history.seed
 
     @property
-    def began(self) -> float:
-        """When the run began, in seconds since 1970."""
-        return self._history.began
+    def folder(self) -> RunFolder:
+        """The run's folder: `run.folder.path`, and `run.folder.checkpoints` in it."""
+        return self._parts.folder
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """What has happened so far, for the summary."""
+        """What has happened so far, as the summary has it: losses, joins, and what `event` was told; each with its `time`, in seconds."""
         return self._history.events
 
     @property
@@ -160,22 +135,39 @@ class Run:
         return self._view.is_first
 
     @property
-    def survives(self) -> bool:
-        """Whether the run goes on when workers are lost (`paceline run --min-workers`)."""
-        return self._survival is not None
-
-    @property
-    def turn(self) -> Turn | None:
-        """The turn under way of a loader; None outside of loops."""
-        return self._loop.turn
-
-    @property
     def weight(self) -> float:
         """The weight of my present batch (samples, or what `weigh` says); 1 outside of a loop over a loader."""
-        return 1.0 if self.turn is None else self.turn.weight
+        turn = self._loop.turn
+        return 1.0 if turn is None else turn.weight
 
     # ---- preparing
 
+    @overload
+    def prepare(self, a: DataLoader[T], /, **options: Unpack[PrepareKeywords]) -> PreparedLoader[T]: ...
+    @overload
+    def prepare(self, a: A, /, **options: Unpack[PrepareKeywords]) -> A: ...
+    @overload
+    def prepare(self, a: A, b: DataLoader[T], /, **options: Unpack[PrepareKeywords]) -> tuple[A, PreparedLoader[T]]: ...
+    @overload
+    def prepare(self, a: A, b: B, /, **options: Unpack[PrepareKeywords]) -> tuple[A, B]: ...
+    @overload
+    def prepare(self, a: A, b: B, c: DataLoader[T], /, **options: Unpack[PrepareKeywords]) -> tuple[A, B, PreparedLoader[T]]: ...
+    @overload
+    def prepare(self, a: A, b: B, c: C, /, **options: Unpack[PrepareKeywords]) -> tuple[A, B, C]: ...
+    @overload
+    def prepare(
+        self, a: A, b: B, c: DataLoader[S], d: DataLoader[T], /, **options: Unpack[PrepareKeywords]
+    ) -> tuple[A, B, PreparedLoader[S], PreparedLoader[T]]: ...
+    @overload
+    def prepare(self, a: A, b: B, c: C, d: DataLoader[T], /, **options: Unpack[PrepareKeywords]) -> tuple[A, B, C, PreparedLoader[T]]: ...
+    @overload
+    def prepare(self, a: A, b: B, c: C, d: D, /, **options: Unpack[PrepareKeywords]) -> tuple[A, B, C, D]: ...
+    @overload
+    def prepare(self, a: A, b: B, c: C, d: D, e: E, /, **options: Unpack[PrepareKeywords]) -> tuple[A, B, C, D, E]: ...
+    @overload
+    def prepare(self, a: P, b: P, c: P, d: P, e: P, f: P, /, *more: P, **options: Unpack[PrepareKeywords]) -> tuple[Any, ...]: ...
+    @overload
+    def prepare(self, **options: Unpack[PrepareKeywords]) -> tuple[()]: ...
     def prepare(
         self,
         *objects: Any,
@@ -184,7 +176,7 @@ class Run:
         accumulate: int | Literal["auto"] | None = None,
         cost: Cost | None = None,
         shares: AskedShares = None,
-        batchnorm: Literal["sync", "local"] | None = None,
+        batchnorm: BatchNorm | None = None,
         train: bool | None = None,
         pad: bool | None = None,
         readers: Readers | None = None,
@@ -193,6 +185,8 @@ class Run:
         init: Init | None = None,
     ) -> Any:
         """Make models, optimizers, DataLoaders, schedulers, GradScalers and metrics ready; return them in the order they were given.
+
+        >>> model, optimizer, loader = run.prepare(model, optimizer, loader, accumulate=4)
 
         Models, optimizers, schedulers and scalers stay the objects they are; a DataLoader comes back as a loader of my shares. Its batch
         size is the global one. `loss`: whether the loss is a "mean" (default) over the batch or a "sum"; `weigh(batch)` is a batch's weight
@@ -212,23 +206,32 @@ class Run:
         options = {"loss": loss, "weigh": weigh, "accumulate": accumulate, "shares": shares, "readers": readers}
         more = {"batchnorm": batchnorm, "cut": cut, "init": init, "cost": cost, "shard": shard}
         ready = self._prepared.prepare(objects, {**options, **more, "train": train, "pad": pad})
-        self._hints.introduce(self._axes, spell(self.strategy))
+        self._hints.introduce(self._axes, spell(self._parts.strategy))
         return ready[0] if len(ready) == 1 else tuple(ready)
 
     def keep(self, name: str, thing: Stateful) -> None:
         """Let `thing` (anything with state_dict and load_state_dict, alike on all workers) be part of the run's state: saved, resumed.
 
+        >>> run.keep("average", torch.optim.swa_utils.AveragedModel(model))
+
         Copies of a model that is cut, such as an `AveragedModel` of it, are cut as it is.
         """
         if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
             raise UsageError(f"run.keep({name!r}) got a {type(thing).__qualname__}, which lacks state_dict or load_state_dict; write both")
-        self.state.add(f"kept.{name}", thing)
+        self._prepared.state.add(f"kept.{name}", thing)
         self._prepared.cuts.copies.find(f"kept.{name}", thing, [model for _, model in self._prepared.models])
 
     # ---- in the loop
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield 0, 1, ... count - 1; after `resume` from the epoch that was under way. Ends early when all have agreed to `stop`."""
+        """Yield 0, 1, ... count - 1; after `resume` from the epoch that was under way. Ends early when all have agreed to `stop`.
+
+        >>> for epoch in run.epochs(3):
+        ...     for x, y in loader:
+        ...         run.step(model, x, y, loss=F.cross_entropy)
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        """
         self._resumption.epochs_begin()
         self._loop.begin_training()
         self._plan.begin(count, self._prepared.loaders)
@@ -250,6 +253,8 @@ class Run:
     def forward(self, model: nn.Module, *inputs: Any, **options: Any) -> Any:
         """Run a model on `inputs` and return all of what it gives, without gradients, however it is cut.
 
+        >>> logits = run.forward(model, x)
+
         Workers that differ along `tensor` alone give it the same inputs, and get the same outputs; those along `data` and `shard` may have
         inputs of their own. Whether dropout acts is the model's own matter: say `model.eval()` before. Collective where the model is cut.
         """
@@ -257,6 +262,8 @@ class Run:
 
     def step(self, model: nn.Module, *batch: Any, loss: Loss, weigh: Weigh | None = None, **options: Any) -> Tensor:
         """Go forward and back, and return the loss of my part of the batch: the step of a loop for models in any layout.
+
+        >>> loss = run.step(model, x, y, loss=F.cross_entropy)  # in place of model(x) and loss.backward()
 
         `batch` is what the model gets, and last the target; `loss(output, target)` is one number. `options` are the model's too. With an
         axis `stage` all workers along it call this with the same batch, it is cut into micro-batches along the first dimension of tensors,
@@ -270,15 +277,25 @@ class Run:
         return self._stepped.step(model, batch, options, loss, weigh)
 
     def event(self, what: str) -> None:
-        """Note that something happened, for the summary."""
+        """Note that something happened, for the summary.
+
+        >>> run.event("the learning rate was halved")
+        """
         self._history.note(what)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Add up backward passes inside of the block on their own worker; the first one outside exchanges the whole sum."""
+        """Add up backward passes inside of the block on their own worker; the first one outside exchanges the whole sum.
+
+        >>> with run.no_sync():
+        ...     F.cross_entropy(model(x), y).backward()
+        """
         return self._loop.quietly()
 
     def clip(self, what: nn.Module | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
-        """Clip the gradients of a model or of parameters to a global norm; return the norm before (None before the last micro-batch)."""
+        """Clip the gradients of a model or of parameters to a global norm; return the norm before (None before the last micro-batch).
+
+        >>> norm = run.clip(model, 1.0)  # between loss.backward() and optimizer.step()
+        """
         self._loop.ready("run.clip")
         if not self._loop.acting:
             return None
@@ -287,7 +304,10 @@ class Run:
         return self._prepared.clip(tensors, max_norm, norm_type)
 
     def log(self, **values: Any) -> None:
-        """Record numbers of this step (one-element tensors, or floats), whose means over workers, by samples, are written. Never waits."""
+        """Record numbers of this step (one-element tensors, or floats), whose means over workers, by samples, are written. Never waits.
+
+        >>> run.log(loss=loss, rate=0.1)
+        """
         if not self._prepared.loaders:
             self._hints.logged()
         if not self._loop.transaction.failed:
@@ -295,29 +315,50 @@ class Run:
             self._log.log(self.steps + (self._loop.led is not None), values, weight)
 
     def print(self, *values: Any, **options: Any) -> None:
-        """Call `print` on the first worker alone."""
+        """Call `print` on the first worker alone.
+
+        >>> run.print("epoch", epoch, "is over")
+        """
         if self.is_first:
             builtins.print(*values, **options)
 
-    def mean(self, x: Tensor | float, weight: float | None = None) -> Any:
-        """Return the mean of `x` over workers by `weight` (default: `run.weight`): a float for a float, else a tensor. Collective."""
+    @overload
+    def mean(self, x: Tensor, weight: float | None = None) -> Tensor: ...
+    @overload
+    def mean(self, x: float, weight: float | None = None) -> float: ...
+    def mean(self, x: Tensor | float, weight: float | None = None) -> Tensor | float:
+        """Return the mean of `x` over workers by `weight` (default: `run.weight`): a float for a float, else a tensor. Collective.
+
+        >>> accuracy = run.mean((model(x).argmax(1) == y).double().mean())
+        """
         weight = float(self.weight if weight is None else weight)
         return self._agreement.attempt(lambda: collectives.mean(self._agreement, self._context.group, x, weight))
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return the rows (dim 0) of all workers; inside a loop over a loader in data set order, ghosts left out. Collective."""
-        ghost = self.turn is not None and self.turn.ghost
+        """Return the rows (dim 0) of all workers; inside a loop over a loader in data set order, ghosts left out. Collective.
+
+        >>> answers = run.gather(model(x).argmax(1))
+        """
+        turn = self._loop.turn
+        ghost = turn is not None and turn.ghost
         nothing = (x.detach().reshape(1) if x.dim() == 0 else x.detach())[:0]
-        order = None if self.turn is None else self.turn.rows
+        order = None if turn is None else turn.rows
         return self._loop.gather(lambda: collectives.gather(self._agreement, self._context.group, x, ghost=ghost, order=order), nothing)
 
     def barrier(self) -> None:
-        """Wait until every worker has come here. Collective."""
+        """Wait until every worker has come here. Collective.
+
+        >>> run.barrier()
+        """
         self._axes.everyone.meet("run.barrier")
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
-        """Let the first worker of each host go through the block ahead of the others (for downloads). Collective."""
+        """Let the first worker of each host go through the block ahead of the others (for downloads). Collective.
+
+        >>> with run.first():
+        ...     torch.hub.download_url_to_file("https://example.org/data.bin", "data.bin")
+        """
         if self.local_rank == 0:
             yield
             self._axes.everyone.meet("run.first")
@@ -326,7 +367,11 @@ class Run:
             yield
 
     def stop(self) -> None:
-        """Ask to stop early; never waits. All workers stop together, at the end of the present epoch at the latest."""
+        """Ask to stop early; never waits. All workers stop together, at the end of the present epoch at the latest.
+
+        >>> if run.mean(loss) < 0.1:
+        ...     run.stop()
+        """
         self._collector.stop()
 
     # ---- state
@@ -337,9 +382,11 @@ class Run:
         keep: int = 3,
         background: bool = False,
         metric: Tensor | float | None = None,
-        best: Literal["min", "max"] | None = None,
+        best: Best | None = None,
     ) -> Path:
         """Write a checkpoint of everything prepared and kept, and return its folder; the newest `keep` stay, and the best. Collective.
+
+        >>> run.save(metric=run.mean(loss), best="min")
 
         In the loop body the present step counts as taken: save after `optimizer.step()`, at the end of the body. When it returns, the
         checkpoint is on the disk. With `background` it has been copied in the first worker's memory, and a thread there writes it while
@@ -362,6 +409,9 @@ class Run:
     def resume(self, folder: str | Path | None = None) -> bool:
         """Go on from the newest whole checkpoint (of `folder`, a run's; default: of runs called the same before).
 
+        >>> if run.resume():
+        ...     run.print("goes on at step", run.steps)
+
         Returns False, and says so, if there is none at all. Otherwise everything prepared and kept is as it was saved, for any number of
         workers. A job that has started again (`paceline run --restarts`) goes on from its own, whatever `folder` is. Collective.
 
@@ -371,10 +421,6 @@ class Run:
 
     # ---- the end
 
-    def on_close(self, ending: Callable[[], None]) -> None:
-        """Call `ending` when the run ends, however it ends."""
-        self._ending.on_close(ending)
-
     def __enter__(self) -> Run:
         return self
 
@@ -382,12 +428,17 @@ class Run:
         if kind is None or events.leaves_well(error):
             self.close()
         else:
-            self.fail(kind, error)
+            self._ending.fail(kind, error)
 
     def close(self) -> None:
-        """Leave together with all workers: the summary is written, memory and sockets are freed. Twice is harmless."""
+        """Leave together with all workers: the summary is written, memory and sockets are freed. Twice is harmless.
+
+        >>> run = pl.start(name="circle")  # without `with`
+        >>> run.close()
+        """
         self._ending.close()
 
-    def fail(self, kind: type[BaseException], error: BaseException | None) -> None:
-        """Leave at once and without the others, after an error."""
-        self._ending.fail(kind, error)
+
+def parts_of(run: Run) -> RunParts:
+    """Return what a run is made of, for modules of paceline's own: nothing of it is for scripts."""
+    return run._parts

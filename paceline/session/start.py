@@ -7,11 +7,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from paceline.cluster.control import events
 from paceline.cluster.control.progress import Page, enter
@@ -26,6 +26,7 @@ from paceline.comm.axes import Sender
 from paceline.comm.native.default_group import DefaultProcessGroup
 from paceline.errors import UsageError
 from paceline.fault.replicate import Replicate, check
+from paceline.formatting import unknown
 from paceline.notation import strategy as read
 from paceline.session.assemble import Joined, assemble
 from paceline.session.axes import RunAxes
@@ -43,7 +44,7 @@ from paceline.session.record.log import MetricsLog, OnNan
 from paceline.session.record.straggler_policy import Policy
 from paceline.session.record.writer import MetricsWriter
 from paceline.session.replicas.compare import Comparison, Differing
-from paceline.session.run import Run
+from paceline.session.run import Run, parts_of
 from paceline.session.servers import ServerStarter
 from paceline.session.torch_backend import world
 from paceline.sync.allreduce import AllReduce
@@ -52,7 +53,8 @@ from paceline.sync.context import StepState, SyncContext
 from paceline.sync.route_choice import RouteFacts
 from paceline.trace import Trace
 
-TRACES = {"last": 20_000, "all": None, "off": 0}
+TraceLength = Literal["last", "all", "off"]
+TRACES: Final[Mapping[TraceLength, int | None]] = {"last": 20_000, "all": None, "off": 0}  # spans
 
 __all__ = ["Run", "start"]
 
@@ -67,7 +69,7 @@ def start(
     device: str | None = None,
     deadline: float = 120.0,
     late_after: float | None = None,
-    trace: str = "last",
+    trace: TraceLength = "last",
     on_nan: OnNan = "warn",
     total_steps: int | None = None,
     compare: int | Literal["auto"] | None = "auto",
@@ -138,10 +140,8 @@ def _reporting(place: Place) -> Iterator[None]:
 
 def _check(deadline: float, trace: str, on_nan: str, replicate: Replicate) -> None:
     check(replicate)
-    if trace not in TRACES:
-        raise UsageError(f"trace={trace!r} is unknown; possible are {', '.join(map(repr, TRACES))}")
-    if on_nan not in ("warn", "stop"):
-        raise UsageError(f"on_nan={on_nan!r} is unknown; possible are 'warn' and 'stop'")
+    if wrong := unknown("trace", trace, TraceLength) or unknown("on_nan", on_nan, OnNan):
+        raise UsageError(wrong)
     if not deadline > 0:
         raise UsageError(f"deadline={deadline} is not a time; give seconds above 0")
 
@@ -344,7 +344,7 @@ class ExitHooks:
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             # multiprocessing's threads call it, too, for errors of a connection that end nothing
             if self._here() and threading.current_thread() is threading.main_thread():
-                self._run.fail(kind, error)
+                parts_of(self._run).ending.fail(kind, error)
             (show if previous is sys.__excepthook__ else previous)(kind, error, trace)
 
         def close() -> None:
@@ -360,7 +360,7 @@ class ExitHooks:
 
         sys.excepthook = hook
         atexit.register(close)
-        self._run.on_close(disarm)
+        parts_of(self._run).ending.on_close(disarm)
 
     def _here(self) -> bool:
         """Whether this is the process that joined: readers of a DataLoader are forked with our hooks."""

@@ -33,7 +33,7 @@ from paceline.sync.base import Slot, check_strategy
 from paceline.sync.bucket_memory import BucketMemory
 from paceline.sync.compressed import CompressedExchange, Kind
 from paceline.sync.context import SyncContext
-from paceline.sync.routes import Reducer, reducer
+from paceline.sync.routes import Reducer, Via, reducer
 
 FIRST_MB = 1.0  # the first bucket is small, so that the exchange starts early
 LARGE = 16 << 10  # elements above which a gradient is copied when it comes; smaller ones by the bucket
@@ -45,6 +45,8 @@ CODED = ("auto", "native")  # the ways that a codec can have
 class AllReduce:
     """Every replica takes the same step: p.grad is the weighted mean over the global batch when backward returns, and step is torch's own.
 
+    >>> pl.start(sync=pl.AllReduce(codec="auto"))  # or: paceline run --sync 'AllReduce(codec="auto")'
+
     `via` says how it travels: "auto" (shared memory inside a host, one copy per host between hosts, NCCL between GPUs; with a measured
     cluster what suits its links and cores, see `start`), "native" (Gloo or NCCL over all ranks), or a schedule: "direct", "ring", "tree",
     "halving-doubling", "hierarchical", "uneven" (chunks by the links of a measured cluster). `bucket_mb`: size of a bucket in MB.
@@ -53,7 +55,7 @@ class AllReduce:
     have one host, or via="native".
     """
 
-    via: str = "auto"
+    via: Via = "auto"
     bucket_mb: float = 8.0
     codec: Codec | Coding | auto | Literal["auto"] = field(default_factory=exact)
 

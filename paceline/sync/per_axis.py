@@ -31,6 +31,8 @@ from paceline.sync.localsgd.strategy import LocalSGD
 class Sequence:
     """p.grad is the mean over the samples of my host, step moves my host's replica, and hosts agree as the second strategy says.
 
+    >>> pl.start(sync=pl.Sequence((pl.AllReduce(), "local"), (pl.LocalSGD(32), "host")))
+
     `inner` is `(AllReduce(...), "local")`, `outer` is `(LocalSGD(...), "host")`.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -11,12 +11,14 @@ from torch import Tensor
 from paceline.comm.collectives import ScheduleQueue
 from paceline.comm.group import Group, UncheckedAllReduce, Work
 from paceline.comm.hierarchy.group import HostsGroup
-from paceline.comm.schedule import SCHEDULES, Schedule, build
+from paceline.comm.schedule import SCHEDULES, Schedule, ScheduleName, build
 from paceline.comm.shm.memory import fresh
 from paceline.errors import ResourceError, UsageError
-from paceline.formatting import choices
+from paceline.formatting import unknown
 from paceline.sync.context import SyncContext
 from paceline.sync.route_choice import by_rates, choose
+
+Via = Literal["auto", "native", ScheduleName]
 
 
 class Reducer(Protocol):
@@ -150,6 +152,6 @@ def reducer(via: str, *, coded: bool = False) -> Callable[[SyncContext], Reducer
 
     `coded`: most goes through a codec, which has a way of its own, so that "auto" isn't chosen for what is left.
     """
-    if via not in WAYS:
-        raise UsageError(f"via={via!r} is unknown; {choices(via, WAYS)}")
+    if wrong := unknown("via", via, Via):
+        raise UsageError(wrong)
     return _group if coded and via == "auto" else WAYS[via]

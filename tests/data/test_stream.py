@@ -483,8 +483,8 @@ def test_a_stream_that_looks_sharded_raises(fields):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"readers": "rank"}, "readers is 'rank'"),
-        ({"shard": "yours"}, "shard is 'yours'"),
+        ({"readers": "rank"}, "readers='rank' is unknown; possible: host, worker"),
+        ({"shard": "yours"}, "shard='yours' is unknown; possible: mine, none"),
         ({"readers": "host"}, "local="),
         ({"readers": "host", "shard": "mine"}, "honoured"),
     ],

@@ -13,7 +13,8 @@ from tests.harness.jobs import PRELUDE
 
 SCRIPT = """
 with pl.start() as run:
-    assert len(run.cluster.hosts) == run.size, run.cluster
+    hosts = run._view.cluster.hosts
+    assert len(hosts) == run.size, hosts
     if "--broken" in sys.argv and run.size == 2:
         raise RuntimeError("it broke here")
     model, optimizer, loader = parts(run, samples=80)

@@ -15,16 +15,16 @@ def test_what_was_registered_is_called_once_however_a_run_ends() -> None:
         ended: list[str] = []
 
         def body(run: Run, end: str = end, ended: list[str] = ended) -> None:
-            run.on_close(lambda: ended.append(end))
+            run._ending.on_close(lambda: ended.append(end))
             if end == "depart":
                 with pytest.raises(SystemExit):
                     run._ending.depart(lambda: ended.append("prepared"))
             elif end == "fail":
-                run.fail(ValueError, ValueError("over"))
+                run._ending.fail(ValueError, ValueError("over"))
             else:
                 run.close()
             run.close()
-            run.fail(ValueError, None)
+            run._ending.fail(ValueError, None)
 
         workers(1, body)
         assert ended == ["prepared"] * (end == "depart") + [end]
@@ -33,7 +33,7 @@ def test_what_was_registered_is_called_once_however_a_run_ends() -> None:
 def test_an_error_while_closing_ends_the_run_without_the_others() -> None:
     def body(run: Run) -> Any:
         ended: list[str] = []
-        run.on_close(lambda: ended.append("freed"))
+        run._ending.on_close(lambda: ended.append("freed"))
         run._saving.last = lambda: 1 / 0  # type: ignore[assignment,method-assign,return-value]
         with pytest.raises(ZeroDivisionError):
             run.close()

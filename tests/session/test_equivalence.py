@@ -80,7 +80,7 @@ def train(dtype: torch.dtype, optimizer: Making, *, batches: int | None = None, 
                 opt.step()
                 opt.zero_grad()
                 losses.append(run.mean(loss))
-                if run.turn is not None and not run.turn.ghost:
+                if run._loop.turn is not None and not run._loop.turn.ghost:
                     seen.update(index.tolist())
                 if n + 1 == batches:
                     break
@@ -181,8 +181,8 @@ def test_options_that_change_the_weights_of_gradients(options: dict[str, Any]) -
             model, opt, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data, shares=shares, **options)
             for _, x, y in loader:
                 loss = F.cross_entropy(model(x), y, reduction=options.get("loss", "mean"))
-                if "loss" in options and run.turn is not None:
-                    loss = loss / run.turn.global_batch
+                if "loss" in options and run._loop.turn is not None:
+                    loss = loss / run._loop.turn.global_batch
                 loss.backward()
                 opt.step()
                 opt.zero_grad()

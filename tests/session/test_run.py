@@ -107,7 +107,7 @@ def test_log_is_weighted_by_samples_and_leaves_ghosts_out(size: int, shares: Any
         model, opt, loader = ready(run, batches(21, 8), shares=shares)
         for x, y in loader:
             loss = advance(model, opt, x, y)
-            if run.turn is not None and run.turn.ghost:
+            if run._loop.turn is not None and run._loop.turn.ghost:
                 loss = torch.tensor(math.nan)
             run.log(loss=loss, rows=float(len(x)), large=y.max() * 0 + 3)
 
@@ -137,7 +137,7 @@ def test_log_of_micro_batches_and_evaluations(tmp_path: Path) -> None:
         test = run.prepare(DataLoader(Numbered(5), batch_size=2), train=False)
         for x, y in loader:
             run.log(loss=advance(model, opt, x, y))
-            if run.turn is not None and run.turn.last_micro:
+            if run._loop.turn is not None and run._loop.turn.last_micro:
                 for u, _ in test:
                     run.log(ids=float(u[0, 0]) if len(u) else math.nan)
         run.log(final=1.0)
@@ -231,7 +231,7 @@ def test_gather_gives_rows_in_data_set_order(size: int, shares: Any, train: bool
         rows: list[int] = []
         for batch in loader:
             rows += run.gather(batch[:, None].expand(-1, 2))[:, 1].tolist()
-            assert run.gather(batch[:, None]).shape == (run.turn.global_batch if run.turn else 0, 1)
+            assert run.gather(batch[:, None]).shape == (run._loop.turn.global_batch if run._loop.turn else 0, 1)
         return rows
 
     assert workers(size, body) == [list(range(21))] * size
@@ -451,7 +451,7 @@ def training(run: Run, *, save: Callable[[int], bool], die: int | None = None, b
             scaler.update()
             scheduler.step()
             mean = run.mean(loss.detach())
-            last = run.turn is not None and run.turn.last_micro
+            last = run._loop.turn is not None and run._loop.turn.last_micro
             if not last:
                 continue
             losses[run.steps] = float(mean)

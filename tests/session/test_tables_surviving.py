@@ -139,8 +139,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
     "micro-batches": {
         "options": ", accumulate=2",
-        "before": "die(run.turn.micro == 1 and run.size > 1 and run.rank == 0 and run.steps == 9, 'in the second')",
-        "between": "die(run.turn.micro == 0 and run.rank == 1 and run.steps == 5, 'after the first')",
+        "before": "die(run._loop.turn.micro == 1 and run.size > 1 and run.rank == 0 and run.steps == 9, 'in the second')",
+        "between": "die(run._loop.turn.micro == 0 and run.rank == 1 and run.steps == 5, 'after the first')",
     },
 }
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final, Literal, get_args
 
 from paceline.cluster import mesh, topology_file
 from paceline.cluster.launcher import hints
@@ -14,8 +15,12 @@ from paceline.cluster.topology import HostRanks, Topology
 from paceline.errors import UsageError
 from paceline.formatting import choices
 
-PLACEMENTS = ("block", "round-robin")
-STRAGGLERS = ("warn", "rebalance", "drop", "evict")
+Placement = Literal["block", "round-robin"]
+Straggler = Literal["warn", "rebalance", "drop", "evict"]
+Backend = Literal["paceline"]
+PLACEMENTS: Final = get_args(Placement)
+STRAGGLERS: Final = get_args(Straggler)
+BACKENDS: Final = get_args(Backend)
 _MOST_RESTARTS = 200  # of a whole job: each of its starts is told of all earlier ones
 
 
@@ -91,8 +96,10 @@ def check(job: LaunchRequest) -> None:
         mesh.choose(job.mesh, everyone, survives=job.min_workers is not None)
     if not job.patience >= 0:
         raise UsageError(f"--patience is {job.patience:g}: give seconds, 0 or more")
-    if job.backend is not None and job.backend != "paceline":
-        raise UsageError(f"--backend {job.backend} is unknown; possible is paceline, which scripts get that ask torch.distributed for Gloo")
+    if job.backend is not None and job.backend not in BACKENDS:
+        raise UsageError(
+            f"--backend is {job.backend}; {choices(job.backend, BACKENDS)}, which scripts get that ask torch.distributed for Gloo"
+        )
     if job.backend is not None and job.min_workers is not None:
         raise UsageError("--backend is for scripts that use torch.distributed, which survives no losses: leave out --min-workers")
     _check_restarts(job)

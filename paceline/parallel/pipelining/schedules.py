@@ -14,9 +14,10 @@ A schedule is known by what it keeps and by its bubble, the part of the time in 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final, Literal, get_args
 
 from paceline.errors import UsageError
-from paceline.formatting import choices
+from paceline.formatting import unknown
 from paceline.parallel.pipelining.schedule import Action, PipelineSchedule
 
 Work = Sequence[tuple[int, int]]  # stages, each with a micro-batch
@@ -110,7 +111,8 @@ FIXED: dict[str, tuple[int, Callable[[int, int], PipelineSchedule]]] = {
 }
 """Schedules that say themselves how many stages a rank has."""
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
+SCHEDULES: Final = get_args(ScheduleName)
 
 
 def check(name: str, ranks: int, micro_batches: int, chunks: int | None = None) -> int:
@@ -136,8 +138,8 @@ def make_schedule(name: str, ranks: int, micro_batches: int, chunks: int | None 
 
 def _chunks(name: str, ranks: int, micro_batches: int, chunks: int | None) -> int:
     """Return how many stages each rank has; UsageError for what can't be."""
-    if name not in SCHEDULES:
-        raise UsageError(f"there is no schedule {name!r}; {choices(name, SCHEDULES)}")
+    if wrong := unknown("schedule", name, ScheduleName):
+        raise UsageError(wrong)
     for what, number in (("ranks", ranks), ("micro_batches", micro_batches)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise UsageError(f"{name} with {what}={number!r}: there has to be 1 at least")

@@ -30,6 +30,10 @@ from paceline.parallel.tensor.styles import Style
 class tensor:
     """Cut layers between the workers along `tensor`, which have the same samples.
 
+    >>> with pl.start(mesh="data=2, tensor=2") as run:
+    ...     cut = pl.tensor({"blocks.*.up": pl.column(), "blocks.*.down": pl.row()})
+    ...     model, optimizer, loader = run.prepare(model, optimizer, loader, cut=cut)
+
     `layers`: patterns of module names (`*` is any text) to `column()`, `row()`, `vocab()`, `sequence()` or `summed()`; or "auto", which
     takes the plan that a model brings: `tensor_plan` of its class, or that of a model of transformers. `divide`: patterns of integer
     attributes of modules, such as numbers of heads, that are divided by the number of workers.

@@ -16,6 +16,8 @@ class Style:
 class column(Style):
     """Each worker has some of a linear layer's output features, and gives them on to a layer that is cut by rows.
 
+    >>> pl.tensor({"blocks.*.attention.qkv": pl.column(parts=3), "blocks.*.attention.out": pl.row()})
+
     `parts`: a fused projection, such as that of queries, keys and values, has so many parts, and each is cut by itself. `gather`: workers
     put their features side by side, and go on with all of them.
     """
@@ -33,6 +35,8 @@ class column(Style):
 class row(Style):
     """Each worker has some of a linear layer's input features, and the results are summed over workers. The bias is added to the sum.
 
+    >>> pl.tensor({"blocks.*.up": pl.column(), "blocks.*.down": pl.row()})
+
     `split`: all workers have all features, and each takes its own.
     """
 
@@ -44,6 +48,8 @@ class row(Style):
 class vocab(Style):
     """Each worker has some of the words: of an embedding, or of the linear layer that makes logits.
 
+    >>> pl.tensor({"tokens": pl.vocab(), "head": pl.vocab()})
+
     Logits look whole, and `F.cross_entropy` of them exchanges a few numbers per token; what else is done with them gathers them first.
     """
 
@@ -53,6 +59,8 @@ class vocab(Style):
 @dataclass(frozen=True)
 class sequence(Style):
     """Inside of this module each worker has a piece of the sequence, which is dimension `dim` of its first argument and of its result.
+
+    >>> pl.tensor({"blocks": pl.sequence(), "blocks.*.up": pl.column(), "blocks.*.down": pl.row()})
 
     Layers that are cut by columns gather it, those that are cut by rows give pieces on. Everything else in it works on pieces: norms,
     dropout and other layers that treat each position by itself.
@@ -69,6 +77,8 @@ class sequence(Style):
 @dataclass(frozen=True)
 class summed(Style):
     """The module stays whole, and each worker uses it on its part of the activations: gradients of its parameters are summed.
+
+    >>> pl.tensor({"blocks.*.query": pl.column(), "blocks.*.query_norm": pl.summed(), "blocks.*.out": pl.row()})
 
     That is what norms of single heads need, between a layer cut by columns and one cut by rows.
     """

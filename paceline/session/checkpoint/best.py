@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from paceline.errors import CheckpointError, UsageError
 from paceline.fault import catalogue
 from paceline.fault.inherit import inherit
 from paceline.fault.manifest import Best, Metric
+from paceline.formatting import unknown
 
 ROUNDING: Final = 0.01  # of a number, by which workers may differ before that is said
 
@@ -29,8 +30,8 @@ def asked(metric: Any, best: Best | None) -> Metric | None:
     if metric is None or best is None:
         lacking = "best='min' or best='max', which says what is better" if best is None else "metric=a number, which is compared"
         raise UsageError(f"run.save got {'metric' if best is None else 'best'} alone; give {lacking}, too")
-    if best not in get_args(Best):
-        raise UsageError(f"run.save got best={best!r}; give 'min' where a smaller metric is better, 'max' where a larger one is")
+    if wrong := unknown("best", best, Best):
+        raise UsageError(f"run.save: {wrong}; give 'min' where a smaller metric is better, 'max' where a larger one is")
     if isinstance(metric, Tensor) and (metric.numel() != 1 or metric.is_complex()):
         raise UsageError(f"run.save got a metric of shape {tuple(metric.shape)} ({metric.dtype}); give one number, such as run.mean(loss)")
     plain = metric.detach().item() if isinstance(metric, Tensor) else metric

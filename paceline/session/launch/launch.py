@@ -11,13 +11,13 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, TypeVarTuple, Unpack
 
 from paceline import notation
 from paceline.cluster.control import calls
 from paceline.cluster.control.calls import CallMessage
 from paceline.cluster.discover import discover, environment, timings
-from paceline.cluster.launcher.request import LaunchRequest, check
+from paceline.cluster.launcher.request import Backend, LaunchRequest, Straggler, check
 from paceline.errors import UsageError, WorkerFailed
 from paceline.session.display import choose
 from paceline.session.launch import packing
@@ -27,28 +27,39 @@ from paceline.session.launch.proof import prove
 from paceline.session.launch.status import StatusRelay
 from paceline.session.record.status_line import StatusLine
 
+if TYPE_CHECKING:  # or a process that launches would import torch
+    from paceline.session.prepare.cuts import Asked
+    from paceline.sync.base import Strategy
+
 T = TypeVar("T")
+Args = TypeVarTuple("Args")
 _PROGRAM = Path(__file__).with_name("worker.py")
 
 
 def launch(
-    function: Callable[..., T],
-    *args: Any,
+    function: Callable[[Unpack[Args]], T],
+    *args: *Args,
     workers: int = 2,
     threads: int | None = None,
-    sync: Any = None,
+    sync: Strategy | str | None = None,
     mesh: str | None = None,
-    cut: Any = None,
+    cut: Asked | None = None,
     shares: str | Sequence[float] | None = None,
     name: str | None = None,
     min_workers: int | None = None,
     restarts: int = 0,
     patience: float = 600.0,
     servers: int | None = None,
-    straggler: str | None = None,
-    backend: str | None = None,
+    straggler: Straggler | None = None,
+    backend: Backend | None = None,
 ) -> list[T]:
     """Start workers on this machine that each call `function(*args)`, and return what it returns on each of them, by rank.
+
+    >>> def train(rate):
+    ...     with pl.start() as run:
+    ...         return run.rank * rate
+    >>> pl.launch(train, 0.5, workers=2)
+    [0.0, 0.5]
 
     Workers are fresh processes. The function and its arguments travel by value where workers can't import them: functions of a
     notebook's cells or of the main script, lambdas and closures over a model all go. That takes cloudpickle (`pip install

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from typing import Any
 
 import msgpack
 import torch
@@ -26,7 +25,7 @@ def seed(agreement: Agreement, given: int | None, arguments: str) -> int:
     return int(seeds[0][0])
 
 
-def mean(agreement: Agreement, group: Group, x: Tensor | float, weight: float) -> Any:
+def mean(agreement: Agreement, group: Group, x: Tensor | float, weight: float) -> Tensor | float:
     """Return the mean of `x` over all workers by `weight`: a float for a float, else a tensor. Weight 0 is left out, even nan."""
     if not 0 <= weight < math.inf:
         raise UsageError(f"run.mean got weight={weight}; a weight is a number, zero or more")

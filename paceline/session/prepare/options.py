@@ -3,14 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
-from torch.utils.data import IterableDataset
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, IterableDataset
 
 from paceline import notation
 from paceline.data.checks import check_options
-from paceline.data.shares import policy
+from paceline.data.costs import Cost
+from paceline.data.loader import ShareLoader
+from paceline.data.shares import AskedShares, policy
+from paceline.data.spec import Loss, Readers, Sharding, Weigh
 from paceline.errors import UsageError
+from paceline.formatting import unknown
+from paceline.session.prepare.cuts import Asked
+from paceline.session.prepare.initial import Init
+
+BatchNorm = Literal["sync", "local"]
+Preparable = nn.Module | Optimizer | DataLoader[Any] | LRScheduler | torch.amp.GradScaler  # metrics of torchmetrics are modules
+S = TypeVar("S")
+T = TypeVar("T")
+A = TypeVar("A", bound=Preparable)
+B = TypeVar("B", bound=Preparable)
+C = TypeVar("C", bound=Preparable)
+D = TypeVar("D", bound=Preparable)
+E = TypeVar("E", bound=Preparable)
+
+if TYPE_CHECKING:
+
+    class PreparedLoader(DataLoader[T]):
+        """What is known of a loader that `run.prepare` gives back: a `ShareLoader` has all that the DataLoader has."""
+
+        def peek(self) -> Any: ...
+
+else:
+    PreparedLoader = ShareLoader
+
+
+class PrepareKeywords(TypedDict, total=False):
+    """The options of `run.prepare`, as its overloads take them."""
+
+    loss: Loss | None
+    weigh: Weigh | None
+    accumulate: int | Literal["auto"] | None
+    cost: Cost | None
+    shares: AskedShares
+    batchnorm: BatchNorm | None
+    train: bool | None
+    pad: bool | None
+    readers: Readers | None
+    shard: Sharding | None
+    cut: Asked | None
+    init: Init | None
+
 
 DEFAULTS: Mapping[str, Any] = {
     **{"loss": "mean", "weigh": None, "accumulate": 1, "shares": None, "readers": "worker", "shard": None, "train": None},
@@ -62,7 +110,7 @@ class PrepareOptions:
 
 
 def _check(options: Mapping[str, Any], size: int) -> None:
-    if options["batchnorm"] not in ("sync", "local"):
-        raise UsageError(f"batchnorm={options['batchnorm']!r} is unknown; possible are 'sync' and 'local'")
+    if wrong := unknown("batchnorm", options["batchnorm"], BatchNorm):
+        raise UsageError(wrong)
     check_options(options["loss"], options["weigh"], options["accumulate"])
     policy(options["shares"], size)

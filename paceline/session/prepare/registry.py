@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +35,6 @@ from paceline.session.tables import RunTables
 from paceline.state.versioned import Stateful, Versioned
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.base import Slot
-
-BatchNorm = Literal["sync", "local"]
 
 UNCUT = "use shard, which cuts the layers beside it, or nn.Embedding"
 

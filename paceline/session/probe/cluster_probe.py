@@ -24,9 +24,9 @@ from paceline.comm.group import Group
 from paceline.comm.pairs import Pairs, pairs
 from paceline.errors import UsageError
 from paceline.session.probe import compute, rounds
-from paceline.session.probe.dtypes import USUAL, check
+from paceline.session.probe.dtypes import USUAL, Dtype, check
 from paceline.session.probe.links import LinkFigures, LinkMeter, stream_length
-from paceline.session.run import Run
+from paceline.session.run import Run, parts_of
 
 COMPUTING: Final = 6.0  # seconds for all products and copies, where hosts share a machine
 MOST_COMPUTING: Final = 0.9  # seconds of each host, each time
@@ -38,8 +38,12 @@ INSIDE: Final = 0.06  # seconds of each direction of a pair inside a host
 CROWDED: Final = 0.3  # seconds of a round in which all hosts send: several connections have to find their paces
 
 
-def probe(run: Run, *, dtypes: Sequence[str] = USUAL) -> Topology:
+def probe(run: Run, *, dtypes: Sequence[Dtype] = USUAL) -> Topology:
     """Measure what each worker computes and what each link carries, and return that, the same on all workers. Collective.
+
+    >>> with pl.start() as run:
+    ...     cluster = pl.probe(run)
+    ...     run.print(cluster.hosts, cluster.links)
 
     `dtypes`: of the matrices that are multiplied, such as those that the training uses. Takes less than 20 seconds for 8 workers, and
     can be called before loops and between them. The devices of hosts are in the order of their ranks; links inside a host are from its
@@ -48,11 +52,12 @@ def probe(run: Run, *, dtypes: Sequence[str] = USUAL) -> Topology:
     Raises `UsageError` for dtypes that can't be measured or that differ between workers, inside of loops over loaders, and where
     losses are survived; `WorkerLost` and `DeadlineExceeded` name the worker that is missing.
     """
-    if run.turn is not None:
+    parts = parts_of(run)
+    if parts.loop.turn is not None:
         raise UsageError("pl.probe(run) is called inside a loop over a loader: call it before the loop, or after it")
-    if run.survives:
+    if parts.survival is not None:
         raise UsageError("pl.probe(run) measures all workers together, and --min-workers lets some go: leave it out where you measure")
-    return measure(run.group, run.cluster, run.device, dtypes)
+    return measure(run.group, parts.view.cluster, run.device, dtypes)
 
 
 def measure(group: Group, topology: Topology, device: torch.device, dtypes: Sequence[str]) -> Topology:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Literal, get_args
 
 from paceline.errors import UsageError
 from paceline.formatting import choices
 
-POSSIBLE: Final = ("float32", "bfloat16", "float16", "float64")
-USUAL: Final = ("float32", "bfloat16")
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+POSSIBLE: Final = get_args(Dtype)
+USUAL: Final[tuple[Dtype, ...]] = ("float32", "bfloat16")
 
 
 def check(dtypes: Sequence[str]) -> tuple[str, ...]:

@@ -8,21 +8,21 @@ evict      who is named again and again leaves, and its samples are dealt to the
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal, get_args
+from typing import Any
 
+from paceline.cluster.launcher.request import Straggler
 from paceline.data.loader import ShareLoader
 from paceline.errors import UsageError
-from paceline.formatting import choices, spell
+from paceline.formatting import spell, unknown
 from paceline.sync.base import Strategy
 
-Policy = Literal["warn", "rebalance", "drop", "evict"]
-POLICIES: Final[tuple[str, ...]] = get_args(Policy)
+Policy = Straggler
 
 
 def read(asked: Any) -> Policy | None:
     """Return the policy that is asked for; None where nothing is. Raises `UsageError` for what is none."""
-    if asked is not None and asked not in POLICIES:
-        raise UsageError(f"straggler={asked!r} is unknown; {choices(str(asked), POLICIES)}")
+    if asked is not None and (wrong := unknown("straggler", asked, Policy)):
+        raise UsageError(wrong)
     return asked  # type: ignore[no-any-return]
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from paceline.errors import ReplicasDiffer, UsageError
 from paceline.fault.recover import majority, nearest
-from paceline.formatting import choices
+from paceline.formatting import unknown
 from paceline.session.prepare.registry import Prepared
 from paceline.session.replicas.contents import CHANGED, SAME, Entry, ReplicaContents, ReplicaDigest, plain
 from paceline.state.checksum import flat
@@ -33,7 +33,6 @@ from paceline.sync.base import Sync
 from paceline.sync.context import SyncContext
 
 Differing = Literal["stop", "heal"]
-DIFFERING: Final[tuple[Differing, ...]] = ("stop", "heal")
 USUAL: Final = 100  # steps between two comparisons, where nothing else is said
 EARLY: Final = (1, 10)  # steps after which buffers are compared, as they may have become each worker's own
 SHOWN: Final = 3  # tensors that a message lists, of each rank
@@ -50,9 +49,9 @@ class Comparison:
     def __post_init__(self) -> None:
         every = self.every
         if every is not None and every != "auto" and (type(every) is not int or every < 1):
-            raise UsageError(f"compare={every!r} is not a number of steps; give 1 or more, None for never, or leave it out for {USUAL}")
-        if self.differing not in DIFFERING:
-            raise UsageError(f"differing={self.differing!r} is unknown; {choices(str(self.differing), DIFFERING)}")
+            raise UsageError(f"compare={every!r} is not a number of steps; give 1 or more, None for never, or 'auto' for {USUAL}")
+        if wrong := unknown("differing", self.differing, Differing):
+            raise UsageError(wrong)
         if every is None and self.differing != "stop":
             raise UsageError(f"differing={self.differing!r} with compare=None: nobody would see that replicas differ; leave compare out")
 

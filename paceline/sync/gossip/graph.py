@@ -14,15 +14,16 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import UsageError
-from paceline.formatting import choices
+from paceline.formatting import unknown
 
 Matrix: TypeAlias = NDArray[np.float64]
+Graph = Literal["ring", "exponential", "matching", "full"]
 Edges: TypeAlias = tuple[tuple[int, int], ...]
 SEED = 2006  # of the matchings, the same on every rank
 LEAST = 1e-9  # a spectral gap below is none
@@ -65,8 +66,8 @@ def gap(graph: str | Edges, size: int) -> float:
 def check(graph: str | Edges) -> None:
     """Raise `UsageError` for anything that is no graph."""
     if isinstance(graph, str):
-        if graph not in GRAPHS:
-            raise UsageError(f"graph={graph!r} is unknown; {choices(graph, GRAPHS)}; or pairs of ranks, such as ((0, 1), (1, 2))")
+        if wrong := unknown("graph", graph, Graph):
+            raise UsageError(f"{wrong}; or pairs of ranks, such as ((0, 1), (1, 2))")
         return
     good = isinstance(graph, tuple) and graph and all(isinstance(edge, tuple) and len(edge) == 2 for edge in graph)
     if not good or any(not isinstance(rank, int) or rank < 0 for edge in graph for rank in edge) or any(a == b for a, b in graph):

@@ -25,7 +25,7 @@ from paceline.formatting import spell
 from paceline.sync.base import Slot, Sync, check_strategy
 from paceline.sync.codec_cost import SAMPLE, CodecAccount, CodecTurn, ExactRate, measure, sampled
 from paceline.sync.context import SyncContext
-from paceline.sync.gossip.graph import Edges, check, prove, weights
+from paceline.sync.gossip.graph import Edges, Graph, check, prove, weights
 
 TAG = 70_000  # of messages between neighbours
 Near = Sequence[tuple[int, float]]  # neighbours: (rank, weight)
@@ -35,6 +35,8 @@ Near = Sequence[tuple[int, float]]  # neighbours: (rank, weight)
 class Gossip:
     """p.grad is my own share's contribution, times the number of workers; step moves my own replica, and mixes with neighbours after it.
 
+    >>> pl.start(sync=pl.Gossip(graph="exponential", codec=pl.int8()))
+
     `graph`: "ring", "exponential" (one neighbour a step), "matching" (random pairs), "full" (then plain SGD is AllReduce), or pairs of
     ranks. `codec`: a coding such as `int8()` or `topk(0.01)`; what it loses is corrected later by itself (no error_feedback), and `gamma`
     below 1 steps more carefully for those that lose much. `every`: steps between two messages.
@@ -43,7 +45,7 @@ class Gossip:
     and at the end of the run.
     """
 
-    graph: str | Edges = "exponential"
+    graph: Graph | Edges = "exponential"
     codec: Coding = field(default_factory=exact)
     gamma: float = 1.0
     every: int = 1

@@ -19,6 +19,8 @@ from paceline.formatting import spell
 class adaptive:
     """Round lengths that adapt: `first` steps at the beginning; then twice as many while replicas stay close, half when they drift apart.
 
+    >>> pl.start(sync=pl.LocalSGD(every=pl.adaptive(first=8, most=64)))
+
     They drift apart when the root mean square of the difference between each worker's change and the mean change is more than
     `drift` times the mean change; they stay close below half of that.
     """

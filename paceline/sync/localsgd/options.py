@@ -9,12 +9,11 @@ from paceline.codec.auto import auto
 from paceline.codec.codec import Codec, lift
 from paceline.codec.coding import Coding, exact
 from paceline.errors import UsageError
-from paceline.formatting import choices, spell
+from paceline.formatting import spell, unknown
 from paceline.sync.localsgd.fragment import adaptive
 from paceline.sync.localsgd.outer import Outer, average
 
 Momentum = Literal["kept", "averaged"]
-MOMENTA: tuple[Momentum, ...] = ("kept", "averaged")
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,8 @@ class RoundOptions:
         steps = self.every.least if isinstance(self.every, adaptive) else self.every
         if not isinstance(self.every, int | adaptive) or steps < 1:
             raise UsageError(f"every={self.every!r} is not a number of steps; give 1 or more, or adaptive(...)")
-        if self.momentum not in MOMENTA:
-            raise UsageError(f"momentum={self.momentum!r} is unknown; {choices(str(self.momentum), MOMENTA)}")
+        if wrong := unknown("momentum", self.momentum, Momentum):
+            raise UsageError(wrong)
         if not hasattr(self.outer, "move"):
             raise UsageError(f"outer={self.outer!r} is no outer optimizer; there are average() and nesterov(0.7, 0.9)")
         if self.after < 0 or self.fragments < 1 or not 0 <= self.alpha < 1 or not self.bucket_mb > 0:

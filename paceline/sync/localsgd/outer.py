@@ -30,7 +30,10 @@ class Outer(Protocol):
 
 @dataclass(frozen=True)
 class average:
-    """The mean of the replicas (local SGD, Stich 2018)."""
+    """The mean of the replicas (local SGD, Stich 2018).
+
+    >>> pl.start(sync=pl.LocalSGD(every=16, outer=pl.average()))
+    """
 
     __repr__ = spell
 
@@ -43,7 +46,10 @@ class average:
 
 @dataclass(frozen=True)
 class nesterov:
-    """SGD with Nesterov momentum on the negative mean change (DiLoCo, Douillard et al. 2023: lr 0.7, momentum 0.9)."""
+    """SGD with Nesterov momentum on the negative mean change (DiLoCo, Douillard et al. 2023: lr 0.7, momentum 0.9).
+
+    >>> pl.start(sync=pl.LocalSGD(every=32, outer=pl.nesterov(0.7, 0.9)))
+    """
 
     lr: float = 0.7
     momentum: float = 0.9

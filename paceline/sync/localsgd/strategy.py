@@ -25,6 +25,8 @@ from paceline.sync.localsgd.rounds import LocalSGDSync
 class LocalSGD(RoundOptions):
     """p.grad is the gradient of my own share and step moves my own replica; every `every` steps replicas become equal again.
 
+    >>> pl.start(sync=pl.LocalSGD(every=32, outer=pl.nesterov(0.7, 0.9), codec=pl.int8()))  # DiLoCo
+
     `outer`: `average()` (local SGD) or `nesterov(0.7, 0.9)` (DiLoCo). `codec`: how the changes travel. `every` may be `adaptive(...)`.
     `momentum`: what the optimizers remember of each parameter is "kept" by each worker, or "averaged" with it. `after`: AllReduce for so
     many steps first (post-local SGD, Lin et al. 2020). `fragments`, `delay`, `alpha` (streaming DiLoCo, Douillard et al. 2025): the model

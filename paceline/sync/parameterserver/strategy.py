@@ -10,17 +10,21 @@ from typing import Literal
 from paceline.codec.codec import Codec
 from paceline.codec.coding import Coding
 from paceline.errors import UsageError
-from paceline.formatting import choices, spell
+from paceline.formatting import spell, unknown
 from paceline.server.codings import check
 from paceline.sync.base import Sync
 from paceline.sync.context import SyncContext
 from paceline.sync.parameterserver.client import ParameterServerSync
 from paceline.sync.parameterserver.consistency import Asynchronous, BackupWorkers, BulkSynchronous, ConsistencyModel, StaleSynchronous
 
+Pull = Literal["step", "forward"]
+
 
 @dataclass(frozen=True)
 class ParameterServer:
     """Optimizers step on servers, each of which keeps a part of the parameters; what they remember lies there alone.
+
+    >>> pl.start(sync=pl.ParameterServer(servers=2, staleness=4))
 
     p.grad is the gradient of my own share when backward returns. optimizer.step sends what p.grad is then, and sets the parameters to
     what the servers have. Clip with `run.clip`. `servers`: how many (None: one on each host).
@@ -61,7 +65,7 @@ class ParameterServer:
     requeue: bool = False
     bucket_mb: float = 4.0
     codec: Codec | Coding | None = None
-    pull: Literal["step", "forward"] = "step"
+    pull: Pull = "step"
 
     __repr__ = spell
 
@@ -79,8 +83,8 @@ class ParameterServer:
             raise UsageError("backup_workers is for steps that workers take together: leave out staleness, or backup_workers")
         if self.replicas < 1:
             raise UsageError(f"replicas={self.replicas} is no number of servers that keep the same; give 1 (no copies) or more")
-        if self.pull not in ("step", "forward"):
-            raise UsageError(f"pull={self.pull!r} is unknown; {choices(str(self.pull), ('step', 'forward'))}")
+        if wrong := unknown("pull", self.pull, Pull):
+            raise UsageError(wrong)
         if self.requeue and not self.backup_workers:
             raise UsageError("requeue=True deals again what backup workers have dropped: give backup_workers=1 or more with it")
 

@@ -62,13 +62,13 @@ def train(speeds: list[PretendedSpeed] | None, *, epochs: int = 6, **options: An
         for _ in run.epochs(epochs):
             ids: Counter[int] = Counter()
             for number, x, y in loader:
-                assert run.turn is not None
-                ids.update(number.tolist() if run.turn.share else [])
-                mine.append(run.turn.share)
+                assert run._loop.turn is not None
+                ids.update(number.tolist() if run._loop.turn.share else [])
+                mine.append(run._loop.turn.share)
                 if loader.terms.shares(BATCH) not in shares[-1:]:
                     shares.append(loader.terms.shares(BATCH))
                 if speeds is not None:
-                    speeds[run.rank].did(round(run.turn.units / options.get("unit", 1.0)) or len(x))
+                    speeds[run.rank].did(round(run._loop.turn.units / options.get("unit", 1.0)) or len(x))
                 F.mse_loss(model(x), y).backward()
                 opt.step()
                 opt.zero_grad()
@@ -286,8 +286,8 @@ def test_streams_follow_speeds_too() -> None:
         ids = []
         for _ in run.epochs(5):
             for number, x, y in loader:
-                assert run.turn is not None
-                ids += number.tolist() if run.turn.share else []
+                assert run._loop.turn is not None
+                ids += number.tolist() if run._loop.turn.share else []
                 pretending[run.rank].did(len(x))
                 F.mse_loss(model(x), y).backward()
                 opt.step()

@@ -78,7 +78,8 @@ def train(norm=False, epochs=2, **options):
                     model.sizes.clear()
                     buffers = [float(model.seen), None if before is None else torch.equal(before, torch.get_rng_state())]
                     grads = [p.grad for p in model.parameters()]
-                turns.append((run.turn.index, run.turn.micro, run.turn.share, run.turn.last_micro))
+                turn = run._loop.turn
+                turns.append((turn.index, turn.micro, turn.share, turn.last_micro))
                 F.mse_loss(model(x), y).backward()
                 optimizer.step()
                 optimizer.zero_grad()

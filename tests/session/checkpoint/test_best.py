@@ -44,7 +44,7 @@ def test_nothing() -> None:
     [
         (1.0, None, "run.save got metric alone; give best='min' or best='max', which says what is better, too"),
         (None, "min", "run.save got best alone; give metric=a number, which is compared, too"),
-        (1.0, "least", "run.save got best='least'; give 'min' where a smaller metric is better"),
+        (1.0, "least", "run.save: best='least' is unknown; possible: max, min; give 'min' where a smaller metric is better"),
         (torch.ones(2), "min", r"a metric of shape \(2,\) \(torch.float32\); give one number, such as run.mean\(loss\)"),
         (torch.ones(1, dtype=torch.complex64), "min", "a metric of shape"),
         ("0.5", "min", r"the metric '0.5' \(str\); give one number"),

@@ -86,10 +86,10 @@ def test_it_holds_the_state_of_the_save_though_training_went_on(tmp_path: Path, 
         def each(step: int) -> None:
             if step == 2:
                 path = run.save(background=True)
-                wanted[run.rank] = [run.state.snapshot(copy=False).sha256(), run._own.snapshot().sha256(), str(path)]
+                wanted[run.rank] = [run._prepared.state.snapshot(copy=False).sha256(), run._own.snapshot().sha256(), str(path)]
                 assert not path.exists()
             if step == 5 and run.is_first:
-                assert wanted[0][0] != run.state.snapshot(copy=False).sha256()  # what it was made of has changed
+                assert wanted[0][0] != run._prepared.state.snapshot(copy=False).sha256()  # what it was made of has changed
                 assert size == 1 or wanted[0][1] != run._own.snapshot().sha256()
                 gate.open.set()
 
@@ -332,7 +332,7 @@ def test_what_was_promised_by_a_worker_that_died_is_missed(tmp_path: Path) -> No
 def test_what_another_version_had_for_each_worker_is_named(tmp_path: Path) -> None:
     def body(run: Run) -> None:
         ready(run)
-        checkpoint.save(run.folder.checkpoints, run.state.snapshot(), 1, own={0: pack({"randomness": None, "moon": 1})})
+        checkpoint.save(run.folder.checkpoints, run._prepared.state.snapshot(), 1, own={0: pack({"randomness": None, "moon": 1})})
         run.resume()
 
     with pytest.raises(CheckpointError, match="what worker 0 had for itself lacks optimizers, sync: another version"):

@@ -64,7 +64,7 @@ def test_scale_and_weight_of_each_turn() -> None:
         assert (step_state.scale, step_state.ghost, step_state.defer_exchange) == (1 / run.size, False, False)
         _, _, loader = ready(run, batches(18, 8), shares=[1, 7])
         seen = [(step_state.scale, run.weight, step_state.ghost, step_state.defer_exchange) for _ in loader]
-        assert (step_state.scale, step_state.ghost, run.turn) == (1 / run.size, False, None) and run.weight == 1.0
+        assert (step_state.scale, step_state.ghost, run._loop.turn) == (1 / run.size, False, None) and run.weight == 1.0
         return seen
 
     first, second = workers(2, body)
@@ -146,7 +146,7 @@ def test_nan_of_a_ghost_goes_nowhere(where: str) -> None:
         for x, y in loader:
             opt.zero_grad()
             out = model(x)
-            if run.turn is not None and run.turn.ghost:
+            if run._loop.turn is not None and run._loop.turn.ghost:
                 if where == "loss":
                     out = out * math.nan
                 else:
@@ -241,7 +241,7 @@ def test_accumulation_by_a_loader_prepared_later() -> None:
         loader = run.prepare(batches(), accumulate=k)
         for x, y in loader:
             advance(model, opt, x, y)
-            if run.turn is not None and run.turn.micro == 0 and k > 1:
+            if run._loop.turn is not None and run._loop.turn.micro == 0 and k > 1:
                 model.zero_grad()  # ignored: it is not the last
         return parameters(model)
 
@@ -276,7 +276,7 @@ def test_a_worker_whose_last_micro_batch_has_no_gradient() -> None:
         model, opt, loader = ready(run, accumulate=2)
         for x, y in loader:
             opt.zero_grad()
-            if run.rank == 0 or run.turn is None or not run.turn.last_micro:
+            if run.rank == 0 or run._loop.turn is None or not run._loop.turn.last_micro:
                 F.mse_loss(model(x), y).backward()
             opt.step()
         return parameters(model)
@@ -290,7 +290,7 @@ def test_a_worker_that_skips_the_last_micro_batch_altogether_joins_at_the_next_b
         model, opt, loader = ready(run, accumulate=2)
         exchanged = 0
         for x, y in loader:
-            if run.rank == 1 and run.turn is not None and run.turn.last_micro:
+            if run.rank == 1 and run._loop.turn is not None and run._loop.turn.last_micro:
                 continue
             opt.zero_grad()
             F.mse_loss(model(x), y).backward()
@@ -411,17 +411,17 @@ def test_evaluation_inside_a_turn_changes_nothing() -> None:
         model, opt, loader = run.prepare(model, sgd(model), batches(), shares=shares)
         test = run.prepare(test, train=False, shares=shares)
         for number, (x, y) in enumerate(loader):
-            turn = run.turn
+            turn = run._loop.turn
             opt.zero_grad()
             loss = F.mse_loss(model(x), y)
             rows = 0
             with torch.no_grad():
                 for n, (u, _) in enumerate(test):
-                    assert run.turn is not turn and run.turn is not None and not run.turn.train
+                    assert run._loop.turn is not turn and run._loop.turn is not None and not run._loop.turn.train
                     rows += len(run.gather(model(u)))
                     if number % 2 and n == 1:
                         break
-            assert run.turn is turn and rows == (8 if number % 2 else 11)
+            assert run._loop.turn is turn and rows == (8 if number % 2 else 11)
             loss.backward()
             opt.step()
             assert run.steps == number

@@ -54,7 +54,7 @@ def test_any_order_in_the_same_order_out(size: int) -> None:
         assert isinstance(ready, tuple) and len(ready) == 5
         assert isinstance(ready[1], ShareLoader) and len(ready[1]) == 5 and ready[1].dataset is data.dataset
         assert all(a is b for n, (a, b) in enumerate(zip(ready, given, strict=True)) if n != 1)
-        assert run.state.names == ("progress", "model", "optimizer", "scheduler", "scaler", "loader")
+        assert run._prepared.state.names == ("progress", "model", "optimizer", "scheduler", "scaler", "loader")
 
     workers(size, body)
 
@@ -172,7 +172,8 @@ def test_prepared_twice_is_prepared_once(size: int) -> None:
         for x, y in loader:
             advance(model, opt, x, y)
             scheduler.step()
-        assert scheduler.last_epoch == 5 and run.state.names.count("model") == 1 and "model1" not in run.state.names
+        names = run._prepared.state.names
+        assert scheduler.last_epoch == 5 and names.count("model") == 1 and "model1" not in names
         return parameters(model)
 
     for found in workers(size, body):
@@ -190,7 +191,7 @@ def test_two_models(calls: str) -> None:
             one, first = run.prepare(one, first)
             loader = run.prepare(batches())
             two, second = run.prepare(two, second)
-        assert {name for name in run.state.names if name.startswith("model")} == {"model", "model1"}
+        assert {name for name in run._prepared.state.names if name.startswith("model")} == {"model", "model1"}
         for x, y in loader:
             advance(one, first, x, y)
             advance(two, second, x, y - one(x).detach())
@@ -357,8 +358,8 @@ def test_a_loader_prepared_before() -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"batchnorm": "no"}, "possible are 'sync' and 'local'"),
-        ({"loss": "max"}, "must be 'mean' or 'sum'"),
+        ({"batchnorm": "no"}, "batchnorm='no' is unknown; possible: local, sync"),
+        ({"loss": "max"}, "possible: mean, sum"),
         ({"accumulate": 0}, "accumulate is 0"),
         ({"accumulate": 2.0}, "accumulate is 2.0"),
         ({"shares": [1, 2, 3, 4]}, "4 numbers for 2 workers"),
@@ -408,7 +409,7 @@ def test_schedulers_step_with_the_optimizer_and_their_state_is_their_own(which: 
         for x, y in loader:
             advance(model, opt, x, y)
             scheduler.step()
-            if run.turn is not None and run.turn.last_micro:
+            if run._loop.turn is not None and run._loop.turn.last_micro:
                 rates.append(opt.param_groups[0]["lr"])
         state = scheduler.state_dict()
         assert not any(callable(value) for value in state.values())

@@ -62,8 +62,8 @@ def test_it_may_step_by_itself_on_the_last_micro_batch() -> None:
         optimizer = sgd(model)
         for x, y in loader:
             F.mse_loss(model(x), y).backward()
-            assert run.turn is not None
-            if run.turn.last_micro:
+            assert run._loop.turn is not None
+            if run._loop.turn.last_micro:
                 optimizer.step()
                 optimizer.zero_grad()
         return parameters(model)

@@ -426,7 +426,7 @@ def test_evaluated_and_saved_in_the_middle_and_resumed(tmp_path: Path) -> None:
         test = run.prepare(batches(16), train=False)
         seen: list[Tensor] = []
         if not saves:
-            assert run.resume(tmp_path / str(run.strategy.pull) / "test")
+            assert run.resume(tmp_path / str(run._parts.strategy.pull) / "test")
         for _ in run.epochs(3):
             for x, y in loader:
                 F.mse_loss(model(x), y).backward()
