@@ -115,6 +115,7 @@ OF_MORE = {  # test file without a module of its name: what it is about instead
     "test_doors": "strangers at all ports of a job",
     "test_endings": "nothing is left, however a job ends",
     "test_floors": "imports go down",
+    "test_help": "docstrings of what is public begin with an example",
     "test_house": "this file",
     "test_misuse": "one clear error for each wrong use",
     "test_packaging": "the package that is built",

@@ -50,7 +50,10 @@ class _Written:
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Kill(_Written):
-    """Sends SIGKILL to this rank's process."""
+    """Sends SIGKILL to this rank's process.
+
+    >>> cluster.run("train.py", faults=[lab.kill(rank=1, step=10)])
+    """
 
     rank: int
     step: int
@@ -58,7 +61,10 @@ class Kill(_Written):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Stop(_Written):
-    """Takes the processor from this rank's process, and its readers, for so many seconds (SIGSTOP, then SIGCONT)."""
+    """Takes the processor from this rank's process, and its readers, for so many seconds (SIGSTOP, then SIGCONT).
+
+    >>> cluster.run("train.py", faults=[lab.stop(rank=1, step=10, seconds=2.0)])
+    """
 
     rank: int
     step: int
@@ -67,7 +73,10 @@ class Stop(_Written):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Cut(_Written):
-    """Cuts this host off for so many seconds: no packet gets in or out, and no process is notified."""
+    """Cuts this host off for so many seconds: no packet gets in or out, and no process is notified.
+
+    >>> cluster.run("train.py", faults=[lab.cut(host=1, step=10, seconds=2.0)])
+    """
 
     host: int
     seconds: float
@@ -77,6 +86,8 @@ class Cut(_Written):
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Slow(_Written):
     """Leaves this host `factor` of its processors, for so many seconds or to the end.
+
+    >>> cluster.run("train.py", faults=[lab.slow(host=1, factor=0.5, step=10)])
 
     `factor` multiplies the quota of the cluster's description; a host without one counts as having as many cores as its workers have
     threads, though not more than the machine has. Later ones replace earlier ones: they don't multiply.
@@ -91,6 +102,8 @@ class Slow(_Written):
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Link(_Written):
     """Changes the rate at which this host sends and receives ("10mbit", or bits per second), for so many seconds or to the end.
+
+    >>> cluster.run("train.py", faults=[lab.link(host=1, bandwidth="10mbit", step=10, seconds=5.0)])
 
     `bandwidth` is for both directions, `up` for what it sends, `down` for what it receives; the other one stays as it is.
     """
@@ -121,7 +134,10 @@ class Link(_Written):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Crash(_Written):
-    """Takes this host's power: nothing more leaves it, and its processes are gone, the launcher's too."""
+    """Takes this host's power: nothing more leaves it, and its processes are gone, the launcher's too.
+
+    >>> cluster.run("train.py", faults=[lab.crash(host=1, step=10)], min_workers=1)
+    """
 
     host: int
     step: int = 0
@@ -130,6 +146,8 @@ class Crash(_Written):
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Join(_Written):
     """Lets a host, which is there from the start, start its launcher only when the first worker of the other hosts is at that step.
+
+    >>> cluster.run("train.py", faults=[lab.join(host=1, step=10)], min_workers=1)
 
     A host that has crashed before was in the job from the start; this is its return.
     """
@@ -146,6 +164,8 @@ Fault: TypeAlias = Kill | Stop | Cut | Slow | Link | Crash | Join
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Storm(_Written):
     """Draws so many faults of these kinds over the first `steps` steps: the same seed gives the same faults in the same cluster.
+
+    >>> cluster.run("train.py", faults=[lab.storm(seed=1, faults=3, kinds=("stop", "slow"))])
 
     `kinds` are verbs; kill and crash are possible too, join isn't. Each lasts a time between the two `seconds`.
     """

@@ -81,6 +81,9 @@ def start(
 ) -> Run:
     """Join the workers that were started with this process (torchrun, Slurm, MPI, `paceline run`); started alone, it is one worker.
 
+    >>> with pl.start() as run:
+    ...     model, optimizer, loader = run.prepare(model, optimizer, loader)
+
     `sync`: a strategy, as an object or in its notation (default `AllReduce()`; `paceline run --sync` overrides it). `name`: of the run's
     folder in `folder` (default: the date and time). `seed`: the number that `run.seed` has on all workers (default: drawn by the first).
     `device`: "cpu", "cuda" or "cuda:i" (default: a GPU of its own if there is one). `deadline`: seconds after which a wait for other
@@ -102,22 +105,30 @@ def start(
     began, comparison, place = time.time(), Comparison(compare, differing), discover()
     strategy, policy = _asked(place, sync, straggler)
     file = ClusterFile.of(cluster if place.cluster is None else place.cluster, survives=place.worker is not None)
-    seconds = deadline if place.deadline is None else place.deadline
-    check_lateness(late_after, seconds, timings=place.timings.hangs)
-    events.joined(place)
-    announcer = Announcer(place)
+    seconds = _seconds(place, deadline, late_after)
     with _reporting(place), ExitStack() as undo:  # the store stays: others may still read there why this worker failed
-        page = enter(place.progress, began, deadline=seconds)
+        announcer, page = _enter(place, began, seconds)
         worker = _meet_others(place, device, seconds, file, announcer.say, trace=Trace(TRACES[trace]), page=page, replicate=replicate)
         joined = _join(worker, late_after, undo, _mesh(place, mesh), policy)
         announcer.follow(joined.view)
-        records = Records(joined, Path(place.layout or place.folder or folder), name, on_nan).open
-        run = assemble(
-            joined, strategy, seed=_seed(place, seed), began=began, comparison=comparison, open_records=records, total_steps=total_steps
-        )
+        opened = Records(joined, Path(place.layout or place.folder or folder), name, on_nan).open
+        seed = _seed(place, seed)
+        run = assemble(joined, strategy, seed=seed, began=began, comparison=comparison, open_records=opened, total_steps=total_steps)
         undo.pop_all()
-    ExitHooks(run).arm()
-    return run
+    return ExitHooks(run).arm()
+
+
+def _seconds(place: Place, deadline: float, late_after: float | None) -> float:
+    """Return the seconds after which waits are given up. Raises `UsageError` where that is before somebody counts as late."""
+    seconds = deadline if place.deadline is None else place.deadline
+    check_lateness(late_after, seconds, timings=place.timings.hangs)
+    return seconds
+
+
+def _enter(place: Place, began: float, seconds: float) -> tuple[Announcer, Page | None]:
+    """Tell the launcher that this worker has begun; return who speaks for it, and its page of numbers."""
+    events.joined(place)
+    return Announcer(place), enter(place.progress, began, deadline=seconds)
 
 
 def _seed(place: Place, asked: int | None) -> int | None:
@@ -337,8 +348,8 @@ class ExitHooks:
     def __init__(self, run: Run) -> None:
         self._run, self._process = run, os.getpid()
 
-    def arm(self) -> None:
-        """Hook into the end of this process; `run.close` removes the hooks."""
+    def arm(self) -> Run:
+        """Hook into the end of this process, and return the run; `run.close` removes the hooks."""
         previous = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -361,6 +372,7 @@ class ExitHooks:
         sys.excepthook = hook
         atexit.register(close)
         parts_of(self._run).ending.on_close(disarm)
+        return self._run
 
     def _here(self) -> bool:
         """Whether this is the process that joined: readers of a DataLoader are forked with our hooks."""

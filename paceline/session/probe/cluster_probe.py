@@ -42,8 +42,8 @@ def probe(run: Run, *, dtypes: Sequence[Dtype] = USUAL) -> Topology:
     """Measure what each worker computes and what each link carries, and return that, the same on all workers. Collective.
 
     >>> with pl.start() as run:
-    ...     cluster = pl.probe(run)
-    ...     run.print(cluster.hosts, cluster.links)
+    ...     found = pl.probe(run)
+    ...     run.print(found.hosts, found.links)
 
     `dtypes`: of the matrices that are multiplied, such as those that the training uses. Takes less than 20 seconds for 8 workers, and
     can be called before loops and between them. The devices of hosts are in the order of their ranks; links inside a host are from its
