@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from paceline.parallel.tensor.styles import column, row, sequence, summed, vocab
     from paceline.session.launch.launch import launch
     from paceline.session.load import load
+    from paceline.session.logged.histogram import histogram
+    from paceline.session.logged.image import image
     from paceline.session.probe.cluster_probe import probe
     from paceline.session.run import Run
     from paceline.session.start import start
@@ -79,6 +81,8 @@ __all__ = [
     "exact",
     "gathered",
     "half",
+    "histogram",
+    "image",
     "int4",
     "int8",
     "launch",
@@ -122,6 +126,8 @@ _NAMES: Final = {
     "paceline.fault.export": ("state_dict",),
     "paceline.session.launch.launch": ("launch",),
     "paceline.session.load": ("load",),
+    "paceline.session.logged.histogram": ("histogram",),
+    "paceline.session.logged.image": ("image",),
     "paceline.session.probe.cluster_probe": ("probe",),
     "paceline.session.run": ("Run",),
     "paceline.session.start": ("start",),

@@ -80,6 +80,7 @@ def run(
     servers: options.Servers = None,
     straggler: options.Straggler = None,
     cluster: options.ClusterFile = None,
+    report_to: options.ReportTo = None,
     backend: options.Backend = None,
     watch: options.Watch = None,
 ) -> None:
@@ -105,6 +106,7 @@ def run(
         servers=servers,
         straggler=straggler,
         cluster=cluster,
+        report_to=report_to,
         backend=backend,
     )
     given = {} if interface is None else {"PACELINE_INTERFACE": interface}

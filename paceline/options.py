@@ -18,6 +18,12 @@ Sync = Annotated[str | None, typer.Option(help="Strategy as text, such as 'AllRe
 Mesh = Annotated[str | None, typer.Option(help="The workers as a grid, such as 'data=2, tensor=2'; replaces the script's own.")]
 Cut = Annotated[str | None, typer.Option(help="Cuts of the model as text, such as 'shard(\"blocks.*\")'; they replace the script's own.")]
 Straggler = Annotated[str | None, typer.Option(help="What is done about slow workers: warn, rebalance, drop or evict.")]
+ReportTo = Annotated[
+    str | None,
+    typer.Option(
+        help="Where the run is reported to: tensorboard, wandb, mlflow, prometheus or none; several with commas. Replaces the script's."
+    ),
+]
 Shares = Annotated[str | None, typer.Option(help="Shares of each batch: auto (by speed), or one number per worker, such as '2,1'.")]
 ClusterFile = Annotated[
     Path | None,

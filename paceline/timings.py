@@ -163,6 +163,15 @@ class CallTimings:
 
 
 @dataclass(frozen=True)
+class TrackerTimings:
+    """Timings of the first worker that reports a run to trackers."""
+
+    quiet: float = 3.0  # at the end, for trackers to take in the rest of the run, before it is said that they are waited for
+    close: float = 120.0  # at most for that
+    leave: float = 1.0  # the same after an error: others wait for this worker to end
+
+
+@dataclass(frozen=True)
 class Timings:
     """How long the parts of a job wait for each other, in seconds."""
 
@@ -178,6 +187,7 @@ class Timings:
     servers: ServerTimings = field(default_factory=ServerTimings)
     probe: ProbeTimings = field(default_factory=ProbeTimings)
     call: CallTimings = field(default_factory=CallTimings)
+    trackers: TrackerTimings = field(default_factory=TrackerTimings)
 
 
 DEFAULTS = Timings()

@@ -98,6 +98,7 @@ OF_MORE = {  # test file without a module of its name: what it is about instead
     "session/test_joining": "hosts that come to a run",
     "session/test_own_loops": "loops without a prepared loader",
     "session/test_processes": "whole runs on processes",
+    "session/trackers/test_survival_processes": "jobs whose first worker, which reports them, is killed",
     "session/test_servers_surviving": "losses of servers",
     "session/test_tables_processes": "table servers as programs",
     "session/test_adagrad_cut": "an optimizer that has state from its start, and cut models",

@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 import paceline
@@ -13,11 +14,29 @@ from tests.harness.sources import TOGETHER, parsed
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-NAMES = {"pyzmq": "zmq"}  # where the module is called otherwise
+NAMES = {  # where the module is called otherwise
+    **{"pyzmq": "zmq", "pillow": "PIL", "mlflow-skinny": "mlflow", "prometheus-client": "prometheus_client"},
+}
+EXTRAS = ("tensorboard", "wandb", "mlflow", "prometheus", "watch")  # whose packages are imported where they are used
 
 
 def names(requirements: list[str]) -> set[str]:
     return {re.split(r"[<>=;\[ ]", requirement)[0] for requirement in requirements}
+
+
+def modules(requirements: list[str]) -> set[str]:
+    return {NAMES.get(name, name) for name in names(requirements)}
+
+
+def imported(nodes: Iterable[ast.AST]) -> set[str]:
+    """The modules of others that are imported by these statements."""
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+    return found - set(sys.stdlib_module_names) - {"paceline"}
 
 
 def test_what_is_tested_is_pinned() -> None:
@@ -30,16 +49,11 @@ def test_what_is_tested_is_pinned() -> None:
 
 @TOGETHER
 def test_the_plain_install_has_what_the_package_imports() -> None:
-    found = set()
-    for path in (ROOT / "paceline").rglob("*.py"):
-        for node in parsed(path.read_text()).nodes:
-            if isinstance(node, ast.Import):
-                found |= {alias.name.split(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                found.add(node.module.split(".")[0])
-    extras = {"aiohttp"}  # imported by a process of its own, and looked for before
-    foreign = found - set(sys.stdlib_module_names) - {"paceline"} - extras
-    assert foreign <= {NAMES.get(name, name) for name in names(PROJECT["dependencies"])}
+    sources = [parsed(path.read_text()) for path in (ROOT / "paceline").rglob("*.py")]
+    plain = modules(PROJECT["dependencies"])
+    assert imported(node for source in sources for node in source.tree.body) <= plain | {"aiohttp"}  # in a process of its own
+    extras = set().union(*(modules(PROJECT["optional-dependencies"][name]) for name in EXTRAS))
+    assert imported(node for source in sources for node in source.nodes) <= plain | extras
 
 
 def test_the_version_is_said_once() -> None:

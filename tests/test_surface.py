@@ -41,6 +41,8 @@ NAMES = [
     "exact",
     "gathered",
     "half",
+    "histogram",
+    "image",
     "int4",
     "int8",
     "launch",
@@ -68,7 +70,7 @@ NAMES = [
     "where",
 ]
 ARGUMENTS = (  # of start
-    "sync name folder seed device deadline late_after trace on_nan total_steps compare differing replicate mesh straggler cluster"
+    "sync name folder seed device deadline late_after trace on_nan total_steps compare differing replicate mesh straggler cluster report_to"
 )
 PREPARING = "self objects loss weigh accumulate cost shares batchnorm train pad readers shard cut init"  # of Run.prepare
 RUN = (  # of a Run
@@ -77,7 +79,7 @@ RUN = (  # of a Run
 )
 COMMANDS = {
     "run": "script args --workers --hosts --join --host-rank --secret-file --threads --interface --sync --mesh --cut --shares --name"
-    " --placement --min-workers --restarts --patience --servers --straggler --cluster --backend --watch",
+    " --placement --min-workers --restarts --patience --servers --straggler --cluster --report-to --backend --watch",
     "lab run": "cluster script args --fault --sync --mesh --cut --shares --name --placement --min-workers --restarts --patience --cluster"
     " --watch",
     "lab probe": "cluster --dtypes --out",

@@ -73,6 +73,7 @@ SECONDS: dict[str, dict[str, float]] = {
     "servers": {"look": 0.1, "wait_look": 0.02, "key": 10.0, "silence": 4.0, "alive": 10.0, "fill": 1.0, "last_pull": 1.0},
     "probe": {"answer": 30.0, "ready": 120.0, "word": 150.0},
     "call": {"look": 0.25, "end": 15.0},
+    "trackers": {"quiet": 3.0, "close": 120.0, "leave": 1.0},
 }
 ELSEWHERE: dict[str, str] = {  # modules with seconds of their own: why those are no timings of a job
     "cluster/control/progress.py": "a worker that somebody holds by hand",

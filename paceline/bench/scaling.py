@@ -196,6 +196,7 @@ def _launch(asked: ScalingRequest, each: Launch, folder: Path) -> int:
     """Make one run, whose folder goes into `folder`: 0, or the exit code if this was asked to end. `LaunchFailed` if it went wrong."""
     folder.mkdir(parents=True)
     given = {"PACELINE_FOLDER": str(folder), "PACELINE_STEPS": str(asked.steps), "PACELINE_SECONDS": str(asked.seconds)}
+    given["PACELINE_REPORT_TO"] = "none"  # what is measured is no training
     code, said = (_here if asked.cluster is None else _in_lab)(asked, each, given)
     if code in _STOPPED:
         return code

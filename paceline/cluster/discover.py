@@ -92,6 +92,7 @@ class Place:
     layout: str | None = None  # the folder for what each worker would hold, which is written instead of training
     cluster: str | None = None  # the file of the measured cluster, in place of what the script says
     straggler: str | None = None  # what is done about slow workers, in place of what the script says
+    report_to: str | None = None  # where the run is reported to, in place of what the script says
     folder: str | None = None  # where run folders go, in place of what the script says
     most_steps: int | None = None  # after so many steps training stops
     most_seconds: float | None = None  # and so long after its first step
@@ -343,6 +344,7 @@ def _personal(place: Place, environ: Environ) -> Place:
         layout=environ.get("PACELINE_LAYOUT") or None,
         cluster=environ.get("PACELINE_CLUSTER") or None,
         straggler=environ.get("PACELINE_STRAGGLER") or None,
+        report_to=environ.get("PACELINE_REPORT_TO") or None,
         folder=environ.get("PACELINE_FOLDER") or None,
         most_steps=_count(environ, "PACELINE_STEPS", "steps after which training stops"),
         most_seconds=seconds(environ["PACELINE_SECONDS"], "PACELINE_SECONDS") if environ.get("PACELINE_SECONDS") else None,

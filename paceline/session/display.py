@@ -27,6 +27,9 @@ class Display(Protocol):
     def show(self, status: RunStatus) -> None:
         """Show this status in the place of the last one."""
 
+    def say(self, text: str) -> None:
+        """Show a line that stays."""
+
     def close(self) -> None:
         """Let go of the terminal. Calling it twice is harmless."""
 
@@ -47,7 +50,11 @@ class PlainLines:
 
     def show(self, status: RunStatus) -> None:
         """Write a line."""
-        print(line(status), file=self._stream, flush=True)
+        self.say(line(status))
+
+    def say(self, text: str) -> None:
+        """Write a line."""
+        print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
         """Do nothing: each line is written."""
@@ -62,6 +69,10 @@ class LauncherBar:
     def show(self, status: RunStatus) -> None:
         """Tell the launcher."""
         events.progress(self._place, status.fields())
+
+    def say(self, text: str) -> None:
+        """Write a line, which the launcher shows above the bar."""
+        print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Have the launcher leave the bar as it is."""
@@ -87,6 +98,12 @@ class TerminalBar:
         with self._lock:
             self._bar.follow(status)
             self._put(self._bar.again())
+
+    def say(self, text: str) -> None:
+        """Write a line above the bar."""
+        with self._above(f"{text}\n"):
+            self._stream.write(f"{text}\n")
+            self._stream.flush()
 
     def close(self) -> None:
         """Leave the bar as it is, and give the process its streams back."""

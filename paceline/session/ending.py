@@ -153,6 +153,7 @@ class RunEnding:
         except BaseException as error:
             self._leave(type(error), error)
             raise
+        self._release(failed=False)  # the others are free to go
         events.closed(self._view.worker.place)
         self.free(failed=False)
 
@@ -170,6 +171,7 @@ class RunEnding:
         events.left(self._view.worker.place)
         self._log.close()
         self.free(failed=True)
+        self._release(failed=True)
         raise SystemExit(0)
 
     def _leave(self, kind: type[BaseException], error: BaseException | None) -> None:
@@ -182,6 +184,12 @@ class RunEnding:
         self._live.fail(kind, error)
         self._log.leave()
         self.free(failed=True)
+        self._release(failed=True)
+
+    def _release(self, *, failed: bool) -> None:
+        """Close trackers, once they have taken in the rest of the run."""
+        if self._log.feed is not None:
+            self._log.feed.close(failed=failed)
 
     def free(self, *, failed: bool) -> None:
         """Give everything back that the run has taken; the script's objects are plain ones again."""

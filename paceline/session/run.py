@@ -32,6 +32,7 @@ from paceline.session.loop import collectives
 from paceline.session.loop.stepping import SteppedModels
 from paceline.session.prepare.cuts import Asked
 from paceline.session.prepare.initial import Init
+from paceline.session.prepare.metrics import check_logged
 from paceline.session.prepare.options import A, B, BatchNorm, C, D, E, PreparedLoader, PrepareKeywords, S, T
 from paceline.session.prepare.options import Preparable as P
 from paceline.session.record.folder import RunFolder
@@ -304,13 +305,18 @@ class Run:
         return self._prepared.clip(tensors, max_norm, norm_type)
 
     def log(self, **values: Any) -> None:
-        """Record numbers of this step (one-element tensors, or floats), whose means over workers, by samples, are written. Never waits.
+        """Record what belongs to this step, or to the last one that was taken. Never waits.
 
-        >>> run.log(loss=loss, rate=0.1)
+        >>> run.log(loss=loss, **{"val/accuracy": 0.5})
+
+        Numbers and tensors of one element: their mean over workers, by samples, is written. Prepared metrics of torchmetrics: the value of
+        all workers' states together. `pl.histogram(tensor)` and `pl.image(tensor)`: those of the first worker. All of it goes into the
+        run's folder and to where the run is reported (`report_to`); last values stand in the summary, as `logged`.
         """
         if not self._prepared.loaders:
             self._hints.logged()
         if not self._loop.transaction.failed:
+            check_logged(values, self._prepared.metrics)
             weight = self.weight if self._axes.counted else 0.0  # that of a ghost is 0, too: ignored
             self._log.log(self.steps + (self._loop.led is not None), values, weight)
 

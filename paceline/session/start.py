@@ -7,9 +7,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal
 
@@ -33,20 +32,19 @@ from paceline.session.axes import RunAxes
 from paceline.session.balance.quota import ProcessorQuota
 from paceline.session.excepthook import BRIEFLY, show, surface, surfacing
 from paceline.session.groups import CurrentView, WorkerContext, choose_device, everyone
-from paceline.session.launch.status import display
 from paceline.session.prepare import cuts
 from paceline.session.probe.cluster_file import ClusterFile, Measured
 from paceline.session.record import straggler_policy
-from paceline.session.record.folder import RunFolder
 from paceline.session.record.hangs import HangDetector, check_lateness
-from paceline.session.record.history import RunHistory
-from paceline.session.record.log import MetricsLog, OnNan
+from paceline.session.record.log import OnNan
 from paceline.session.record.straggler_policy import Policy
-from paceline.session.record.writer import MetricsWriter
+from paceline.session.records import Records
 from paceline.session.replicas.compare import Comparison, Differing
 from paceline.session.run import Run, parts_of
 from paceline.session.servers import ServerStarter
 from paceline.session.torch_backend import world
+from paceline.session.trackers import catalogue
+from paceline.session.trackers.tracker import Tracker
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
 from paceline.sync.context import StepState, SyncContext
@@ -78,6 +76,7 @@ def start(
     mesh: str | None = None,
     straggler: Policy | None = None,
     cluster: Measured | None = None,
+    report_to: str | Sequence[str] | None = None,
 ) -> Run:
     """Join the workers that were started with this process (torchrun, Slurm, MPI, `paceline run`); started alone, it is one worker.
 
@@ -97,6 +96,8 @@ def start(
     the workers as a grid, such as "data=2, tensor=2", for models that are cut (see docs/cuts.md). `straggler`: what is done about workers
     that make the others wait: "warn", "rebalance", "drop" or "evict" (default: the first, or the second with shares="auto"). `cluster`:
     the file that `paceline probe` has written, or what `pl.probe` returned, by which ways between hosts are chosen (see docs/unequal.md).
+    `report_to`: where the first worker reports the run to beside its folder, a name or a list of "tensorboard", "wandb", "mlflow" and
+    "prometheus", each with an option behind a colon ("prometheus:9500", see docs/trackers.md); `paceline run --report-to` overrides it.
 
     Returns the `Run`, to be used as a context manager; without `with` it is closed at exit. Raises `UsageError` (and its kinds) for
     what can't be honoured, `DeadlineExceeded` when other workers don't come.
@@ -105,13 +106,14 @@ def start(
     began, comparison, place = time.time(), Comparison(compare, differing), discover()
     strategy, policy = _asked(place, sync, straggler)
     file = ClusterFile.of(cluster if place.cluster is None else place.cluster, survives=place.worker is not None)
+    trackers = _trackers(place, report_to)
     seconds = _seconds(place, deadline, late_after)
     with _reporting(place), ExitStack() as undo:  # the store stays: others may still read there why this worker failed
         announcer, page = _enter(place, began, seconds)
         worker = _meet_others(place, device, seconds, file, announcer.say, trace=Trace(TRACES[trace]), page=page, replicate=replicate)
         joined = _join(worker, late_after, undo, _mesh(place, mesh), policy)
         announcer.follow(joined.view)
-        opened = Records(joined, Path(place.layout or place.folder or folder), name, on_nan).open
+        opened = Records(joined, folder, name, on_nan, strategy=strategy, trackers=trackers).open
         seed = _seed(place, seed)
         run = assemble(joined, strategy, seed=seed, began=began, comparison=comparison, open_records=opened, total_steps=total_steps)
         undo.pop_all()
@@ -242,51 +244,12 @@ def _context(worker_context: WorkerContext, undo: ExitStack) -> tuple[SyncContex
     return context, default
 
 
-class Records:
-    """Opens the folder and the log of a run in `root`, on one worker."""
-
-    def __init__(self, joined: Joined, root: Path, name: str | None, on_nan: OnNan) -> None:
-        self._worker, self._axes, self._root, self._name, self._on_nan = joined.view.worker, joined.axes, root, name, on_nan
-
-    def open(self, history: RunHistory, adds: bool) -> tuple[RunFolder, MetricsLog]:
-        """Open the folder and the log; `adds`: the samples of a step are each worker's own."""
-        folder, worker = self._folder(), self._worker
-        self._go_on(history)
-        events.opened(worker.place, str(folder.path.absolute()), history.seed, history.began)  # for launchers that start others for it
-        if worker.page is not None:
-            worker.page.writes_to(folder.path)
-        book = self._book(folder, adds=adds)
-        if book is not None and not book.stands_by:
-            events.writes(worker.place, str(folder.path.absolute()))
-        mesh, accounts = self._axes.mesh if self._axes.cut else None, self._axes.slice.accounts
-        return folder, MetricsLog(book, on_nan=self._on_nan, say=history.tell, accounts=accounts, mesh=mesh)
-
-    def _folder(self) -> RunFolder:
-        """Return the folder of the run that this worker joins or that its job has begun before, or a new one. Collective."""
-        place, start = self._worker.place, self._worker.place.job_start
-        name = self._name if self._name is not None else place.run_name
-        if place.run is not None:
-            return RunFolder(Path(place.run[0]))
-        if start is not None and start.folder is not None:
-            if place.rank == 0:  # other hosts need not have it
-                Path(start.folder).mkdir(parents=True, exist_ok=True)  # that of `pl.load` goes when a start fails
-            return RunFolder.again(Path(start.folder), name)
-        return RunFolder.agree(self._axes.everyone, self._root, name, say=self._worker.say)
-
-    def _go_on(self, history: RunHistory) -> None:
-        """Have the history begin with the first start of the job, and say why that and others have ended."""
-        start = self._worker.place.job_start
-        if start is not None and start.events:
-            began = history.began if start.folder is None else start.began
-            told = [{"time": max(when - began, 0.0), "what": what} for when, what in start.events]
-            history.learn({**history.facts(), "events": told + history.events, "began": began})
-
-    def _book(self, folder: RunFolder, *, adds: bool) -> MetricsWriter | None:
-        """Return a writer of metrics on the first worker; where losses are survived, on all, as another one may have to go on."""
-        place = self._worker.place
-        if place.rank == 0 and not place.joining:
-            return MetricsWriter(folder, display(place), adds=adds)
-        return None if place.worker is None else MetricsWriter(folder, stands_by=True, adds=adds)
+def _trackers(place: Place, asked: Any) -> list[Tracker]:
+    """Return the trackers that the command line, or else the script, asks for; none where nothing is trained."""
+    specs = catalogue.read(place.report_to if place.report_to is not None else asked)
+    if place.rank == 0 or place.worker is not None:
+        catalogue.check_installed(specs)
+    return [] if place.layout is not None else catalogue.make(specs)
 
 
 def _mesh(place: Place, asked: str | None) -> str | None:

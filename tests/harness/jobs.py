@@ -29,6 +29,7 @@ MARK = "PACELINE_TEST_MARK"
 PLAIN, PRELOADED = ("-m", "paceline"), (str(ROOT / "tests" / "harness" / "preloaded.py"),)
 OWN = ("torch_", "sem.", "psm_", "paceline")  # how torch, multiprocessing and we name shared memory; others may have files there
 TORCHS_OWN = ("torchinductor_", "torchelastic_")  # temporary folders that torch.optim and torchrun leave, with or without us
+KILLED_WANDBS = ("wandb-artifacts", "wandb-media", ".sock")  # how the names end of what W&B leaves there where its process is killed
 FOREIGN = ("OMP_", "PACELINE_", "SLURM_", "OMPI_", "PMI", "MASTER_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_")
 
 # What most scripts here begin with. `parts` makes a small model, an optimizer and a loader ready.
@@ -184,7 +185,7 @@ class Jobs:
 
     def _left(self) -> list[str]:
         processes = [str(process) for job in self._started for process in job.processes()]
-        files = [str(path) for path in self.temporary.iterdir() if not path.name.startswith(TORCHS_OWN)]
+        files = [str(path) for path in self.temporary.iterdir() if not (path.name.startswith(TORCHS_OWN) or _of_wandb(path))]
         ports = [f"port {port}" for port in sorted(self.ports & listening())]
         shared = sorted(shared_memory() - self._before)
         shared = shared if processes else unused(shared)  # what another test uses is not ours
@@ -211,6 +212,11 @@ def jobs(folder: Path, launcher: Sequence[str] = PLAIN) -> Iterator[Jobs]:
         finally:
             started.kill()
         assert not left, f"left behind: {left}"
+
+
+def _of_wandb(path: Path) -> bool:
+    """Whether this is what W&B leaves in the folder of temporary files, with or without us, where it is killed."""
+    return "wandb" in path.name and path.name.endswith(KILLED_WANDBS)
 
 
 def shared_memory() -> set[str]:

@@ -7,7 +7,7 @@ import json
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from paceline.comm.group import Group
 from paceline.comm.rpc import RpcServer, keys
 from paceline.comm.solo import SoloGroup
 from paceline.comm.threads import spawn
+from paceline.formatting import spell
 from paceline.server.endpoints import ServerEndpoints
 from paceline.server.main import Server
 from paceline.session.assemble import Joined, assemble
@@ -37,10 +38,13 @@ from paceline.session.record.log import MetricsLog, OnNan
 from paceline.session.record.writer import MetricsWriter
 from paceline.session.replicas.compare import Comparison
 from paceline.session.run import Run
+from paceline.session.trackers.feed import TrackerFeed
+from paceline.session.trackers.tracker import Tracker
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
 from paceline.sync.context import StepState, SyncContext
 from paceline.sync.route_choice import RouteFacts
+from paceline.timings import DEFAULTS
 from paceline.trace import Trace
 
 T = TypeVar("T")
@@ -59,6 +63,7 @@ def make(
     start: JobStart | None = None,
     quota: ProcessorQuota | None = None,
     links: RouteFacts | None = None,
+    trackers: Iterable[Tracker] = (),
     clock: Callable[[], float] = time.monotonic,
 ) -> Run:
     """A run over `group`, as `start` would make it; all on one host, or on the `hosts` of the ranks."""
@@ -77,7 +82,9 @@ def make(
     def open_records(history: RunHistory, adds: bool) -> tuple[RunFolder, MetricsLog]:
         again = start is not None and start.folder is not None
         kept = RunFolder.again(Path(folder) / "test", "test") if again else RunFolder.agree(agreement, Path(folder), "test", say=say)
-        book = MetricsWriter(kept, adds=adds) if group.rank == 0 else None
+        feed = TrackerFeed(list(trackers), kept, history, say, settings={"sync": spell(strategy)}, again=again, timings=DEFAULTS.trackers)
+        agreement.tell("where the run is reported to", lambda: feed.begin() or b"")
+        book = MetricsWriter(kept, adds=adds, feed=feed) if group.rank == 0 else None
         return kept, MetricsLog(book, on_nan=on_nan, say=history.tell, accounts=context.accounts, clock=clock)
 
     view = CurrentView(around)
@@ -128,8 +135,12 @@ def workers(
     start: JobStart | None = None,
     quotas: Callable[[int], ProcessorQuota | None] = lambda rank: None,
     links: RouteFacts | None = None,
+    trackers: Iterable[Tracker] = (),
 ) -> list[T]:
-    """What `body(run)` gives on each of `size` workers; runs are kept in `folder` if there is one, and `start` again."""
+    """What `body(run)` gives on each of `size` workers; runs are kept in `folder` if there is one, and `start` again.
+
+    The first reports to `trackers`.
+    """
     with tempfile.TemporaryDirectory() as temporary:
 
         def work(group: Group) -> T:
@@ -137,6 +148,7 @@ def workers(
             among, where = group if size > 1 else SoloGroup(), str(folder or temporary)
             options: dict[str, Any] = {"hosts": hosts, "comparison": comparison, "mesh": mesh, "start": start, "quota": quotas(group.rank)}
             options["links"] = links
+            options["trackers"] = trackers if group.rank == 0 else ()
             if options["quota"] is not None:
                 options["clock"] = itertools.count(0.0, 10.0).__next__  # all meet after each step
             with make(among, strategy or AllReduce(), where, say, on_nan, **options) as run:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import SGD
 
 from paceline.errors import PacelineError
-from paceline.session.record.log import RESERVED
+from paceline.session.logged.values import RESERVED
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
 from paceline.sync.localsgd.strategy import LocalSGD

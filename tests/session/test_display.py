@@ -44,8 +44,9 @@ def test_plain_lines() -> None:
     lines = PlainLines(stream)
     for step in (1, 2):
         lines.show(RunStatus(step, 2))
+    lines.say("step 2  val/loss 1")
     lines.close()
-    assert stream.getvalue() == "step 1/2\nstep 2/2\n"
+    assert stream.getvalue() == "step 1/2\nstep 2/2\nstep 2  val/loss 1\n"
 
 
 def test_what_is_printed_comes_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,11 +58,13 @@ def test_what_is_printed_comes_above_the_bar(monkeypatch: pytest.MonkeyPatch) ->
         sys.stderr.writelines([f"error {step}\n"])
     assert terminal.screen.text()[:5] == ["line 1", "error 1", "line 2error 2", "line 3", "error 3"]
     assert "step 3/9" in terminal.screen.text()[5]
+    bar.say("step 3  val/loss 1")
+    assert terminal.screen.text()[5] == "step 3  val/loss 1" and "step 3/9" in terminal.screen.text()[6]
     bar.close()
     bar.close()
     assert sys.stdout is terminal and sys.stderr is terminal
     print("after")
-    assert [text[:7] for text in terminal.screen.text()[5:]] == [terminal.screen.text()[5][:7], "after", ""]
+    assert [text[:7] for text in terminal.screen.text()[6:]] == [terminal.screen.text()[6][:7], "after", ""]
 
 
 def test_an_interrupt_behind_a_text_leaves_its_line_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,9 +191,11 @@ def test_ctrl_c_in_a_process_that_is_alone(tmp_path: Path) -> None:
     assert sum("step 3/3" in line for line in found) == 1 and b"\x1b[?25l" not in job.said
 
 
-def test_a_launcher_is_told_and_never_waited_for() -> None:
+def test_a_launcher_is_told_and_never_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
     reader, writer = os.pipe()
     bar = LauncherBar(Place(report_fd=writer, bar=True))
+    bar.say("step 2  val/loss 1")  # as all that workers print
+    assert capsys.readouterr().err == "step 2  val/loss 1\n"
     bar.show(RunStatus(3, 9, values={"loss": 0.5}))
     bar.close()
     first, last = map(json.loads, os.read(reader, 1 << 16).splitlines())

@@ -26,6 +26,7 @@ SEVERAL = (
     "--mesh",
     "--cut",
     "--straggler",
+    "--report-to",
     "--shares",
 )
 _LONGEST_SCRIPT = 1 << 20  # bytes that are read of it

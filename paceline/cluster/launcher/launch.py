@@ -38,7 +38,7 @@ _LATER = 1000  # a host that comes later calls its workers by its number times t
 # what is the same on all hosts
 _ALIKE = (
     *("hosts", "join", "secret_file", "workers", "sync", "mesh", "cut", "shares", "placement", "min_workers", "servers"),
-    *("straggler", "backend"),
+    *("straggler", "report_to", "backend"),
 )
 _DESCRIPTORS = 64  # of any process of a job; more for each worker of its host, and of all
 USAGE = 2  # the exit code for a wrong request
@@ -445,6 +445,6 @@ def _shared_variables(job: LaunchRequest, environ: Mapping[str, str], table: tup
         kept.setdefault("GLOO_SOCKET_IFNAME", carrier)
         kept.setdefault("NCCL_SOCKET_IFNAME", carrier)
     given = {"SYNC": job.sync, "MESH": job.mesh, "CUT": job.cut, "SHARES": job.shares, "NAME": job.name, "SERVERS": job.servers}
-    given["STRAGGLER"] = job.straggler
+    given |= {"STRAGGLER": job.straggler, "REPORT_TO": job.report_to}
     given["CLUSTER"] = None if job.cluster is None else str(Path(job.cluster).absolute())
     return kept | {f"PACELINE_{name}": str(value) for name, value in given.items() if value is not None}

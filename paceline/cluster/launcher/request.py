@@ -29,8 +29,8 @@ class LaunchRequest:
     """The request of one `paceline run`. `workers` are those of this host; `deadline` is how long hosts wait for each other (seconds).
 
     `join` is HOST:PORT, the same on all hosts; `threads` is the number of threads of each worker (None: cores / workers, or
-    OMP_NUM_THREADS where it is set); `sync`, `mesh`, `cut`, `shares`, `name`, `straggler`, `cluster` and `servers` reach `start()` as
-    PACELINE_SYNC and so on.
+    OMP_NUM_THREADS where it is set); `sync`, `mesh`, `cut`, `shares`, `name`, `straggler`, `cluster`, `report_to` and `servers` reach
+    `start()` as PACELINE_SYNC and so on.
     `placement` says how ranks are dealt to hosts (see `deal`). With `min_workers` the job goes on when workers die, as long as there are
     so many; up to `restarts` of them are started again on this host. With fewer it saves, and waits so many seconds (`patience`) for
     others to come. Without `min_workers` the whole job starts again, up to `restarts` times, and waits so long for another host in the
@@ -59,6 +59,7 @@ class LaunchRequest:
     mesh: str | None = None
     cut: str | None = None
     straggler: str | None = None
+    report_to: str | None = None
     shares: str | None = None
     cluster: str | Path | None = None
     bare: bool = False

@@ -6,12 +6,12 @@ import html
 import importlib
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.session.record.folder import PARTS
 from paceline.session.record.lateness import RankLateness
-from paceline.session.record.status_line import WINDOW, FinishedStep, late_words, summary, time_left
+from paceline.session.record.status_line import WINDOW, FinishedStep, beside_words, late_words, summary, time_left
 from paceline.status.run_status import line
 
 _COLOURS = {"compute": "#0072b2", "exchange": "#e69f00", "wait": "#cc79a7", "data": "#009e73"}  # which colour-blind people tell apart
@@ -36,13 +36,26 @@ class NotebookBar:
         self._marks: deque[tuple[int, float]] = deque(maxlen=WINDOW)
         self._late = self._remark = ""
         self._epoch: tuple[int, int] | None = None
+        self._last: tuple[str, str] = ("", "")  # what was shown of the last step, as text and as HTML
+        self._beside = ""  # what was logged of a step once it was over
 
     def step(self, beat: FinishedStep, total: int | None) -> None:
         """Show the newest step; `beat` has the samples and the seconds of all since the last one."""
         self._marks.append((beat.step, beat.time))
         left = time_left(self._marks, total)
         text = line(summary(beat, total, left=left, epoch=self._epoch, late=self._late, remark=self._remark))
-        bundle = {"text/plain": text, "text/html": drawn(beat, total, text)}
+        self._last = text, drawn(beat, total, text)
+        self._draw()
+
+    def logged(self, step: int, values: Mapping[str, float]) -> None:
+        """Show in a line of its own what was logged of a step once it was over."""
+        self._beside = beside_words(step, values)
+        self._draw()
+
+    def _draw(self) -> None:
+        text, drawing = self._last
+        below = f"<div><code>{html.escape(self._beside)}</code></div>" if self._beside else ""
+        bundle = {"text/plain": "\n".join(filter(None, (text, self._beside))), "text/html": drawing + below}
         if self._handle is None:
             self._handle = self._show(bundle, raw=True, display_id=True)
         else:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from paceline import notation
 from paceline.cluster.launcher.request import LaunchRequest
 from paceline.session.record import folder as folders
+from paceline.session.trackers import catalogue
 
 
 def prove(job: LaunchRequest) -> None:
-    """Raise `UsageError` for a strategy, cuts, shares or a name that no worker could use: here, once, rather than by every worker.
+    """Raise `UsageError` for a strategy, cuts, shares, trackers or a name that no worker could use: once, rather than by each.
 
     What only the launcher can tell, `paceline.cluster.launcher.request.check` does.
     """
@@ -18,5 +19,9 @@ def prove(job: LaunchRequest) -> None:
         notation.prove_cuts(job.cut)
     if job.shares is not None:
         notation.shares(job.shares, job.workers if job.hosts == 1 and job.join is None else None)
+    if job.report_to is not None:
+        specs = catalogue.read(job.report_to)
+        if job.hosts == 1:  # else the first worker may run elsewhere
+            catalogue.check_installed(specs)
     if job.name is not None:
         folders.prove(job.name)

@@ -1,13 +1,13 @@
 """The status of a run on its way from the first worker of a call by `pl.launch` to who has made it, and shows it.
 
 first worker                                           caller
-  MetricsWriter -- step, late, remark --> StatusReports == "status" ==> StatusRelay -- the same --> StatusLine, or a notebook's bar
+  MetricsWriter -- step, logged, late, remark --> StatusReports == "status" ==> StatusRelay -- the same --> StatusLine, or a notebook's bar
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.cluster.control.calls import CallChannel
@@ -36,6 +36,7 @@ class StatusReports:
         self._late: tuple[int, dict[str, float], str, float] | None = None
         self._remark = ""
         self._begun = False
+        self._beside: tuple[int, dict[str, float]] | None = None  # what was logged of a step that was over, and isn't sent yet
 
     def step(self, beat: FinishedStep, total: int | None) -> None:
         """Take in the next step, of `total` if that is known."""
@@ -55,6 +56,11 @@ class StatusReports:
         """Report from the next time on which epoch is under way."""
         self._epoch = epoch
 
+    def logged(self, step: int, values: Mapping[str, float]) -> None:
+        """Report with the next step, or at the end, what was logged of a step once it was over."""
+        before = self._beside[1] if self._beside is not None and self._beside[0] == step else {}
+        self._beside = step, {**before, **values}
+
     def late(self, latest: RankLateness, host: str, step: float) -> None:
         """Report from the next time on who is latest, on which host, in a step of so many seconds."""
         self._late = (latest.rank, latest.by_cause, host, step)
@@ -65,19 +71,26 @@ class StatusReports:
 
     def close(self, total: int | None) -> None:
         """Send the last step if it hasn't been. Calling it twice is harmless."""
-        if self._unsent:
+        if self._unsent or self._beside is not None:
             self._send(total, waits=True)
         self._channel.close()
 
     def _send(self, total: int | None, *, waits: bool) -> None:
-        assert self._last is not None
-        step, when, _, values, _ = self._last
-        names = sorted(values, key=lambda name: (name != "loss", name))[:_VALUES]
-        beat = step, when, self._samples, {name: values[name] for name in names}, self._seconds
-        report = {"beat": beat, "total": total, "epoch": self._epoch, "late": self._late, "remark": self._remark, "begins": not self._begun}
+        beat: tuple[Any, ...] | None = None
+        if self._last is not None and self._unsent:
+            step, when, _, values, _ = self._last
+            beat = step, when, self._samples, _fewest(values), self._seconds
+        beside = None if self._beside is None else (self._beside[0], _fewest(self._beside[1]))
+        report = {"beat": beat, "total": total, "epoch": self._epoch, "late": self._late, "remark": self._remark, "beside": beside}
+        report["begins"] = not self._begun
         if self._channel.send("status", report, waits=waits):
-            self._begun = True
+            self._begun, self._beside = True, None
             self._samples, self._seconds, self._unsent = 0, dict.fromkeys(PARTS, 0.0), False
+
+
+def _fewest(values: Mapping[str, float]) -> dict[str, float]:
+    """Return as many values as are shown, the loss among them."""
+    return {name: values[name] for name in sorted(values, key=lambda name: (name != "loss", name))[:_VALUES]}
 
 
 class StatusRelay:
@@ -99,8 +112,11 @@ class StatusRelay:
             self._display.late(RankLateness(rank, by_cause), host, step)
         self._display.remark(report["remark"])
         self._display.at(None if report["epoch"] is None else tuple(report["epoch"]))
-        self._display.step(FinishedStep(*report["beat"]), self._total)
-        self._display.show()
+        if report["beat"] is not None:
+            self._display.step(FinishedStep(*report["beat"]), self._total)
+            self._display.show()
+        if report["beside"] is not None:
+            self._display.logged(*report["beside"])
 
     def close(self) -> None:
         """Show the last step, and let go of the display. Calling it twice is harmless."""

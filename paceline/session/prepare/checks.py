@@ -20,7 +20,7 @@ from paceline.comm.agreement import Agreement
 from paceline.comm.group import Group
 from paceline.data.loader import ShareLoader
 from paceline.errors import UsageError
-from paceline.session.prepare.metrics import is_metric
+from paceline.session.logged.metric import is_metric
 from paceline.sync.base import Slot
 
 WRAPPERS = (DistributedDataParallel, DataParallel)

@@ -7,22 +7,29 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from paceline.errors import UsageError
+from paceline.session.logged.metric import HOME, is_metric
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.binding import rebind
 
-HOME = "torchmetrics"
 
-
-def is_metric(value: Any) -> bool:
-    """Whether `value` is a metric, a collection of metrics, or a tracker of them."""
-    home = sys.modules.get(HOME)
-    return home is not None and isinstance(value, (home.Metric, home.MetricCollection, home.MetricTracker))
+def check_logged(values: Mapping[str, Any], prepared: Iterable[nn.Module]) -> None:
+    """Raise `UsageError` for a metric that is given to `run.log` and isn't among those `prepared`, or that can't be logged."""
+    for name, metric in values.items():
+        if not is_metric(metric):
+            continue
+        if isinstance(metric, sys.modules[HOME].MetricTracker):
+            raise UsageError(f"run.log({name}=...) got a {type(metric).__qualname__}; log the metric that it holds now: tracker[-1]")
+        if not any(part is metric for known in prepared for part in known.modules()):
+            raise UsageError(
+                f"run.log({name}=...) got a {type(metric).__qualname__} that run.prepare doesn't know, and that counts ghosts; give it to "
+                "run.prepare, too: metric = run.prepare(metric)"
+            )
 
 
 def within(module: nn.Module) -> Iterator[nn.Module]:

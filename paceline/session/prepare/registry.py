@@ -62,7 +62,7 @@ class Prepared:
         self.survives = context.survives
         self._backward, self._loop, self._device, self.subgroups = backward, loop, device, subgroups
         self._synchronous, self._wishes = list[nn.Module](), PrepareOptions(shares)
-        self.measured = False  # some metric was prepared
+        self.metrics: list[nn.Module] = []  # of torchmetrics
         self._unstepped: set[int] = set()  # the ids of optimizers
         self._bindings = hooks.OptimizerBindings(self._begins)
         self._groups: dict[int, int] = {}  # of each optimizer, by its id: how many parameter groups it was prepared with
@@ -161,7 +161,7 @@ class Prepared:
         if self._device.type == "cuda":
             metric.to(self._device)
         metrics.bind(metric, self._loop)
-        self.measured = True
+        self.metrics.append(metric)
 
     def check_known(self) -> None:
         """Raise `UsageError` for a parameter that came into a model or an optimizer after it was prepared."""

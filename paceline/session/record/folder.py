@@ -4,6 +4,7 @@ runs/NAME/
   metrics.jsonl   a line for each step        trace.json    what happened when, for Perfetto
   summary.json    written when the run ends   checkpoints/  what it can go on from
   live.json       while it is under way: what is known of the summary, and where it is
+  media.jsonl     histograms and images       media/        the images
 """
 
 from __future__ import annotations
@@ -76,6 +77,11 @@ class RunFolder:
     def live(self) -> Path:
         """Path of what is known while the run is under way, see `paceline.session.record.live`."""
         return self.path / "live.json"
+
+    @property
+    def media(self) -> Path:
+        """Path of the histograms and images that were logged: JSON lines, one for each."""
+        return self.path / "media.jsonl"
 
     @property
     def checkpoints(self) -> Path:
@@ -162,6 +168,7 @@ class RunTotals:
     members: list[dict[str, Any]] = field(
         default_factory=list
     )  # all who took part, see `paceline.session.record.outcome.members.RunMembers`
+    logged: dict[str, float] = field(default_factory=dict)  # the last value of everything that was logged
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from paceline.comm.group import Traffic
 from paceline.session.axes import RunAxes, describe
+from paceline.session.logged.metric import HOME
 from paceline.session.loop.turns import TrainingLoop
-from paceline.session.prepare.metrics import HOME
 from paceline.session.prepare.registry import Prepared
 
 _PREPARE = "model, optimizer, loader = run.prepare(model, optimizer, loader)"
@@ -90,7 +90,7 @@ class StartupHints:
 
     def haunted(self) -> None:
         """Hint at metrics, as some workers had no samples in a step."""
-        if HOME in sys.modules and not self._prepared.measured:
+        if HOME in sys.modules and not self._prepared.metrics:
             self._say(
                 f"some batches have fewer samples than there are workers, who get the first sample once more (a ghost), and {HOME} is in "
                 "use: a metric that is given batches of training counts that sample twice, unless it was given to run.prepare"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -46,6 +47,10 @@ class RunHistory:
         """Note that something happened, and say so."""
         self.note(what)
         self._announce(what)
+
+    def identity(self, name: str) -> str:
+        """Return what tells the run of this name from all others, in all starts of its job and on all workers that know of its begin."""
+        return hashlib.sha256(f"{name} {self.seed} {self.began!r}".encode()).hexdigest()[:12]
 
     def facts(self) -> dict[str, Any]:
         """Return what a worker that has just joined has to know."""

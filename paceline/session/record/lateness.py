@@ -11,11 +11,12 @@ usual (the lower median)        40      5        0               (45 in all)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.session.logged.record import LogRecord
 from paceline.session.record.causes import CAUSES, WORDS
 from paceline.session.record.folder import PARTS
 
@@ -110,15 +111,18 @@ class LatenessTotals:
         """Return the mean seconds of a step by which each rank was late, by cause, in the order of ranks."""
         return [_named(self._sums[rank] / self._steps[rank]) for rank in sorted(self._sums)]
 
+    def of(self, step: int) -> list[RankLateness]:
+        """Return who was late in one of the last steps."""
+        return self._recent.get(step, [])
+
     def recent(self) -> dict[int, list[RankLateness]]:
         """Return who was late in each of the last steps."""
         return dict(self._recent)
 
 
-def stacked(records: Sequence[Mapping[int, Sequence[Any]]], ranks: Sequence[int]) -> Seconds:
-    """Return the work of steps as `lateness` takes it; the records of each step by rank have seconds of PARTS at 4, and at 6 microseconds
-    of MEASURED."""
-    rows = [[[*step[rank][4], *step[rank][6]] for rank in ranks] for step in records]
+def stacked(records: Sequence[Mapping[int, LogRecord]], ranks: Sequence[int]) -> Seconds:
+    """Return the work of steps as `lateness` takes it, by the records of each step by rank."""
+    rows = [[[*(step[rank].seconds or ()), *(step[rank].causes or ())] for rank in ranks] for step in records]
     table = np.array(rows, dtype=np.float64).reshape(len(records), len(ranks), -1)
     compute, data, measured = table[:, :, PARTS.index("compute")], table[:, :, PARTS.index("data")], table[:, :, len(PARTS) :] * 1e-6
     rest = np.maximum(compute + data - measured.sum(axis=2), 0.0)

@@ -4,9 +4,7 @@
                   drain -> bytes          what was finished since the last drain; travels with a meeting that takes place anyway
     all workers   absorb(all bytes)       the first merges them by step and writes the means; all learn of a loss that is no number
 
-Records are msgpack: [upto, bad, [record, ...]], a record being
-[number, step, time, samples, [seconds of PARTS] or None, {name: [weighted sum, weight]}, [microseconds of MEASURED] or None,
-[bytes of SENT] or None].
+All travels as msgpack: [upto, bad, [record, ...]], a record being the fields of a `paceline.session.logged.record.LogRecord`.
 Every record up to the number `upto` has been handed over, so a step is complete once the smallest `upto` of all workers reaches it.
 """
 
@@ -14,21 +12,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-import numbers
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import msgpack
-import numpy as np
-import torch
-from torch import Tensor
 
 from paceline.cluster.mesh import Mesh
 from paceline.comm.agreement import Agreement
 from paceline.errors import PacelineError, UsageError
+from paceline.session.logged.record import LogRecord
+from paceline.session.logged.values import LoggedValues
 from paceline.session.record.causes import MEASURED
 from paceline.session.record.folder import PARTS, SENT, RunTotals
 from paceline.session.record.lateness import LatenessTotals
@@ -38,18 +34,8 @@ from paceline.session.record.writer import MetricsWriter
 from paceline.sync.codec_cost import CodecAccount
 
 OnNan = Literal["warn", "stop"]
-RESERVED: Final = ("step", "time", "samples", "seconds", "bytes_sent", "ranks")  # fields of a line in metrics.jsonl
 _APART = 1.0  # seconds between two drains, about
 _MOST = 1000  # steps between two drains
-
-
-@dataclass
-class _Sums:
-    """The weighted sum of one value in one step. Numbers on a device are added up there, as one float64 scalar."""
-
-    total: float = 0.0
-    weight: float = 0.0
-    device: Tensor | None = None
 
 
 @dataclass
@@ -63,12 +49,11 @@ class _LogEntry:
     seconds: list[float] | None = None
     causes: list[int] | None = None  # microseconds of MEASURED
     sent: list[int] | None = None  # bytes of SENT
-    sums: dict[str, _Sums] = field(default_factory=dict)
-    copies: list[_DeviceCopy] = field(default_factory=list)
+    values: LoggedValues = field(default_factory=LoggedValues)
 
 
 class MetricsLog:
-    """The numbers that a script logs, on every worker.
+    """What a script logs, on every worker.
 
     `book`: where the first worker writes them; None on the others. `on_nan`: "warn" says which rank had the first loss that was no number,
     "stop" has `absorb` return the reason to stop too. `say` is told of such losses, on every worker, and who makes the others wait.
@@ -92,13 +77,14 @@ class MetricsLog:
         self._began = clock()
         self.opened = time.time()  # when that was, as the times of events are told
         self._earlier = 0.0  # seconds that the run had taken when this log was made
-        self._open: dict[int, dict[str, _Sums]] = {}  # by step
+        self._open: dict[int, LoggedValues] = {}  # by step
         self._queue: deque[_LogEntry] = deque()
         self._number = 0  # of the last finished step in this log; steps of a run go on from a checkpoint, this doesn't
         self._drained = (0, clock())
         self._ahead = 1
         self._bad: tuple[int, int, str, str] | None = None  # my first loss that is no number: number, step, name, nan or inf
         self._reason: str | None = None  # the first of all workers, in words
+        self.feed = None if book is None else book.feed  # of trackers, on workers that may be the first
         self.slowness = StragglerSensor(mesh)
         self.flushed: list[list[list[float]]] = []  # the seconds of PARTS of each step in the last flush, by rank
         self.lateness = LatenessTotals(0) if book is None else book.lateness  # of all workers, where it is written
@@ -112,22 +98,18 @@ class MetricsLog:
     # ---- while a step is under way: never waits
 
     def log(self, step: int, values: Mapping[str, Any], weight: float = 1.0) -> None:
-        """Add `values` (tensors of one element, or numbers) to what is known of `step`; the mean goes by weight over all calls and workers.
+        """Add `values` to what is known of `step`: numbers and tensors of one element, whose mean goes by weight over all calls and
+        workers; metrics; histograms and images of the first worker.
 
-        With weight 0 nothing is logged. Never waits for a device. `step` may be over already (a result of an evaluation).
+        With weight 0 no number is logged. Never waits for a device. `step` may be over already (a result of an evaluation).
         """
+        shows, found = self.book is not None and not self.book.stands_by, self._open.get(step, LoggedValues())
         for name, value in values.items():
-            if name in RESERVED:
-                raise UsageError(f"run.log({name}=...): a line of metrics.jsonl has a field {name!r} of its own; give it another name")
-            tensor = _scalar(name, value)
-            if weight == 0:
-                continue
-            sums = self._open.setdefault(step, {}).setdefault(name, _Sums())
-            sums.weight += weight
-            if isinstance(tensor, float):
-                sums.total += tensor * weight
-            else:
-                sums.device = tensor * weight if sums.device is None else sums.device + tensor.to(sums.device.device) * weight
+            metric = found.add(name, value, weight, shows=shows)
+            if metric is not None and self.book is not None:
+                self.book.metrics.know(name, metric)
+        if not found.empty:
+            self._open[step] = found
 
     def step(self, step: int, samples: int, seconds: Mapping[str, float]) -> None:
         """End step number `step`: it had `samples` over all workers (or only here: `adds`), and took `seconds` of each part here.
@@ -139,20 +121,16 @@ class MetricsLog:
         self._number += 1
         now = self._now()
         for late in sorted(number for number in self._open if number != step):
-            self._enqueue(_LogEntry(self._number, late, now, sums=self._open.pop(late)))
+            self._enqueue(_LogEntry(self._number, late, now, values=self._open.pop(late)))
         split = [seconds.get(part, 0.0) for part in PARTS]
         causes = [round(1e6 * seconds.get(cause, 0.0)) for cause in MEASURED]
         sent = [int(seconds.get(where, 0)) for where in SENT]
-        self._enqueue(_LogEntry(self._number, step, now, samples, split, causes, sent, self._open.pop(step, {})))
+        self._enqueue(_LogEntry(self._number, step, now, samples, split, causes, sent, self._open.pop(step, LoggedValues())))
 
     def fold(self, step: int) -> None:
         """Count what was logged of later steps, none of which is over, to `step`."""
         for later in sorted(number for number in self._open if number > step):
-            for name, sums in self._open.pop(later).items():
-                into = self._open.setdefault(step, {}).setdefault(name, _Sums())
-                into.total, into.weight = into.total + sums.total, into.weight + sums.weight
-                if sums.device is not None:
-                    into.device = sums.device if into.device is None else into.device + sums.device
+            self._open.setdefault(step, LoggedValues()).take_in(self._open.pop(later))
 
     def undo(self) -> None:
         """Discard what was logged since the last step was over."""
@@ -165,16 +143,14 @@ class MetricsLog:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was logged of steps that aren't over, for `load_state_dict`."""
-        return {
-            str(step): {
-                name: [sums.total + (0.0 if sums.device is None else sums.device.item()), sums.weight] for name, sums in found.items()
-            }
-            for step, found in self._open.items()
-        }
+        states = {str(step): values.state() for step, values in self._open.items()}
+        media = {step: shown for step, (_, shown) in states.items() if shown}
+        return {step: sums for step, (sums, _) in states.items()} | ({"media": media} if media else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what was logged of steps that weren't over."""
-        self._open = {int(step): {name: _Sums(*sums) for name, sums in found.items()} for step, found in state.items()}
+        media = state.get("media", {})
+        self._open = {int(step): LoggedValues.load(sums, media.get(step, {})) for step, sums in state.items() if step != "media"}
 
     def rewind(self, step: int, seconds: float) -> None:
         """Go on behind this step, of a run that has taken so many seconds: lines of later steps are removed."""
@@ -201,11 +177,7 @@ class MetricsLog:
             self.book.take_over(line)
 
     def _enqueue(self, entry: _LogEntry) -> None:
-        by_device: dict[torch.device, list[_Sums]] = {}
-        for sums in entry.sums.values():
-            if sums.device is not None:
-                by_device.setdefault(sums.device.device, []).append(sums)
-        entry.copies = [_DeviceCopy(group) for group in by_device.values()]
+        entry.values.send()
         self._queue.append(entry)
 
     # ---- at a meeting
@@ -218,9 +190,9 @@ class MetricsLog:
         if last:
             self._number += 1  # on every worker, whether it has logged something or not
             for step in sorted(self._open):
-                self._enqueue(_LogEntry(self._number, step, self._now(), sums=self._open.pop(step)))
+                self._enqueue(_LogEntry(self._number, step, self._now(), values=self._open.pop(step)))
         records = []
-        while self._queue and (last or waits or all(copy.done() for copy in self._queue[0].copies)):
+        while self._queue and (last or waits or self._queue[0].values.done()):
             records.append(self._record(self._queue.popleft()))
         upto = self._queue[0].number - 1 if self._queue else self._number
         self._pace()
@@ -237,14 +209,15 @@ class MetricsLog:
         self._ahead = max(1, min(int(steps * _APART / seconds), 2 * steps, _MOST))
         self._drained = (self._number, now)
 
-    def _record(self, entry: _LogEntry) -> list[Any]:
-        for copy in entry.copies:
-            copy.read()
-        for name, sums in entry.sums.items():
-            if self._bad is None and "loss" in name and not math.isfinite(sums.total):
-                self._bad = (entry.number, entry.step, name, repr(sums.total))
-        means = {name: [sums.total, sums.weight] for name, sums in entry.sums.items()}
-        return [entry.number, entry.step, entry.time, entry.samples, entry.seconds, means, entry.causes, entry.sent]
+    def _record(self, entry: _LogEntry) -> LogRecord:
+        means = entry.values.means()
+        for name, (total, _) in means.items():
+            if self._bad is None and "loss" in name and not math.isfinite(total):
+                self._bad = (entry.number, entry.step, name, repr(total))
+        if self.book is not None:
+            self.book.show(list(entry.values.shown(entry.step, entry.time)))
+        states = entry.values.packed_states()
+        return LogRecord(entry.number, entry.step, entry.time, entry.samples, entry.seconds, means, entry.causes, entry.sent, states)
 
     def absorb(
         self, bodies: Sequence[bytes], names: Sequence[int] | None = None, hosts: Sequence[str] = (), remark: str = ""
@@ -254,15 +227,17 @@ class MetricsLog:
         `names`: numbers of the workers, where ranks may change. `hosts`: host of each rank, to name stragglers. `remark`: what the
         status line ends with.
         """
-        parts = [msgpack.unpackb(body) for body in bodies]
-        self._judge([(upto, bad) for upto, bad, _ in parts])
-        steps = [[record for record in records if record[4] is not None] for _, _, records in parts]
-        self.flushed = [[record[4] for record in mine] for mine in steps]
+        heads, logs = [], []
+        for upto, bad, records in map(msgpack.unpackb, bodies):
+            heads.append((upto, bad))
+            logs.append([LogRecord(*record) for record in records])
+        self._judge(heads)
+        self.flushed = [[record.seconds for record in mine if record.seconds is not None] for mine in logs]
         if self.book is not None:
-            told = [(upto, records) for upto, _, records in parts]
-            self.book.enter(told, self.total_steps, names, hosts, remark=remark, epoch=self._epoch)
-            causes = [[record[6] for record in mine] for mine in steps]
-            slow = self.slowness.take(names or range(len(parts)), self.flushed, hosts, causes) if hosts else None
+            entered = [(upto, mine) for (upto, _), mine in zip(heads, logs, strict=True)]
+            self.book.enter(entered, self.total_steps, names, hosts, remark=remark, epoch=self._epoch)
+            causes = [[record.causes for record in mine if record.causes is not None] for mine in logs]
+            slow = self.slowness.take(names or range(len(logs)), self.flushed, hosts, causes) if hosts else None
             if slow is not None:
                 self._say(slow)
         return self._reason if self._on_nan == "stop" else None
@@ -299,44 +274,3 @@ class MetricsLog:
     def totals(self, *, work: bool = True) -> RunTotals | None:
         """Return the totals of the run so far (`MetricsWriter.totals`); None on a worker that doesn't write."""
         return None if self.book is None or self.book.stands_by else self.book.totals(self._clock() - self._began, work=work)
-
-
-class _DeviceCopy:
-    """Sums of one device on their way to the host, which are read once they have arrived."""
-
-    def __init__(self, sums: list[_Sums]) -> None:
-        self._sums = sums
-        there = torch.stack([each.device for each in sums if each.device is not None])
-        self._event: torch.cuda.Event | None = None
-        if there.is_cuda:
-            self._here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True).copy_(there, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(there.device))
-        else:
-            self._here = there.cpu()
-
-    def done(self) -> bool:
-        """Whether `read` would not wait."""
-        return self._event is None or self._event.query()
-
-    def read(self) -> None:
-        """Add what has come to the sums on the host."""
-        if self._event is not None:
-            self._event.synchronize()
-        for sums, number in zip(self._sums, self._here.tolist(), strict=True):
-            sums.total += number
-            sums.device = None
-
-
-def _scalar(name: str, value: Any) -> float | Tensor:
-    """Return `value` as a float, or as a float64 scalar on its device where reading it could mean to wait."""
-    if isinstance(value, Tensor):
-        if value.numel() != 1 or value.is_complex():
-            raise UsageError(
-                f"run.log({name}=...) got a {value.dtype} tensor of shape {tuple(value.shape)}; give one real number, e.g. its mean"
-            )
-        value = value.detach()
-        return float(value) if value.device.type == "cpu" else value.reshape(()).to(torch.float64)
-    if isinstance(value, numbers.Real | np.bool_):
-        return float(value)
-    raise UsageError(f"run.log({name}=...) got a {type(value).__qualname__}; give a number or a tensor of one element")

@@ -14,6 +14,7 @@ from paceline.status.run_status import RunStatus, ValueCurve
 
 EVERY = 0.9  # seconds between two statuses at least: steps come about once a second
 _VALUES = 4  # logged values that are shown, the loss among them
+_BESIDE = 10  # and in a line beside steps
 LATE, LEAST = 0.2, 1e-3  # of a step, and seconds of it, from which on it is shown that a worker is late
 WINDOW = 30  # statuses over which the time left is estimated
 
@@ -40,6 +41,9 @@ class StatusDisplay(Protocol):
     def at(self, epoch: tuple[int, int] | None) -> None:
         """Show from the next time on which epoch is under way, from 1 on, and of how many."""
 
+    def logged(self, step: int, values: Mapping[str, float]) -> None:
+        """Show what was logged of a step once it was over."""
+
     def late(self, latest: RankLateness, host: str, step: float) -> None:
         """Show from the next time on who is latest, on which host, where it matters in a step of so many seconds."""
 
@@ -64,6 +68,8 @@ class StatusLine:
         self._curves: dict[str, ValueCurve] = {}  # of the first value alone
         self._epoch: tuple[int, int] | None = None
         self._late = self._remark = ""  # who is late, and what else is to be seen
+        self._beside: tuple[int, dict[str, float]] | None = None  # what was logged of a step that was over, and isn't shown yet
+        self._next_beside = -float("inf")
         self._marks: deque[tuple[int, float]] = deque(maxlen=WINDOW)
 
     def step(self, beat: FinishedStep, total: int | None) -> None:
@@ -89,6 +95,15 @@ class StatusLine:
         """Show from the next status on which epoch is under way, from 1 on, and of how many."""
         self._epoch = epoch
 
+    def logged(self, step: int, values: Mapping[str, float]) -> None:
+        """Show in a line of its own what was logged of a step once it was over, at most once a second, and the last in any case."""
+        before = self._beside[1] if self._beside is not None and self._beside[0] == step else {}
+        self._beside = (step, {**before, **values})
+        now = self._clock()
+        if now >= self._next_beside:
+            self._next_beside = now + EVERY
+            self._show_beside()
+
     def late(self, latest: RankLateness, host: str, step: float) -> None:
         """Show from the next status on who is latest, on which host, where it matters in a step of so many seconds."""
         self._late = late_words(latest, host, step)
@@ -101,7 +116,13 @@ class StatusLine:
         """Show the last step if it hasn't been, and release the display. Calling it twice is harmless."""
         if self._unshown:
             self._show(total)
+        self._show_beside()
         self._display.close()
+
+    def _show_beside(self) -> None:
+        found, self._beside = self._beside, None
+        if found is not None:
+            self._display.say(beside_words(*found))
 
     def _show(self, total: int | None) -> None:
         assert self._last is not None
@@ -154,3 +175,8 @@ def time_left(marks: Sequence[tuple[int, float]], total: int | None) -> float | 
     if total is None or last == first:
         return None
     return max(total - last, 0) * (now - began) / (last - first)
+
+
+def beside_words(step: int, values: Mapping[str, float]) -> str:
+    """Format what was logged of a step once it was over."""
+    return "  ".join([f"step {step}", *(f"{name} {values[name]:.4g}" for name in sorted(values)[:_BESIDE])])

@@ -77,7 +77,7 @@ class StragglerSensor:
         names: Sequence[int],
         steps: Sequence[list[list[float]]],
         hosts: Sequence[str],
-        causes: Sequence[list[list[float]]] | None = None,
+        causes: Sequence[Sequence[Sequence[float]]] | None = None,
     ) -> str | None:
         """Take in the seconds of PARTS of each step since the last flush, by rank. Returns a line to be said, or None.
 
@@ -124,7 +124,7 @@ class StragglerSensor:
 
 
 def _late(
-    work: Sequence[float], steps: Sequence[list[list[float]]], causes: Sequence[list[list[float]]] | None
+    work: Sequence[float], steps: Sequence[list[list[float]]], causes: Sequence[Sequence[Sequence[float]]] | None
 ) -> tuple[tuple[float, ...], ...]:
     """Return the seconds in a mean step by which each rank was late because of each of CAUSES."""
     data = PARTS.index("data")

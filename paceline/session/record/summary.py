@@ -108,7 +108,7 @@ def _write(outcome: RunOutcome, axes: RunAxes, folder: RunFolder, log: MetricsLo
     steps = max(totals.steps, 1)
     step = sum(totals.step_seconds.values())
     verdicts = [judge(facts, step, totals.steps) for facts in zip(*found.codecs, strict=True)]
-    RunSummary(
+    summary = RunSummary(
         sync=spell(outcome.strategy),
         workers=axes.everyone.group.size,
         hosts=len(cluster.hosts),
@@ -132,7 +132,10 @@ def _write(outcome: RunOutcome, axes: RunAxes, folder: RunFolder, log: MetricsLo
         links=outcome.links,
         settings=outcome.settings,
         results=outcome.results,
-    ).write(folder)
+    )
+    summary.write(folder)
+    if log.feed is not None:
+        log.feed.conclude(summary.fields())
     if any(found.spans.values()):
         mesh = axes.mesh if axes.cut else None
         spans = timeline.mark_late(found.spans, log.lateness.recent())

@@ -7,18 +7,20 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from paceline.session.logged.media import MediaItem
+from paceline.session.logged.metric import MetricValues
+from paceline.session.logged.record import LogRecord
+from paceline.session.logged.values import RESERVED
 from paceline.session.record.folder import PARTS, SENT, RunFolder, RunTotals, tame
 from paceline.session.record.jsonl import JsonLines
 from paceline.session.record.lateness import LatenessTotals, RankLateness, lateness, stacked, worst
 from paceline.session.record.outcome.members import RunMembers
 from paceline.session.record.status_line import FinishedStep, StatusDisplay
 from paceline.session.record.stragglers import WORK, unequal
+from paceline.session.trackers.feed import TrackerFeed
 
-MEASURED_ANEW = {"bytes_sent", "ranks"}  # what a line may have more of when its step is taken again
+REPEATED = {"step", "time", "bytes_sent", "ranks"}  # what says nothing new when a step is taken again
 LAST = 1000  # steps that are searched for stragglers
-Record = list[
-    Any
-]  # number, step, time, samples, seconds of PARTS or None, {name: [weighted sum, weight]}, microseconds of MEASURED or None, bytes of SENT
 
 
 class LatestRank(NamedTuple):
@@ -33,20 +35,31 @@ class MetricsWriter:
     """Writes `folder.metrics`, shows the steps on `line` if there is one, and adds up.
 
     A writer that `stands_by` only adds up, until `take_over`. `adds`: the samples of a record are its worker's own, and not those of all.
+    `feed` reports what is written to trackers.
     """
 
-    def __init__(self, folder: RunFolder, line: StatusDisplay | None = None, *, stands_by: bool = False, adds: bool = False) -> None:
-        self._lines, self._line = JsonLines(folder.metrics), line
+    def __init__(
+        self,
+        folder: RunFolder,
+        line: StatusDisplay | None = None,
+        *,
+        stands_by: bool = False,
+        adds: bool = False,
+        feed: TrackerFeed | None = None,
+    ) -> None:
+        self._lines, self._line, self.feed = JsonLines(folder.metrics), line, feed
+        self.metrics = MetricValues()
         self.stands_by = stands_by
         self.adds = adds
         self._recent: list[dict[str, Any]] = []  # what another worker has written last, or not any more
-        self._groups: defaultdict[tuple[int, int], dict[int, Record]] = defaultdict(dict)
+        self._groups: defaultdict[tuple[int, int], dict[int, LogRecord]] = defaultdict(dict)
         self._steps = self._samples = 0
         self._final_loss: float | None = None
         self._seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)  # of all steps, means over ranks
         self._ranks: defaultdict[int, Counter[str]] = defaultdict(Counter)  # seconds of each rank, and its "steps"
         self._there: dict[int, set[str]] = {}  # by step: the fields of lines that an earlier start of the job has written
         self._work: deque[dict[int, float]] = deque(maxlen=LAST)  # seconds of own work of each rank in a step
+        self._logged: dict[str, float] = {}  # the last value of each name
         self.lateness = LatenessTotals(LAST)
         self.latest: LatestRank | None = None  # in the steps that were entered last
         self.recent: dict[str, float] = {}  # of these steps: how many, their samples, and of PARTS the seconds of a mean one
@@ -57,18 +70,23 @@ class MetricsWriter:
         if not self.stands_by:
             return
         self.stands_by, self._line = False, line
+        if self.feed is not None:
+            self.feed.take_over()
         last = self._lines.last() or {"step": 0}
         self._write([found for found in self._recent if found["step"] > last["step"]])
 
     def rewind(self, step: int) -> None:
         """Remove the lines of later steps, which are taken again. What is there of earlier ones isn't written twice."""
+        if self.feed is not None and not self.stands_by:
+            self.feed.rewind(step)
         for line in self._lines.cut(step):
+            self._logged |= {name: float(value) for name, value in line.items() if name not in RESERVED}
             if line["step"] > step - LAST:
                 self._there.setdefault(line["step"], set()).update(line)
 
     def enter(
         self,
-        parts: Sequence[tuple[int, list[Record]]],
+        parts: Sequence[tuple[int, list[LogRecord]]],
         total: int | None,
         names: Sequence[int] | None = None,
         hosts: Sequence[str] = (),
@@ -85,7 +103,7 @@ class MetricsWriter:
         """
         for rank, (_, records) in zip(names or range(len(parts)), parts, strict=False):
             for record in records:
-                self._groups[record[0], record[1]][rank] = record
+                self._groups[record.number, record.step][rank] = record
         if self._line is not None:
             self._line.remark(remark)
             self._line.at(epoch)
@@ -101,11 +119,16 @@ class MetricsWriter:
                 timed[-1]["ranks"] = looks
         if self._line is not None:
             self._line.show()
-        self._write([line for line in lines if not self._there.get(line["step"], set()) >= line.keys() - MEASURED_ANEW])
+        self._write([line for line in lines if line.keys() - REPEATED - self._there.get(line["step"], set())])
 
-    def _find_late(self, steps: dict[int, dict[int, Record]], ranks: list[int], hosts: Sequence[str]) -> None:
+    def show(self, items: Sequence[MediaItem]) -> None:
+        """Report histograms and images of this worker."""
+        if self.feed is not None and not self.stands_by:
+            self.feed.show(items)
+
+    def _find_late(self, steps: dict[int, dict[int, LogRecord]], ranks: list[int], hosts: Sequence[str]) -> None:
         """Find out who was late in these steps, and why."""
-        whole = {step: records for step, records in steps.items() if all(rank in records and records[rank][4] for rank in ranks)}
+        whole = {step: records for step, records in steps.items() if all(rank in records and records[rank].seconds for rank in ranks)}
         if not whole:
             return
         self.latest = None
@@ -115,7 +138,7 @@ class MetricsWriter:
         self.lateness.add([*whole], ranks, late)
         self.members.late(dict(zip(ranks, late.sum(axis=(0, 2)).tolist(), strict=True)))
         latest = worst(late, range(len(ranks)))
-        mean = sum(max(sum(record[4]) for record in records.values()) for records in whole.values()) / len(whole)
+        mean = sum(max(sum(record.seconds or ()) for record in records.values()) for records in whole.values()) / len(whole)
         self.latest = LatestRank(latest, mean, tuple(ranks))
         if self._line is not None and hosts:
             self._line.late(latest, hosts[latest.rank], mean)
@@ -136,6 +159,7 @@ class MetricsWriter:
             rank_work=unequal(self._work) if work else [],
             rank_late=self.lateness.means(),
             members=self.members.fields(),
+            logged=dict(self._logged),
         )
 
     def close(self, total: int | None) -> None:
@@ -144,30 +168,42 @@ class MetricsWriter:
         if self._line is not None:
             self._line.close(total)
 
-    def _merge(self, step: int, records: dict[int, Record], total: int | None) -> dict[str, Any]:
+    def _merge(self, step: int, records: dict[int, LogRecord], total: int | None) -> dict[str, Any]:
         """Return the line of one step, which is counted and shown, or of what was logged of it later."""
         sums: dict[str, list[float]] = {}
         for rank in sorted(records):
-            for name, (value, weight) in records[rank][5].items():
+            for name, (value, weight) in records[rank].sums.items():
                 whole = sums.setdefault(name, [0.0, 0.0])
                 whole[0] += value
                 whole[1] += weight
-        values = {name: value / weight for name, (value, weight) in sums.items()}
+        values = {name: value / weight for name, (value, weight) in sums.items()} | self._measured(records)
         self._final_loss = values.get("loss", self._final_loss)
+        self._logged |= values
         first = records[min(records)]
-        line = {"step": step, "time": round(first[2], 6), **values}
-        if first[4] is None:
+        line: dict[str, Any] = {"step": step, "time": round(first.time, 6), **values}
+        timed = {rank: record.seconds for rank, record in records.items() if record.seconds is not None}
+        if not timed:
+            if self._line is not None and values:
+                self._line.logged(step, values)
             return line
-        samples = sum(record[3] for record in records.values()) if self.adds else first[3]
-        timed = {rank: record for rank, record in records.items() if record[4] is not None}
-        for rank, record in timed.items():
-            self.members.step(rank, step, record[4], record[7])
-        seconds = self._count(samples, {rank: record[4] for rank, record in timed.items()})
+        samples = sum(record.samples for record in records.values()) if self.adds else first.samples
+        sent = {rank: record.sent or [] for rank, record in records.items() if rank in timed}
+        for rank, spent in timed.items():
+            self.members.step(rank, step, spent, sent[rank])
+        seconds = self._count(samples, timed)
         if self._line is not None:
-            self._line.step(FinishedStep(step, first[2], samples, values, seconds), total)
+            self._line.step(FinishedStep(step, first.time, samples, values, seconds), total)
         line |= {"samples": samples, "seconds": {part: round(spent, 6) for part, spent in seconds.items()}}
-        sent = [sum(column) for column in zip(*(record[7] for record in timed.values()), strict=True)]
-        return {**line, "bytes_sent": dict(zip(SENT, sent, strict=True))} if any(sent) else line
+        nbytes = [sum(column) for column in zip(*sent.values(), strict=True)]
+        return {**line, "bytes_sent": dict(zip(SENT, nbytes, strict=True))} if any(nbytes) else line
+
+    def _measured(self, records: dict[int, LogRecord]) -> dict[str, float]:
+        """Return the values of metrics, each by the states of all ranks that have logged it."""
+        states = defaultdict[str, list[bytes]](list)
+        for rank in sorted(records):
+            for name, state in records[rank].states.items():
+                states[name].append(state)
+        return {key: value for name, found in states.items() for key, value in self.metrics.of(name, found).items()}
 
     def _count(self, samples: int, spent: dict[int, list[float]]) -> dict[str, float]:
         self._steps += 1
@@ -183,9 +219,13 @@ class MetricsWriter:
         return means
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
+        if self.feed is not None and self.stands_by:
+            self.feed.pass_over()
         if not lines:
             return
         if self.stands_by:
             self._recent = lines
-        else:
-            self._lines.append([json.dumps(tame(line)) for line in lines])
+            return
+        self._lines.append([json.dumps(tame(line)) for line in lines])
+        if self.feed is not None:
+            self.feed.write(lines, self.lateness.of)

@@ -183,6 +183,7 @@ def test_the_line_for_another_host_starts_the_same_job(monkeypatch):
             "backend": "paceline",
             "servers": 2,
             "straggler": "drop",
+            "report_to": "tensorboard,wandb",
             "shares": "2,1",
         },
         **{"placement": "round-robin", "min_workers": 2},

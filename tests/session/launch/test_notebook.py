@@ -55,6 +55,9 @@ def test_the_bar() -> None:
     assert second["text/plain"].startswith("step 20/40  loss 0.25") and second["text/plain"].endswith("compute  resumed")
     assert "0:02 left  rank 1 on <host> late 50%" in second["text/plain"]
     assert '<progress value="20" max="40"' in second["text/html"] and "&lt;host&gt;" in second["text/html"]
+    bar.logged(20, {"val/accuracy": 0.5})
+    assert handle.shown[-1]["text/plain"] == second["text/plain"] + "\nstep 20  val/accuracy 0.5"
+    assert handle.shown[-1]["text/html"].startswith(second["text/html"]) and "val/accuracy 0.5" in handle.shown[-1]["text/html"]
     assert re.findall(r'title="(\w+ \d+%)"', first["text/html"]) == ["compute 60%", "exchange 20%", "wait 20%", "data 0%"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +31,9 @@ class Display:
 
     def at(self, epoch: tuple[int, int] | None) -> None:
         self.told.append(epoch)
+
+    def logged(self, step: int, values: Mapping[str, float]) -> None:
+        self.told.append((step, dict(values)))
 
     def late(self, latest: RankLateness, host: str, step: float) -> None:
         self.told.append((latest, host, step))
@@ -144,3 +148,16 @@ def test_where_a_worker_shows_it() -> None:
         message = mine.receive()
         assert message is not None and message.fields["total"] == 2
         reports.close(2)
+
+
+def test_what_was_logged_beside_steps_comes_in_any_case() -> None:
+    mine, theirs = pair()
+    shown = Display()
+    reports, relay = StatusReports(theirs, clock=Clock()), StatusRelay(lambda: shown)
+    reports.step(beat(1), 2)
+    reports.logged(1, {"a": 1.0})
+    reports.logged(1, {"b": 2.0})
+    reports.close(2)
+    drain(mine, relay)
+    assert (1, {"a": 1.0, "b": 2.0}) in shown.told
+    assert [each.step for each, _ in shown.beats()] == [1]

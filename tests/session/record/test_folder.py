@@ -125,6 +125,7 @@ def test_the_summary_has_every_field(tmp_path: Path) -> None:
             "rank_work",
             "rank_late",
             "members",
+            "logged",
             "bytes_sent",
             "codecs",
             "parameters_sha256",

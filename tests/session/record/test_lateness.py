@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from paceline.session.logged.record import LogRecord
 from paceline.session.record.causes import CAUSES, MEASURED, WORDS
 from paceline.session.record.folder import PARTS
 from paceline.session.record.lateness import LatenessTotals, lateness, stacked, worst
@@ -59,7 +60,7 @@ def test_causes_add_up_and_half_are_never_late() -> None:
 def test_compute_is_what_was_not_measured_as_something_else() -> None:
     seconds = {"compute": 0.1, "exchange": 9.0, "wait": 9.0, "data": 0.02}
     measured = {"reading": 15_000, "collection": 30_000, "stolen": 6000, "paging": 1000}
-    record = [1, 1, 0.0, 8, [seconds[part] for part in PARTS], {}, [measured[cause] for cause in MEASURED]]
+    record = LogRecord(1, 1, 0.0, 8, [seconds[part] for part in PARTS], {}, [measured[cause] for cause in MEASURED], [0, 0], {})
     (found,) = stacked([{4: record, 5: record}], [4, 5])
     assert dict(zip(CAUSES, found[1], strict=True)) == pytest.approx(
         {"compute": 0.068, "reading": 0.015, "collection": 0.03, "stolen": 0.006, "paging": 0.001}

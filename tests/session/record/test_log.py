@@ -19,6 +19,9 @@ from paceline.comm.agreement import Agreement
 from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import ResourceError, UsageError
 from paceline.session.display import PlainLines
+from paceline.session.logged.histogram import histogram
+from paceline.session.logged.host_copy import HostCopy
+from paceline.session.logged.image import image
 from paceline.session.record.folder import RunFolder
 from paceline.session.record.log import MetricsLog, OnNan
 from paceline.session.record.status_line import StatusLine
@@ -187,27 +190,19 @@ def test_finish_in_a_group(tmp_path: Path) -> None:
 # Devices ----------------------------------------------------------------------------------------------------------------------
 
 
-class Later:
-    """A copy from a device that arrives when told."""
+class Later(HostCopy):
+    """A copy that arrives when the test says so."""
 
     arrived = False
-
-    def __init__(self, sums: list[Any]) -> None:
-        self.sums = sums
 
     def done(self) -> bool:
         return type(self).arrived
 
-    def read(self) -> None:
-        for sums in self.sums:
-            sums.total += float(sums.device)
-            sums.device = None
 
-
-def test_numbers_on_their_way_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.session.record.log._DeviceCopy", Later)
-    monkeypatch.setattr("paceline.session.record.log._scalar", lambda name, value: torch.tensor(value, dtype=torch.float64))
-    monkeypatch.setattr(Later, "arrived", False)
+def test_what_is_on_its_way_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("sums", "media", "metric"):
+        monkeypatch.setattr(f"paceline.session.logged.{module}.HostCopy", Later)
+    monkeypatch.setattr("paceline.session.logged.values.number", lambda name, value: torch.tensor(value, dtype=torch.float64))
     logs, where = job(tmp_path, 1)
     for step in (1, 2):
         logs[0].log(step, {"loss": 1.0}, 3)
@@ -223,6 +218,19 @@ def test_numbers_on_their_way_are_not_waited_for(tmp_path: Path, monkeypatch: py
     logs[0].step(3, 4, SECONDS)
     flush(logs, last=True)  # the end does wait
     assert lines(where)[-1]["loss"] == 7.0
+
+
+@pytest.mark.parametrize("value", [histogram(torch.ones(2)), image(torch.ones(2, 2))])
+def test_a_step_waits_for_what_it_shows(value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.session.logged.media.HostCopy", Later)
+    logs, where = job(tmp_path, 1)
+    logs[0].log(1, {"loss": 1.0, "shown": value})
+    logs[0].step(1, 4, SECONDS)
+    flush(logs)
+    assert lines(where) == []
+    monkeypatch.setattr(Later, "arrived", True)
+    flush(logs)
+    assert [line["loss"] for line in lines(where)] == [1.0]
 
 
 @pytest.mark.gpu

@@ -17,10 +17,14 @@ class Kept:
 
     def __init__(self) -> None:
         self.shown: list[RunStatus] = []
+        self.said: list[str] = []
         self.closed = 0
 
     def show(self, status: RunStatus) -> None:
         self.shown.append(status)
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
 
     def close(self) -> None:
         self.closed += 1
@@ -92,3 +96,18 @@ def test_who_is_late_is_shown_as_long_as_it_matters() -> None:
         line.step(beat(step), None)
         line.show()
     assert [status.late for status in kept.shown] == ["rank 2 on c late 41%: data loading", "", ""]
+
+
+def test_what_was_logged_once_a_step_was_over_has_a_line_of_its_own() -> None:
+    clock, kept = Clock(), Kept()
+    line = StatusLine(kept, clock=clock)
+    line.logged(3, {"val/loss": 2.0})
+    line.logged(3, {"val/loss": 3.0, "val/accuracy": 0.25})  # within the same second: with the next line, or at the end
+    line.logged(4, {"val/loss": 1.0})
+    assert kept.said == ["step 3  val/loss 2"]
+    clock.now += 1.0
+    line.logged(4, {"val/accuracy": 0.5})
+    line.logged(5, {"val/accuracy": 0.75})
+    line.close(None)
+    line.close(None)
+    assert kept.said[1:] == ["step 4  val/accuracy 0.5  val/loss 1", "step 5  val/accuracy 0.75"] and kept.shown == []

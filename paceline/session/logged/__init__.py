@@ -1,0 +1,1 @@
+"""What a script gives to `run.log`, as it is kept until it is handed over."""

@@ -1,0 +1,1 @@
+"""Where the first worker reports a run to, beside its folder: TensorBoard, Weights & Biases, MLflow, Prometheus."""
