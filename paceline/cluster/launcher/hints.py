@@ -26,6 +26,7 @@ SEVERAL = (
     "--mesh",
     "--cut",
     "--straggler",
+    "--cluster",
     "--report-to",
     "--shares",
 )

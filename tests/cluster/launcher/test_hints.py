@@ -6,6 +6,7 @@ import shlex
 import sys
 import threading
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import typer
@@ -183,6 +184,7 @@ def test_the_line_for_another_host_starts_the_same_job(monkeypatch):
             "backend": "paceline",
             "servers": 2,
             "straggler": "drop",
+            "cluster": Path("links.toml"),
             "report_to": "tensorboard,wandb",
             "shares": "2,1",
         },

@@ -140,6 +140,7 @@ def test_the_summary_has_every_field(tmp_path: Path) -> None:
             "memory",
             "log_began",
             "untold",
+            "route",
             "links",
             "pipelines",
             "settings",
