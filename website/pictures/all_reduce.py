@@ -10,7 +10,7 @@ from paceline.comm.schedule import Schedule, build
 from paceline.formatting import counted
 from website.pictures.svg import Drawing
 
-SHOWN = {"direct": "4", "ring": "4", "owners": "4", "tree": "7", "halving-doubling": "4", "hierarchical": "2+2"}
+SHOWN = {"direct": "4", "ring": "4", "owners": "4", "tree": "7", "halving-doubling": "4", "hierarchical": "2+2", "uneven": "3"}
 COLUMN, ROUND, BOX = 92.0, 62.0, 13.0  # pixels
 LEFT = 84.0
 
