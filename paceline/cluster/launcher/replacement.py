@@ -40,7 +40,7 @@ class Replacement:
     _told: dict[int, int] = field(default_factory=dict)  # the last view that each worker got
     _called: set[int] = field(default_factory=set)  # workers that are ready, as the others know
     _causes: set[tuple[str, str]] = field(default_factory=set)  # of failures, as the workers said
-    _failures: list[Failure] = field(default_factory=list)
+    _failures: list[tuple[float, Failure]] = field(default_factory=list)  # and when each happened
     _falls: dict[int, int] = field(default_factory=dict)  # by rank: how often in a row it died before it had trained for a while
     _stopped: dict[int, float] = field(default_factory=dict)  # since when
     _looked_at: float = 0.0
@@ -145,7 +145,7 @@ class Replacement:
             self._buried.add(worker.number)
             if worker.said("closed") or worker.said("left"):
                 continue
-            self._failures.append(failure)
+            self._failures.append((now - failure.age, failure))
             cause = next(((str(r["type"]), str(r["message"])) for r in worker.records if r["event"] == "failed" and not r["is_echo"]), None)
             if cause is not None and cause in self._causes:
                 return failure  # what ends one worker after the other is in the script, or in the data
@@ -154,7 +154,7 @@ class Replacement:
         if self._due and now >= self._due[0][0]:
             self.again(self._due.pop(0)[1])
         if self.assembly.joined and self._failures and not self._due and not any(w.ended is None or w.said("surviving") for w in workers):
-            self.assembly.verdict = self._failures[0]  # none of this host ever got in: the others go on without it
+            self.assembly.verdict = self._failures[0][1]  # none of this host ever got in: the others go on without it
         return self._too_few(workers)
 
     def _replace(self, worker: WorkerProcess, failure: Failure, now: float) -> None:
@@ -181,6 +181,6 @@ class Replacement:
         self._short_since = self._short_since or time.monotonic()
         if members and time.monotonic() - self._short_since < self.patience:
             return None
-        if not members and (self._due or any(w.ended is None and w.number not in self._gone for w in workers)):
-            return None  # newcomers find out by themselves that nobody is left
-        return min(self._failures, key=lambda failure: (failure.is_echo, failure.age))  # the last: the job survived the others
+        if not members and (self._due or any(worker.ended is None for worker in workers)):
+            return None  # newcomers find out by themselves that nobody is left, and one that fails hasn't said yet why
+        return max(self._failures, key=lambda found: (not found[1].is_echo, found[0]))[1]  # the last: the job survived the others

@@ -23,7 +23,7 @@ class Host:
         self.workers: list[WorkerProcess] = []
         monkeypatch.setattr(replacement.time, "monotonic", lambda: self.at)
         monkeypatch.setattr(replacement.time, "time", lambda: self.at)
-        assembly = ElasticPeers(0, View(1, (HostSeat(0, (1, 2)),), 1), {})
+        assembly = ElasticPeers(0, View(1, (HostSeat(0, (1, 2), {"name": "host", "address": "127.0.0.1", "port": 1}),), 1), {})
         self.mending = Replacement(assembly, 1, 99, 600.0, self._again, say=lambda text: None)
         for rank in range(2):
             self._begin(rank)
@@ -80,3 +80,30 @@ def test_what_was_is_forgotten_after_a_while_of_training(host):
     for _ in range(5):
         host.pause(0, trained=1.0)
     assert [host.pause(0, trained=seconds) for seconds in (11.0, 1.0, 11.0)] == [1, 2, 1]
+
+
+def test_the_last_to_fail_ends_the_job_once_it_has_ended(host, monkeypatch):
+    """The others were survived, also where the last takes long to end."""
+    monkeypatch.setattr(WorkerProcess, "order", lambda worker, line: None)
+    monkeypatch.setattr(Replacement, "_free", lambda mending, workers, now: None)
+    host.mending.restarts = 0
+    first, second = host.workers
+
+    def turn() -> Failure | None:
+        host.mending.look(host.workers)
+        return host.mending.turn(host.workers, suspect)
+
+    def suspect(worker: WorkerProcess) -> Failure:
+        if worker is first:
+            return Failure(0, "host", 137, "was killed by SIGKILL", False, 0.2, "")
+        return Failure(1, "host", 1, "failed with exit code 1 (KeyError)", False, 3.0, "")  # it failed before it ended
+
+    first.ended = host.at
+    assert turn() is None and host.mending.assembly.view.workers == (2,)
+    host.at += 1.0
+    second.records.append({"event": "failed", "time": host.at, "type": "KeyError", "message": "x", "is_echo": False})
+    assert turn() is None and host.mending.assembly.view.workers == ()
+    host.at += 3.0
+    second.ended = host.at
+    found = turn()
+    assert found is not None and found.rank == 1
