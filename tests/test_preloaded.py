@@ -103,7 +103,7 @@ def test_a_script_that_is_forked_is_as_if_it_were_started(tmp_path: Path) -> Non
 
 SERVED = """
 with pl.start(sync=pl.ParameterServer(servers=1)) as run:
-    model, optimizer, loader = parts(run, samples=10**6)
+    model, optimizer, loader = parts(run, samples=10**5)
     for number, (x, y) in enumerate(loader):
         step(run, model, optimizer, x, y)
         open(f"up{rank}", "w").close()

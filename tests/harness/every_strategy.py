@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-STEPS, BATCH, WIDTH = 20, 13, 48  # a batch that no number of workers divides
+STEPS, BATCH, WIDTH = 9, 13, 48  # more than twice the longest round, and than `after` begins; a batch that no number of workers divides
 
 
 CODECS = {
