@@ -123,7 +123,7 @@ def test_a_server_is_one_of_its_worker_s_processes(tmp_path: Path, launcher: tup
         server.kill()
         ended = launched.end()
         assert ended.code == 1 and "killed by SIGKILL (exit code 137): what it kept is lost" in ended.err, ended.err
-        launched = job.run(SERVED, 2)
+        launched = job.run(SERVED, 1)
         (tmp_path / "up0").unlink()
         wait_for(lambda: launched.process.poll() is not None or (tmp_path / "up0").exists(), 60)
         launched.worker(0).kill()

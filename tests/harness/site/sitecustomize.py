@@ -1,0 +1,21 @@
+"""Read by any Python that has this folder in PYTHONPATH, before all else: its first `import torch` begins with tests.harness.brisk.
+
+Kernels of notebooks, launchers of others and their workers start by programs that aren't ours; those that need no torch get none.
+"""
+
+from __future__ import annotations
+
+import builtins
+
+_import = builtins.__import__
+
+
+def _first(name: str, *where: object, **more: object) -> object:
+    """Import as ever, but torch as `brisk` does it."""
+    if name.partition(".")[0] == "torch":
+        builtins.__import__ = _import
+        _import("tests.harness.brisk")
+    return _import(name, *where, **more)  # type: ignore[arg-type]
+
+
+builtins.__import__ = _first  # type: ignore[assignment]
