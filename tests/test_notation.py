@@ -200,7 +200,7 @@ def test_check_needs_no_torch() -> None:
 
 MISTAKEN = [
     ("AllReduce(via='rign')", "did you mean ring?"),
-    ("AllReduce(via=5)", "via is 5 in AllReduce(via=5), and has to be a text"),
+    ("AllReduce(via=5)", "via is 5 in AllReduce(via=5), and has to be 'auto' or 'native' or"),
     ("AllReduce('ring', True)", "bucket_mb is True in AllReduce('ring', True), and has to be a number"),
     ("AllReduce('ring', 1, exact(), 4)", "too many positional arguments"),
     ("AllReduce(codec=5)", "codec is 5 in AllReduce(codec=5), and has to be Codec or Coding or auto or 'auto'"),

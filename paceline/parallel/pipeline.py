@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -68,13 +68,16 @@ class pipeline:
     inputs: Sequence[str] | None = None
     loss: Loss | None = None
     again: bool = False
-    axis: ClassVar[str] = "stage"
 
     __repr__ = spell
 
     def __post_init__(self) -> None:
         check_loss("pipeline", self.loss, self.split)
         check_again("pipeline", self.again, self.split)
+
+    @property
+    def axis(self) -> str:
+        return "stage"
 
     @property
     def travels(self) -> str:

@@ -15,7 +15,7 @@ import difflib
 import fnmatch
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import nn
@@ -53,7 +53,6 @@ class shard:
     zero: Zero = 3
     params: Half | None = None
     reduce: Reduce | None = None
-    axis: ClassVar[str] = "shard"
 
     __repr__ = spell
 
@@ -73,6 +72,10 @@ class shard:
     def patterns(self) -> tuple[str, ...]:
         """The patterns as a tuple."""
         return (self.units,) if isinstance(self.units, str) else tuple(self.units)
+
+    @property
+    def axis(self) -> str:
+        return "shard"
 
     @property
     def travels(self) -> str:

@@ -174,7 +174,7 @@ X, Y = torch.zeros(4, 5, dtype=torch.long), torch.zeros(4, 5, dtype=torch.long)
         (pipeline("tokens, blocks.*", trace=False), "no layer has the parameters positions.weight"),
         (pipeline("tokens, positions, blocks, norm, head", schedule="interleaved", micro_batches=4, chunks=4), "8 stages .* for 5 layers"),
         (pipeline(LAYERS, schedule="interleaved", micro_batches=1), "interleaved with micro_batches=1"),
-        (pipeline(LAYERS, schedule="gpip"), "no schedule 'gpip'"),
+        (pipeline(LAYERS, schedule="gpip"), "schedule='gpip' is unknown; .*did you mean gpipe"),
         (pipeline(LAYERS, split="odd"), "split='odd'"),  # type: ignore[arg-type]
     ],
 )

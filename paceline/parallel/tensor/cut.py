@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import nn
 
@@ -40,8 +40,6 @@ class tensor:
     """
 
     __repr__ = spell
-    axis: ClassVar[str] = "tensor"
-    travels: ClassVar[str] = "activations are summed after each pair of column() and row(), forward and backward; no parameters travel"
 
     layers: Mapping[str, Style] | Literal["auto"]
     divide: Sequence[str] = ()
@@ -56,6 +54,14 @@ class tensor:
         for pattern, style in self.layers.items() if isinstance(self.layers, Mapping) else ():
             if not isinstance(style, Style):
                 raise UsageError(f"tensor: {pattern!r} has {style!r}; give column(), row(), vocab(), sequence() or summed()")
+
+    @property
+    def axis(self) -> str:
+        return "tensor"
+
+    @property
+    def travels(self) -> str:
+        return "activations are summed after each pair of column() and row(), forward and backward; no parameters travel"
 
     def apply(self, model: nn.Module, context: CutContext) -> None:
         layers, divide = self.layers, list(self.divide)
