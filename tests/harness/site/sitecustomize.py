@@ -6,6 +6,7 @@ Kernels of notebooks, launchers of others and their workers start by programs th
 from __future__ import annotations
 
 import builtins
+import sys
 
 _import = builtins.__import__
 
@@ -14,7 +15,8 @@ def _first(name: str, *where: object, **more: object) -> object:
     """Import as ever, but torch as `brisk` does it."""
     if name.partition(".")[0] == "torch":
         builtins.__import__ = _import
-        _import("tests.harness.brisk")
+        if "torch._meta_registrations" not in sys.modules:  # or `brisk` is what imports torch, under whatever name
+            _import("tests.harness.brisk")
     return _import(name, *where, **more)  # type: ignore[arg-type]
 
 
