@@ -385,7 +385,7 @@ class Own(DataLoader):
         (lambda: Own(Numbers(9)), {}, "plain torch.utils.data.DataLoader"),
         (seeded(), {"accumulate": 0}, "accumulate is 0"),
         (seeded(), {"accumulate": 2, "train": False}, "isn't trained on"),
-        (seeded(), {"loss": "max"}, "'mean' or 'sum'"),
+        (seeded(), {"loss": "max"}, "possible: mean, sum"),
         (seeded(), {"loss": "sum", "weigh": len}, "leave one of them out"),
         (seeded(), {"readers": "host"}, "for streams"),
         (seeded(), {"shard": "mine"}, "for streams"),
