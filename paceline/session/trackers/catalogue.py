@@ -34,7 +34,7 @@ class TrackerSpec:
 def read(asked: str | Sequence[str] | None) -> tuple[TrackerSpec, ...]:
     """Read what `report_to` was given: a name, several with commas between them, or a list; "none" for nowhere. Raises `UsageError`."""
     words = asked.split(",") if isinstance(asked, str) else [] if asked is None else asked
-    if isinstance(words, str | bytes) or not isinstance(words, Sequence) or not all(isinstance(word, str) for word in words):
+    if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
         raise UsageError(f"report_to={asked!r} is no name and no list of names; possible are {', '.join(NEEDS)}")
     specs = tuple(TrackerSpec(*map(str.strip, word.split(":", 1))) for word in words)
     if specs == (TrackerSpec(NOWHERE),):
