@@ -17,7 +17,7 @@ from typing import Any, Protocol, TextIO
 
 from paceline.cluster.control import events
 from paceline.cluster.discover import Place
-from paceline.status.live_bar import SIZE, LiveBar
+from paceline.status.live_bar import bar_on
 from paceline.status.run_status import RunStatus, line
 
 
@@ -87,8 +87,7 @@ class TerminalBar:
 
     def __init__(self, stream: TextIO, *, breaks: bool = True) -> None:
         self._stream = stream
-        plain = "utf" not in (getattr(stream, "encoding", None) or "utf-8").lower()
-        self._bar = LiveBar(self._size, breaks=breaks, plain=plain)
+        self._bar = bar_on(stream, breaks=breaks)
         self._lock = threading.RLock()  # announcements come from threads, too
         self._undo = contextlib.ExitStack()
         self._stand_in()
@@ -115,13 +114,6 @@ class TerminalBar:
         if text:
             self._stream.write(text)
             self._stream.flush()
-
-    def _size(self) -> tuple[int, int]:
-        try:
-            size = os.get_terminal_size(self._stream.fileno())
-        except (OSError, ValueError):  # it is none that the system knows, or was closed
-            return SIZE
-        return size.columns or SIZE[0], size.lines or SIZE[1]
 
     def _stand_in(self) -> None:
         """Put streams that write above the bar in the place of those of the process, also where its log goes."""

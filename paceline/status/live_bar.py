@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import io
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TextIO
 
 from paceline.formatting import spoken
 from paceline.status.run_status import RunStatus, shares, sparkline
@@ -41,6 +42,19 @@ def capable(environ: Mapping[str, str]) -> bool:
 def reflows(environ: Mapping[str, str]) -> bool:
     """Whether the terminal breaks lines anew when it becomes narrower; all do but xterm and screen."""
     return "XTERM_VERSION" not in environ and "STY" not in environ
+
+
+def bar_on(stream: TextIO, *, breaks: bool = True) -> LiveBar:
+    """Make the bar of the terminal that `stream` writes to. `breaks`: as for `LiveBar`."""
+
+    def size() -> tuple[int, int]:
+        try:
+            found = os.get_terminal_size(stream.fileno())
+        except (OSError, ValueError):  # it is none that the system knows, or was closed
+            return SIZE
+        return found.columns or SIZE[0], found.lines or SIZE[1]
+
+    return LiveBar(size, breaks=breaks, plain="utf" not in (getattr(stream, "encoding", None) or "utf-8").lower())
 
 
 class LiveBar:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from paceline.cluster.launcher import output
 from paceline.cluster.launcher.output import Screen
 from paceline.cluster.launcher.worker import WorkerProcess
-from paceline.status.live_bar import SIZE, LiveBar, capable, reflows
+from paceline.status.live_bar import bar_on, capable, reflows
 from paceline.status.run_status import RunStatus
 
 
@@ -20,17 +20,8 @@ def is_there(environ: Mapping[str, str], *, bare: bool = False) -> bool:
 
 def screens(environ: Mapping[str, str], *, bare: bool = False) -> tuple[Screen, Screen]:
     """Make the screens of standard output and error (`output.screens`), with a bar where there is to be one."""
-    plain = "utf" not in (sys.stderr.encoding or "utf-8").lower()
-    bar = LiveBar(_size, breaks=reflows(environ), plain=plain) if is_there(environ, bare=bare) else None
+    bar = bar_on(sys.stderr, breaks=reflows(environ)) if is_there(environ, bare=bare) else None
     return output.screens(bare=bare, bar=bar)
-
-
-def _size() -> tuple[int, int]:
-    try:
-        size = os.get_terminal_size(2)
-    except OSError:
-        return SIZE
-    return size.columns or SIZE[0], size.lines or SIZE[1]
 
 
 class JobBar:
