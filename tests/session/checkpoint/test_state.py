@@ -15,6 +15,7 @@ from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
 from paceline.sync.localsgd.strategy import LocalSGD
 from paceline.sync.route_choice import RouteFacts
+from tests.harness.models import fill
 from tests.harness.runs import alone, batches, distance, parameters, workers
 
 HOSTS = (0, 1, 2)
@@ -23,9 +24,7 @@ UNEVEN, ALIKE = RouteFacts((1e8, 1e8, 1e7), 1e-4, 4.0), RouteFacts((1e8, 1.1e8, 
 
 def training(run: Run) -> Tensor:
     """Two epochs from the newest checkpoint on, saved after each."""
-    model = nn.Linear(6, 2, dtype=torch.float64)
-    for parameter in model.parameters():  # threads share torch's generator, so nothing is drawn from it
-        parameter.data = torch.linspace(-0.5, 0.5, parameter.numel(), dtype=torch.float64).reshape(parameter.shape)
+    model = fill(nn.Linear(6, 2, dtype=torch.float64))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     model, optimizer, loader = run.prepare(model, optimizer, batches())
     run.resume()
