@@ -222,7 +222,7 @@ class _Assembly:
         survival = None
         if body is not None and recovery is not None and leaving is not None:
             survival = self._survive(body, recovery, leaving, collector)
-        ended = () if survival is None else (survival.step_ended,)
+        ended = (self.links.step_ended, collector.step_ended, *(() if survival is None else (survival.step_ended,)))
         plan, policy = TotalSteps(total_steps, log.expect), PolicyCheck(self.joined.straggler)
         observer, place = self.abilities.observer, self.view.worker.place
         restart = () if place.job_start is None else (self.resumption.training_begins,)
@@ -242,7 +242,7 @@ class _Assembly:
                 stepped=() if observer is None else (observer.stepped,),
                 doubled=(self.memory.measure,),
                 committed=() if body is None else (body.buddies.committed,),
-                step_ended=(log.step, comparer.step_ended, self.follower.step_ended, *limit, collector.step_ended, *ended),
+                step_ended=(log.step, comparer.step_ended, self.follower.step_ended, *limit, *ended),
                 ghost_ended=(self.hints.haunted,),
                 went_back=(log.fold,),
             )

@@ -1,7 +1,8 @@
 """Says whose link has become slow: measures the links between hosts once exchanges take longer, while no step is under way.
 
 flush   flush   flush (slow for long enough)                    flush
-  |       |       | rounds of pairs of hosts, a few 100 KB each   | the line, the status line, `links` of the summary
+  |  :  :  |  :  :  | rounds of pairs of hosts, a few 100 KB each   | the line, the status line, `links` of the summary
+     a glance: have the last two steps become slow at once?
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgpack
@@ -24,6 +25,7 @@ from paceline.session.axes import RunAxes
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.probe.links import LinkMeter
 from paceline.session.probe.slow_links import CodecCost, ExchangeSensor, Slowdown, SlowLink, find, predict, rounds
+from paceline.session.record.folder import PARTS
 from paceline.session.record.history import RunHistory
 from paceline.sync.base import Strategy
 
@@ -39,6 +41,8 @@ class LinkWatch:
     def __init__(self, loop: TrainingLoop, axes: RunAxes, strategy: Strategy, history: RunHistory, *, survives: bool) -> None:
         self._loop, self._axes, self._strategy, self._history, self._survives = loop, axes, strategy, history, survives
         self._sensor = ExchangeSensor()
+        self._last: deque[list[float]] = deque(maxlen=2)  # seconds of PARTS of my last steps
+        self._next: int | None = None  # the step after which all meet for a glance
         self._marks: deque[tuple[int, int]] = deque(maxlen=2)  # steps, and bytes sent between hosts, at the last flushes
         self._remark = ""
         self.found: list[dict[str, Any]] = []
@@ -56,21 +60,42 @@ class LinkWatch:
         slowdown = self._sensor.take(names, steps)
         if slowdown is not None:
             self._look(slowdown)
+        if self._next is None or self._sensor.ahead is None:
+            self._plan()
 
-    def _look(self, slowdown: Slowdown) -> None:
-        """Find out whose link it is, and say so."""
+    def step_ended(self, step: int, _samples: int, seconds: Mapping[str, float]) -> None:
+        """Take in what a step of mine has spent, and glance at the last two if it is time. Collective then."""
+        self._last.append([seconds.get(part, 0.0) for part in PARTS])
+        if self._next is None or step < self._next:
+            return
+        told = self._axes.everyone.meet("a glance at exchanges", msgpack.packb([*self._last]))
+        slowdown = self._sensor.glance([msgpack.unpackb(body) for body in told])
+        if slowdown is not None:
+            self._sensor.looked(slowdown, found=self._look(slowdown, sure=False))
+        self._plan()
+
+    def _plan(self) -> None:
+        """Plan the next glance, in a run whose workers meet in each step anyway."""
+        sync = self._loop.backward.sync
+        meets = sync.exchanges_in_backward and not sync.replicas_diverge and self._loop.abilities.remote is None
+        ahead = self._sensor.ahead if meets and not self._survives else None
+        self._next = None if ahead is None else self._loop.steps + ahead
+
+    def _look(self, slowdown: Slowdown, *, sure: bool = True) -> bool:
+        """Find out whose link it is, say so, and return whether it is one. Where exchanges may be long for a moment, only that is said."""
         longer = f"exchanges take {slowdown.now * 1e3:.1f} ms of a step where it was {slowdown.usual * 1e3:.1f} ms"
         if self._survives:
             self._history.tell(
                 f"{longer}: a link between hosts has become slow, or who uses it; where losses are survived none is measured"
             )
-            return
+            return False
         agreement, hosts = self._axes.everyone, self._axes.cluster().names()
         try:
             rates = self._measured()
         except PacelineError as error:
-            self._history.tell(f"{longer}, and links can't be measured ({error})")
-            return
+            if sure:
+                self._history.tell(f"{longer}, and links can't be measured ({error})")
+            return False
         (before, sent), (steps, total) = self._marks[0], self._marks[-1]
         mine = [(total - sent) / max(steps - before, 1), *_coding(len(self._axes.cluster().hosts))]
         facts = [msgpack.unpackb(body) for body in agreement.meet("links", msgpack.packb(mine))]
@@ -79,14 +104,14 @@ class LinkWatch:
         codec = CodecCost(max(fact[1] for fact in facts), statistics.median(fact[2] for fact in facts))
         link, most = find(rates), max(leaving)
         if link is None or most / link.rate < EXPLAINS * slowdown.now:
-            slowest = min(rates.values())
-            self._history.tell(
-                f"{longer}, though every link between hosts carries {_mbit(slowest)} or more: see what else runs on the hosts"
-            )
-            return
+            slowest = _mbit(min(rates.values()))
+            if sure:
+                self._history.tell(f"{longer}, though every link between hosts carries {slowest} or more: see what else runs on the hosts")
+            return False
         machines = [hosts[where.index(host)] for host in link.hosts]
         gain = predict(slowdown, most, link.rate, most * len(leaving) / (8 * (len(leaving) - 1)), codec)
         self._say(longer, link, machines, gain)
+        return True
 
     def _say(self, longer: str, link: SlowLink, machines: Sequence[str], gain: float) -> None:
         carried = _mbit(link.rate) if link.usual is None else f"{_mbit(link.rate)}, where others carry {_mbit(link.usual)}"
@@ -98,11 +123,11 @@ class LinkWatch:
         pays = spell(self._strategy) == "AllReduce()" and gain >= WORTH
         advice = f"AllReduce(codec=int8()) would make steps about {gain:.2f} times as fast; or see what else uses it" if pays else ""
         words = f"{longer}: {whose} carr{'y' if len(machines) > 2 else 'ies'} {carried}"
-        self._history.tell(f"{words}. {advice or 'See what else uses it'}")
         self.found.append(
             {"step": self._loop.steps, "hosts": list(machines), "rate": link.rate, "usual": link.usual, "gain": gain if pays else None}
             | {"words": words, "advice": advice}
         )
+        self._history.tell(f"{words}. {advice or 'See what else uses it'}")
 
     def _measured(self) -> dict[tuple[int, int], float]:
         """Measure how many bytes a second go from each host to each other. Collective."""

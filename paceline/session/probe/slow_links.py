@@ -2,6 +2,7 @@
 
 exchange of a step, ms        4   4   5   4 | 21  22  20  23     what even the last worker, which never waits, spends in exchanges:
                               usual, 4      | twice as long, for a fifth of a step, in four of five flushes: measure the links
+                                            | four times as long, for a third of a step, in two steps one after the other: at once
 
 bytes a second    to host0  host1  host2      the best way out of host2, and into it, is far below that of the others:
 from host0            -      120    12        host2 is named; of two hosts it can't be known which, and both are
@@ -20,59 +21,109 @@ from paceline.session.record.folder import PARTS
 
 FLUSHES, STEPS = 5, 20  # the least that is looked at; flushes of fewer steps than four are taken together
 TIMES, SHARE, LEAST = 2.0, 0.2, 1e-3  # as long as usual; of a step; seconds of it: from which on links are measured
+TIMES_AT_ONCE, SHARE_AT_ONCE = 4.0, 0.3  # the same, for two steps that have links measured at once
+GLANCE, PAUSE = 0.2, 60.0  # seconds from one look at the last two steps to the next; after a look that found no slow link
 SLOW: Final = 0.5  # of the usual rate: slower is slow
 MOST_PARTNERS: Final = 15  # hosts that each one is measured with
 _EXCHANGE = PARTS.index("exchange")
+_BUSY = [PARTS.index(part) for part in ("compute", "data")]
 
 
 class Slowdown(NamedTuple):
-    """Exchanges take longer than before: seconds of a step, and those of a whole step now."""
+    """Exchanges take longer than before: seconds of a step, and those of a whole step and of the busiest worker's own work now."""
 
     usual: float
     now: float
     step: float
+    busy: float
+
+
+class _Look(NamedTuple):
+    """What steps in the mean, or one, have of all workers: seconds of exchange of the one that waits least, of a step, of the busiest."""
+
+    steps: int
+    exchange: float
+    whole: float
+    busy: float
 
 
 class ExchangeSensor:
-    """Follows the exchanges of all workers, with the same answers on all of them: `take` returns a slowdown, once."""
+    """Follows the exchanges of all workers, with the same answers on all of them: `take` and `glance` return a slowdown, once.
+
+    `ahead`: in how many steps from now a glance is worth its meeting; None before anything is usual, and while exchanges are slow.
+    """
 
     def __init__(self) -> None:
+        self._ahead: int | None = None
         self._names: tuple[int, ...] = ()
-        self._flushes: deque[tuple[int, float, float]] = deque(maxlen=FLUSHES)  # steps; seconds of exchange, and of a step, in the mean
-        self._open: list[tuple[int, float, float]] = []  # flushes of a few steps each, as steps take long
+        self._flushes: deque[_Look] = deque(maxlen=FLUSHES)
+        self._open: list[_Look] = []  # flushes of a few steps each, as steps take long
         self._usual: float | None = None
         self.slow = False
 
     def take(self, names: Sequence[int], steps: Sequence[Sequence[Sequence[float]]]) -> Slowdown | None:
         """Take in the seconds of PARTS of each step since the last flush, by rank. All begins anew when the workers change."""
         if tuple(names) != self._names:
-            self._names, self._usual, self.slow = tuple(names), None, False
+            self._names, self._usual, self.slow, self._ahead = tuple(names), None, False, None
             self._flushes.clear()
             self._open.clear()
         if len(steps) < 2 or not all(steps):
             return None
-        exchange = min(sum(step[_EXCHANGE] for step in mine) / len(mine) for mine in steps)
-        whole = max(sum(map(sum, mine)) / len(mine) for mine in steps)
-        self._open.append((len(steps[0]), exchange, whole))
-        if (count := sum(count for count, _, _ in self._open)) < STEPS // FLUSHES:
+        self._open.append(_look([[sum(part) / len(mine) for part in zip(*mine, strict=True)] for mine in steps], len(steps[0])))
+        if self._ahead is None:
+            self._ahead = _steps(GLANCE, self._open[-1].whole)
+        if (count := sum(flush.steps for flush in self._open)) < STEPS // FLUSHES:
             return None
-        exchange, whole = (sum(flush[0] * flush[at] for flush in self._open) / count for at in (1, 2))
-        self._flushes.append((count, exchange, whole))
+        exchange, whole, busy = (sum(flush.steps * flush[at] for flush in self._open) / count for at in (1, 2, 3))
+        self._flushes.append(_Look(count, exchange, whole, busy))
         self._open.clear()
         return self._judge() if len(self._flushes) == FLUSHES else None
 
+    @property
+    def ahead(self) -> int | None:
+        return None if self._usual is None or self.slow else self._ahead
+
+    def glance(self, last: Sequence[Sequence[Sequence[float]]]) -> Slowdown | None:
+        """Look at the seconds of PARTS of the last two steps, by rank: flushes are seconds apart as soon as steps are ten times as long."""
+        assert self._usual is not None
+        looks = [_look(each) for each in zip(*last, strict=True)]
+        self._ahead = _steps(GLANCE, max(look.whole for look in looks))
+        if any(look.exchange < max(TIMES_AT_ONCE * self._usual, SHARE_AT_ONCE * look.whole, LEAST) for look in looks):
+            return None
+        _, exchange, whole, busy = map(statistics.fmean, zip(*looks, strict=True))
+        return Slowdown(self._usual, exchange, whole, busy)
+
+    def looked(self, slowdown: Slowdown, *, found: bool) -> None:
+        """Take note of whether a link was found to be slow, for which a glance was the reason."""
+        self.slow = found
+        self._ahead = None if found else _steps(PAUSE, slowdown.step)
+        if found:
+            self._flushes.clear()  # most are of before
+            self._open.clear()
+
     def _judge(self) -> Slowdown | None:
-        columns = sorted(exchange for _, exchange, _ in self._flushes)
+        columns = sorted(flush.exchange for flush in self._flushes)
         now, sure = statistics.median(columns), columns[FLUSHES // 5]
-        step = statistics.median(whole for _, _, whole in self._flushes)
+        step = statistics.median(flush.whole for flush in self._flushes)
         usual = self._usual = now if self._usual is None else min(self._usual, now)
         if not self.slow and sure > TIMES * usual and sure - usual > max(LEAST, SHARE * step):
             self.slow = True
-            slow = [flush for flush in self._flushes if flush[1] > TIMES * usual]  # and not those from before
-            return Slowdown(usual, statistics.median(flush[1] for flush in slow), statistics.median(flush[2] for flush in slow))
+            slow = [flush for flush in self._flushes if flush.exchange > TIMES * usual]  # and not those from before
+            _, exchange, whole, busy = map(statistics.median, zip(*slow, strict=True))
+            return Slowdown(usual, exchange, whole, busy)
         if now < (TIMES / 2 + 0.5) * usual + LEAST:
             self.slow = False
         return None
+
+
+def _look(seconds: Sequence[Sequence[float]], steps: int = 1) -> _Look:
+    """Look at the seconds of PARTS of each rank. The last worker, which waits for nobody, has the least of exchange."""
+    exchange, whole = min(mine[_EXCHANGE] for mine in seconds), max(map(sum, seconds))
+    return _Look(steps, exchange, whole, max(sum(mine[at] for at in _BUSY) for mine in seconds))
+
+
+def _steps(seconds: float, step: float) -> int:
+    return max(1, int(seconds / max(step, 1e-9)))
 
 
 class SlowLink(NamedTuple):
@@ -123,8 +174,8 @@ class CodecCost(NamedTuple):
 def predict(slowdown: Slowdown, nbytes: float, rate: float, elements: float, codec: CodecCost) -> float:
     """Predict how many times as fast steps are with a codec, where a host sends so many bytes of `elements` in a step over its slow link.
 
-    What the link has less to do is taken off what shows of the exchange; coding takes the processor from the model, so all of it is added.
+    What the link has less to do is taken off the step, which doesn't become shorter than the busiest worker's own work; coding takes the
+    processor from the model, so all of it is added.
     """
-    link = nbytes / rate
-    shown = max(slowdown.now - (1 - codec.sent) * link, 0.0) + codec.seconds * elements
-    return slowdown.step / (slowdown.step - slowdown.now + shown)
+    saved = (1 - codec.sent) * nbytes / rate
+    return slowdown.step / (max(slowdown.step - saved, slowdown.busy) + codec.seconds * elements)

@@ -53,6 +53,50 @@ def test_moments_little_and_waits_for_late_workers_are_none() -> None:
     assert take(sensor, 0.005, 20, late=0.2) == []
 
 
+def glance(sensor: ExchangeSensor, *exchanges: float, late: float = 0.0, step: float = 0.05) -> Slowdown | None:
+    """What is found in the last two steps of three ranks, whose last one waits for nobody."""
+    return sensor.glance([[[step, exchange + (late if rank < 2 else 0.0), 0.0, 0.0] for exchange in exchanges] for rank in range(3)])
+
+
+def test_two_steps_that_are_far_slower_are_enough() -> None:
+    sensor = ExchangeSensor()
+    take(sensor, 0.005)
+    assert sensor.ahead is None  # nothing is usual yet
+    take(sensor, 0.005, 4)
+    assert sensor.ahead == 3  # steps of 55 ms in 0.2 s
+    assert glance(sensor, 0.06, 0.06) == Slowdown(*map(pytest.approx, (0.005, 0.06, 0.11, 0.05)))
+
+
+@pytest.mark.parametrize(
+    ("exchanges", "late", "step"),
+    [
+        ((0.06, 0.005), 0.0, 0.05),
+        ((0.005, 0.06), 0.0, 0.05),
+        ((0.005, 0.005), 0.2, 0.05),
+        ((0.06, 0.06), 0.0, 0.2),
+        ((0.018, 0.018), 0.0, 0.01),
+    ],
+    ids=["a step", "the last step", "workers that are late", "a quarter of a step", "three times as long"],
+)
+def test_what_a_glance_leaves_to_flushes(exchanges: tuple[float, float], late: float, step: float) -> None:
+    sensor = ExchangeSensor()
+    take(sensor, 0.005, 5)
+    assert glance(sensor, *exchanges, late=late, step=step) is None
+
+
+def test_glances_follow_the_pace_of_steps_and_pause() -> None:
+    sensor = ExchangeSensor()
+    take(sensor, 0.005, 5)
+    found = glance(sensor, 0.95, 0.95)
+    assert found is not None and sensor.ahead == 1
+    sensor.looked(found, found=False)
+    assert sensor.ahead == 60 and not sensor.slow
+    sensor.looked(found, found=True)
+    assert sensor.ahead is None and sensor.slow
+    assert take(sensor, 0.95, 20) == []  # it was said
+    assert take(sensor, 0.005, 10) == [] and sensor.ahead is not None and not sensor.slow
+
+
 def test_other_workers_have_other_exchanges() -> None:
     sensor = ExchangeSensor()
     take(sensor, 0.005, 20)
@@ -80,7 +124,8 @@ def test_the_host_whose_best_link_is_slow_is_found() -> None:
 
 
 def test_the_gain_is_what_the_link_has_less_to_do() -> None:
-    """10 MB over 12.5 MB/s take 800 ms, of which 700 show; a quarter of it takes 200 ms, and 20 ms of coding."""
-    found = predict(Slowdown(0.05, 0.7, 1.0), 10e6, 12.5e6, 2.5e6, CodecCost(0.25, 0.02 / 2.5e6))
-    assert found == pytest.approx(1.0 / (1.0 - 0.7 + 0.1 + 0.02))
-    assert predict(Slowdown(0.05, 0.7, 1.0), 10e6, 12.5e6, 2.5e6, CodecCost(1.0, 0.0)) == pytest.approx(1.0)
+    """10 MB over 12.5 MB/s take 800 ms. A quarter of it takes 200 ms, which leaves 400 ms of a second's step, and 20 ms are for coding."""
+    now, codec = Slowdown(0.05, 0.7, 1.0, 0.3), CodecCost(0.25, 0.02 / 2.5e6)
+    assert predict(now, 10e6, 12.5e6, 2.5e6, codec) == pytest.approx(1.0 / (0.4 + 0.02))
+    assert predict(now._replace(busy=0.5), 10e6, 12.5e6, 2.5e6, codec) == pytest.approx(1.0 / (0.5 + 0.02))
+    assert predict(now, 10e6, 12.5e6, 2.5e6, CodecCost(1.0, 0.0)) == pytest.approx(1.0)
