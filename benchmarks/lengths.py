@@ -7,8 +7,8 @@ itself, so its work is linear in tokens, and nothing is padded. It goes through 
 that have so little of a processor is then small beside its work. The ideal is all tokens by the sum of the workers' own speeds, which are
 measured in the same run: samples one by one, by a copy of the model that exchanges nothing. Epochs of all ways take turns.
 
-`padded` is a second case without a bar: each worker's samples as one batch, padded to the longest, where work is rather the
-count times the largest.
+`padded` is a second case without a bar: each worker's samples as one batch, padded to the longest, and `cost=pl.padded(len)`. What is
+padded is work as well, so no way of dealing comes near the ideal.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def serve(options: argparse.Namespace) -> None:
     ideal: dict[str, list[list[list[float]]]] = {name: [] for name in WAYS}
     with pl.start(folder=str(options.serve), name="lengths", trace="off") as run:
         model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 1e-3))
-        loaders = {name: run.prepare(loader(), cost=len if by_cost else None) for name, by_cost in WAYS.items()}
+        cost = pl.padded(len) if options.case == "padded" else len
+        loaders = {name: run.prepare(loader(), cost=cost if by_cost else None) for name, by_cost in WAYS.items()}
         for _ in range(options.rounds + WARMUP):
             for name, dealt in loaders.items():
                 taken, alone = [], []

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from paceline.codec.dense import bfloat16, half, int4, int8, sign
     from paceline.codec.powersgd import powersgd
     from paceline.codec.sparse import randomk, topk
+    from paceline.data.costs import padded
     from paceline.fault.export import state_dict
     from paceline.parallel.embedding import SparseEmbedding
     from paceline.parallel.layers import layers
@@ -91,6 +92,7 @@ __all__ = [
     "meta",
     "named",
     "nesterov",
+    "padded",
     "pipeline",
     "powersgd",
     "probe",
@@ -116,6 +118,7 @@ _NAMES: Final = {
     "paceline.codec.dense": ("bfloat16", "half", "int4", "int8", "sign"),
     "paceline.codec.powersgd": ("powersgd",),
     "paceline.codec.sparse": ("randomk", "topk"),
+    "paceline.data.costs": ("padded",),
     "paceline.parallel.embedding": ("SparseEmbedding",),
     "paceline.parallel.layers": ("layers",),
     "paceline.parallel.meta": ("meta",),

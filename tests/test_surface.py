@@ -51,6 +51,7 @@ NAMES = [
     "meta",
     "named",
     "nesterov",
+    "padded",
     "pipeline",
     "powersgd",
     "probe",

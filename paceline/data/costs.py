@@ -1,18 +1,23 @@
 """Dealing by cost, where samples differ: workers get equal sums of costs, or sums in proportion to their parts, instead of equal counts.
 
-costs, sorted     1 1 2 2 3 3 4 5 | 6 7 8 | 9 11      cut at consecutive places: what is alike goes together, and little is padded
-sums              21                21      20
+costs, the largest first     11 9 8 | 7 6 5 | 4 3 3 2 2 1 1      each to whom has least with it: large ones and small ones for everybody
+                             11     9     8
+                              5     6     7
+                              3     3     4
+                              2 1   2     1        sums 22 20 20
 
-Where a few large samples can't be cut evenly by that, samples change places until no sum is far too large.
+padded to the longest        1 1 2 2 3 3 4 | 5 6 7 | 8 9 | 11      cut at consecutive places: what is alike goes together
+count x longest                         28      21    18   11
+
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,52 +30,106 @@ from paceline.errors import DataError
 Cost = Callable[[Any], float]
 """The cost of a sample, as the data set gives it: a number, zero or more, such as its length."""
 
-ABOVE = 1.02  # times its part: what a worker gets at most before samples change places
+ABOVE = 1.01  # times its part: what a worker gets at most before samples change places
+TRIFLE = 1e-6  # of the mean cost: what a sample takes at least while it is dealt
 EXCHANGES = 8  # for each worker, at most
+HALVINGS = 40  # of the range in which the least is that a worker has to have
+
+
+class PaddedCost:
+    """The cost of samples of which a worker pads all to the longest: together they take their count times the largest cost."""
+
+    def __init__(self, cost: Cost) -> None:
+        self._cost = cost
+
+    def __call__(self, sample: Any) -> float:
+        return self._cost(sample)
+
+
+def padded(cost: Cost) -> PaddedCost:
+    """Say that a worker's samples are padded to the longest of them, for `run.prepare(loader, cost=pl.padded(len))`.
+
+    >>> import paceline as pl
+    >>> by_length = pl.padded(len)      # loader = run.prepare(loader, cost=by_length)
+    >>> by_length("abc")
+    3
+
+    What a worker has to do is then the count of its samples times the largest of their costs. Samples of like costs are dealt to one
+    worker, and few of them where they are large, so that little is padded and workers are done at the same time.
+
+    Raises `DataError` for what is no function.
+    """
+    if not callable(cost):
+        raise DataError(f"pl.padded takes a function of a sample, such as len, and not {cost!r}")
+    return PaddedCost(cost)
 
 
 def deal_by_cost(costs: Sequence[float], parts: Sequence[float]) -> list[list[int]]:
     """Return the places of the samples of each rank, by rising cost, so that sums of costs are in proportion to `parts`.
 
-    Larger parts get larger samples, so that counts differ less. A sample that is more than the largest part is dealt alone, and what is
-    left to the ranks that are left. A rank whose part is zero gets none.
+    The largest are dealt first, each to the rank that has least with it (LPT: Graham, "Bounds on Multiprocessing Timing Anomalies", 1969),
+    so counts are in proportion as well, as far as costs allow it: what a sample takes beside its cost is even, too. A rank whose part is
+    zero gets none.
     """
-    dealt: list[list[int]] = [[] for _ in parts]
-    order = sorted(range(len(costs)), key=lambda place: costs[place])
-    ranks = sorted((rank for rank, part in enumerate(parts) if part > 0), key=lambda rank: parts[rank])
-    sums = [0.0, *accumulate(costs[place] for place in order)]
-    ends = list(accumulate(parts[rank] for rank in ranks))
-    while len(ranks) > 1 and order and costs[order[-1]] * ends[-1] > parts[ranks[-1]] * sums[-1]:
-        dealt[ranks.pop()] = [order.pop()]
-        ends.pop()
-        sums.pop()
-    loads, start = list[_Load](), 0
-    for end in ends:
-        stop = _nearest(sums, end / ends[-1] * sums[-1], start)
-        loads.append(_Load(parts[ranks[len(loads)]] / ends[-1], [(costs[place], place) for place in order[start:stop]]))
-        start = stop
-    loads[-1].samples += [(costs[place], place) for place in order[start:]]  # of no cost: its sum stays
+    ranks = [rank for rank, part in enumerate(parts) if part > 0]
+    shares, sums = np.array([parts[rank] for rank in ranks]), np.zeros(len(ranks))
+    loads = [_Load(parts[rank]) for rank in ranks]
+    trifle = TRIFLE * math.fsum(costs) / max(len(costs), 1) or 1.0  # so that samples of no cost are dealt evenly, too
+    for place in sorted(range(len(costs)), key=lambda place: (-costs[place], place)):
+        least = int(np.argmin((sums + costs[place]) / shares))
+        sums[least] += costs[place] + trifle
+        loads[least].samples.append((costs[place], place))
+    for load in loads:
+        load.settle()
     _level(loads)
+    dealt: list[list[int]] = [[] for _ in parts]
     for rank, load in zip(ranks, loads, strict=True):
         dealt[rank] = [place for _, place in load.samples]
     return dealt
 
 
-def _nearest(sums: Sequence[float], wanted: float, start: int) -> int:
-    """Return the place, from `start` on, whose sum is nearest to what is wanted."""
-    after = min(max(start, bisect_left(sums, wanted)), len(sums) - 1)
-    return after - 1 if after > start and wanted - sums[after - 1] <= sums[after] - wanted else after
+def deal_padded(costs: Sequence[float], parts: Sequence[float]) -> list[list[int]]:
+    """Return the places of the samples of each rank, by rising cost, so that the largest count times largest cost, over the part, is least.
+
+    Samples are cut at consecutive places of their order by cost, and larger parts get larger samples. A rank whose part is zero gets none.
+    """
+    order = sorted(range(len(costs)), key=lambda place: costs[place])
+    rising = [costs[place] for place in order]
+    ranks = sorted((rank for rank, part in enumerate(parts) if part > 0), key=lambda rank: parts[rank])
+    below, enough = 0.0, len(costs) * max(costs, default=0.0) / min(parts[rank] for rank in ranks)
+    for _ in range(HALVINGS):
+        middle = (below + enough) / 2
+        if _cut(rising, [middle * parts[rank] for rank in ranks]) is None:
+            below = middle
+        else:
+            enough = middle
+    cuts = _cut(rising, [enough * parts[rank] for rank in ranks])
+    assert cuts is not None  # the first rank could have all
+    dealt: list[list[int]] = [[] for _ in parts]
+    for rank, (start, stop) in zip(ranks, pairwise(cuts), strict=True):
+        dealt[rank] = order[start:stop]
+    return dealt
+
+
+def _cut(rising: Sequence[float], mosts: Sequence[float]) -> list[int] | None:
+    """Return the places between which each has at most so much, by count times largest; None if some are left. Each gets one at least."""
+    cuts = [0]
+    for later, most in zip(range(len(mosts) - 1, -1, -1), mosts, strict=True):
+        start = cuts[-1]
+        last = max(len(rising) - later, min(start + 1, len(rising)))
+        cuts.append(bisect_right(range(start, last), most, key=lambda at: (at + 1 - start) * rising[at]) + start)
+    return cuts if cuts[-1] == len(rising) else None
 
 
 class _Load:
     """What a worker is given: `samples` by rising cost, and its `part` of the whole."""
 
-    def __init__(self, part: float, samples: list[tuple[float, int]]) -> None:
-        self.part, self.samples, self.cost = part, samples, 0.0
-        self.add_up()
+    def __init__(self, part: float) -> None:
+        self.part, self.samples, self.cost = part, list[tuple[float, int]](), 0.0
 
-    def add_up(self) -> None:
-        """Find out what the samples cost, which have changed."""
+    def settle(self) -> None:
+        """Sort the samples, which have changed, and find out what they cost."""
+        self.samples.sort()
         self.cost = math.fsum(cost for cost, _ in self.samples)
 
 
@@ -113,8 +172,7 @@ def _exchange(heavy: _Load, light: _Load) -> bool:
         light.samples.remove(other)
         heavy.samples.append(other)
     for load in (heavy, light):
-        load.samples.sort()
-        load.add_up()
+        load.settle()
     return True
 
 
@@ -123,7 +181,7 @@ class MicroBatchDeal(NamedTuple):
 
     first: int  # the place of its first sample
     places: list[list[int]]
-    costs: list[float]  # of each rank
+    costs: list[float]  # of each rank's samples together
 
     @property
     def shares(self) -> list[int]:
@@ -142,29 +200,31 @@ class MicroBatchDeal(NamedTuple):
 
 
 def deal_micros(
-    costs: Sequence[float], spans: Iterable[tuple[int, int]], parts: Callable[[float], Sequence[float]]
+    costs: Sequence[float], spans: Iterable[tuple[int, int]], parts: Callable[[float], Sequence[float]], *, pads: bool = False
 ) -> list[MicroBatchDeal]:
-    """Deal the micro-batches of a global batch with these costs: places `spans` of it. `parts` are those of each rank in a sum of costs."""
+    """Deal the micro-batches of a global batch with these costs: places `spans` of it. `parts` are those of each rank in a sum of costs.
+
+    `pads`: each worker pads its samples to the longest.
+    """
     dealt = []
     for first, last in spans:
         mine = costs[first:last]
         known = mine if any(mine) else [1.0] * len(mine)  # of no cost at all: by count
-        places = deal_by_cost(known, parts(math.fsum(known)))
-        dealt.append(
-            MicroBatchDeal(
-                first,
-                [[first + place for place in of] for of in places],
-                [math.fsum(mine[place] for place in of) for of in places],
-            )
-        )
+        places = (deal_padded if pads else deal_by_cost)(known, parts(math.fsum(known)))
+        theirs = [[mine[place] for place in of] for of in places]
+        work = [len(of) * max(of, default=0.0) if pads else math.fsum(of) for of in theirs]
+        dealt.append(MicroBatchDeal(first, [[first + place for place in of] for of in places], work))
     return dealt
 
 
 class SampleCosts:
-    """The costs of the samples of a data set: each is asked for once, by one of the workers, which tells the others."""
+    """The costs of the samples of a data set: each is asked for once, by one of the workers, which tells the others.
+
+    `pads`: each worker pads its samples to the longest.
+    """
 
     def __init__(self, cost: Cost, dataset: Any) -> None:
-        self._cost, self._dataset = cost, dataset
+        self._cost, self._dataset, self.pads = cost, dataset, isinstance(cost, PaddedCost)
         self._known: dict[Any, float] = {}
 
     def of(self, batch: Any) -> list[float]:

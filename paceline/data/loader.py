@@ -391,7 +391,7 @@ class ShareLoader:
         terms = self.terms
         if terms.alone:
             return
-        mine = [*facts, probe(terms.shares, terms.loader.batch_size), terms.loss, terms.readers, terms.shard, terms.costs is not None]
+        mine = [*facts, probe(terms.shares, terms.loader.batch_size), terms.loss, terms.readers, terms.shard, terms.cost_kind]
         names = [*("epoch", "step", "train", "accumulate")[: len(facts)], "shares", "loss", "readers", "shard", "cost="]
         others = [msgpack.unpackb(body) for body in terms.agreement.meet(what, msgpack.packb(mine))]
         for rank, other in enumerate(others):

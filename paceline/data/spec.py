@@ -118,11 +118,16 @@ class LoaderSpec:
         """Whether samples are dealt by what they cost."""
         return self.costs is not None and not self.alone
 
+    @property
+    def cost_kind(self) -> str:
+        """How costs of samples add up, in a word."""
+        return "none" if self.costs is None else "padded" if self.costs.pads else "sums"
+
     def deal(self, batch: Any) -> list[MicroBatchDeal]:
         """Deal each micro-batch of a global batch of indices by costs, which are known: the same samples for any number of workers."""
         assert self.costs is not None
         cuts = pieces(len(batch), self.turns(len(batch)))
-        return deal_micros(self.costs.of(batch), cuts, lambda total: parts(self.shares, total))
+        return deal_micros(self.costs.of(batch), cuts, lambda total: parts(self.shares, total), pads=self.costs.pads)
 
     def reshared(self) -> AskedShares:
         """Return the requested shares, for the present workers: ratios and speeds go with their workers, and newcomers get the mean."""

@@ -193,14 +193,14 @@ class Run:
         size is the global one. `loss`: whether the loss is a "mean" (default) over the batch or a "sum"; `weigh(batch)` is a batch's weight
         where the mean is over something else than samples (tokens). `accumulate`: micro-batches of each global batch, or "auto": as few as
         memory allows. `cost(sample)`: what a sample takes, where samples differ (its length): batches are dealt by sums of costs, not by
-        counts. `shares`: ratios, one for each worker, a function from the global batch size to samples for each worker, or "auto": by the
-        speeds of workers, which are measured in the first steps and followed from there on. `batchnorm`: "sync" (default: statistics of
-        the global batch) or "local". `train`: whether loaders are for training (default: what torch.is_grad_enabled() is when iterated).
-        `pad`: in evaluation a worker without samples gets the batch's first (left out by `gather`, `mean` and `log`), and not 0 rows.
-        `readers`, `shard`: see `paceline.data.loader.deal`. `cut`: a cut or several, by which workers along an axis of the mesh get their
-        parts of the models (`paceline run --cut` overrides it). `init`: what a model begins with, as a file of weights, a state dict, or a
-        function of each module of a model that was built under `pl.meta()`. An option that is said where there is no loader (or model) yet
-        is kept for those of later calls, unless they say something else.
+        counts (`pl.padded(cost)`: where workers pad samples). `shares`: ratios, one for each worker, a function from the global batch size
+        to samples for each worker, or "auto": by the speeds of workers, which are measured in the first steps and followed from there on.
+        `batchnorm`: "sync" (default: statistics of the global batch) or "local". `train`: whether loaders are for training (default: what
+        torch.is_grad_enabled() is when iterated). `pad`: in evaluation a worker without samples gets the batch's first (left out by
+        `gather`, `mean` and `log`), and not 0 rows. `readers`, `shard`: see `paceline.data.loader.deal`. `cut`: a cut or several, by which
+        workers along an axis of the mesh get their parts of the models (`paceline run --cut` overrides it). `init`: what a model begins
+        with, as a file of weights, a state dict, or a function of each module of a model that was built under `pl.meta()`. An option that
+        is said where there is no loader (or model) yet is kept for those of later calls, unless they say something else.
 
         Raises `UsageError` for what can't be prepared, on every worker if their models differ.
         """

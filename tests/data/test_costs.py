@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -11,13 +12,14 @@ from torch.utils.data import DataLoader
 from paceline.comm.agreement import Agreement
 from paceline.comm.group import pieces
 from paceline.comm.threads import spawn
-from paceline.data.costs import ABOVE, SampleCosts, deal_by_cost, deal_micros
+from paceline.data.costs import ABOVE, SampleCosts, deal_by_cost, deal_micros, deal_padded, padded
 from paceline.data.loader import deal
 from paceline.data.shares import parts, policy
 from paceline.errors import DataError
 from tests.harness.loaders import Numbers, plain, run, walk
 
-LENGTHS = [random.Random(11).randint(32, 512) for _ in range(203)]
+DRAW = random.Random(11)
+LENGTHS = [DRAW.randint(32, 512) for _ in range(203)]
 
 
 def slowest(costs, dealt, ratios):
@@ -43,22 +45,15 @@ def test_sums_of_costs_are_in_proportion_to_parts(ratios, count, most):
     assert sum(found) / len(found) <= most
 
 
-def test_what_is_alike_goes_together_where_that_is_even_enough():
-    costs = LENGTHS
-    dealt = deal_by_cost(costs, (1, 1, 1))
-    ends = [(min(costs[place] for place in mine), max(costs[place] for place in mine)) for mine in dealt]
-    assert slowest(costs, dealt, (1, 1, 1)) <= ABOVE
-    assert ends[0][1] <= ends[1][0] and ends[1][1] <= ends[2][0]
+@pytest.mark.parametrize("ratios", [(1, 1), (1,) * 8, (1, 3), (2, 3, 1)])
+def test_counts_are_in_proportion_too_so_that_what_a_sample_takes_beside_its_cost_is_even(ratios):
+    counts = [len(mine) * sum(ratios) / ratio for mine, ratio in zip(deal_by_cost(LENGTHS, ratios), ratios, strict=True)]
+    assert max(counts) < 1.1 * len(LENGTHS) and min(counts) > 0.9 * len(LENGTHS)
 
 
-def test_samples_of_equal_costs_stay_in_order():
-    assert deal_by_cost([1.0] * 8, (1, 1)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
-def test_larger_parts_get_larger_samples_so_that_counts_differ_less():
-    small, large = deal_by_cost(LENGTHS, (1, 3))
-    assert max(LENGTHS[place] for place in small) <= min(LENGTHS[place] for place in large)
-    assert len(large) / len(small) < 3 * 1.02
+def test_samples_of_equal_costs_are_dealt_by_count_and_in_order():
+    assert deal_by_cost([1.0] * 8, (1, 1)) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert list(map(len, deal_by_cost([0.0] * 8, (1, 3)))) == [2, 6]
 
 
 def test_one_huge_sample_leaves_no_worker_without_any():
@@ -80,6 +75,58 @@ def test_samples_without_cost_are_dealt_too():
     dealt = deal_by_cost([0, 5, 0, 5, 0], (1, 1))
     assert sorted(place for mine in dealt for place in mine) == [0, 1, 2, 3, 4]
     assert sorted(sum([0, 5, 0, 5, 0][place] for place in mine) for mine in dealt) == [5, 5]
+    assert sorted(map(len, dealt)) == [2, 3]
+
+
+# ---- dealing what is padded, as plain data
+
+
+def longest(costs, dealt, ratios):
+    """The most that a rank has of count times largest cost, over its ratio."""
+    work = [len(mine) * max((costs[place] for place in mine), default=0) for mine in dealt]
+    return max(of / ratio for of, ratio in zip(work, ratios, strict=True) if ratio)
+
+
+@pytest.mark.parametrize("ratios", [(1, 1), (1, 1, 1), (2, 1), (1, 0, 3), (1,) * 8])
+@pytest.mark.parametrize("count", [0, 1, 3, 16, 203])
+def test_padded_samples_are_dealt_once_at_consecutive_places_of_their_order(ratios, count):
+    costs = LENGTHS[:count]
+    dealt = deal_padded(costs, ratios)
+    assert sorted(place for mine in dealt for place in mine) == list(range(count))
+    assert all(mine == [] for mine, ratio in zip(dealt, ratios, strict=True) if not ratio)
+    chunks = sorted([costs[place] for place in mine] for mine in dealt if mine)
+    assert [cost for chunk in chunks for cost in chunk] == sorted(costs)
+    assert sum(map(bool, dealt)) == min(count, sum(map(bool, ratios)))
+
+
+@pytest.mark.parametrize("ratios", [(1, 1), (1, 2), (1, 1, 1), (3, 1, 2)])
+def test_no_other_cut_has_less_of_count_times_longest(ratios):
+    by_part = sorted(range(len(ratios)), key=lambda rank: ratios[rank])
+    for start in range(0, 190, 9):
+        costs = LENGTHS[start : start + 9]
+        order = sorted(range(9), key=lambda place: costs[place])
+        every = []
+        for inner in combinations(range(1, 9), len(ratios) - 1):
+            dealt = [[] for _ in ratios]
+            for rank, (first, last) in zip(by_part, pairwise([0, *inner, 9]), strict=True):
+                dealt[rank] = order[first:last]
+            every.append(longest(costs, dealt, ratios))
+        assert longest(costs, deal_padded(costs, ratios), ratios) == pytest.approx(min(every))
+
+
+def test_padding_is_dealt_with_better_than_by_sums_and_by_counts():
+    batches = [LENGTHS[start : start + 32] for start in range(0, 160, 32)]
+    by_count = sum(longest(costs, [range(at, at + 4) for at in range(0, 32, 4)], (1,) * 8) for costs in batches)
+    by_sum, by_cut = (
+        sum(longest(costs, dealing(costs, (1,) * 8), (1,) * 8) for costs in batches) for dealing in (deal_by_cost, deal_padded)
+    )
+    assert by_cut < 0.8 * min(by_sum, by_count)
+
+
+def test_what_is_padded_says_what_its_samples_are_and_takes_functions_alone():
+    assert padded(len)("abc") == 3
+    with pytest.raises(DataError, match=r"pl\.padded takes a function of a sample, such as len, and not 3"):
+        padded(3)
 
 
 def test_a_micro_batch_without_any_cost_is_dealt_by_count():
@@ -180,13 +227,22 @@ def shuffled(count=203, batch=32, **options):
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize(
     ("size", "options"),
-    [(2, {}), (3, {"accumulate": 3}), (3, {"shares": [3, 2, 1]}), (2, {"shares": [0, 1]}), (5, {}), (2, {"accumulate": 2, "weigh": len})],
+    [
+        (2, {}),
+        (3, {"accumulate": 3}),
+        (3, {"shares": [3, 2, 1]}),
+        (2, {"shares": [0, 1]}),
+        (5, {}),
+        (2, {"accumulate": 2, "weigh": len}),
+        (3, {"accumulate": 2, "shares": [3, 2, 1], "cost": padded(lengths)}),
+    ],
 )
 @pytest.mark.parametrize("readers", [0, 2])
 def test_each_global_batch_and_micro_batch_has_the_samples_of_one_process(size, options, readers):
+    pads = "cost" in options
     micros = options.get("accumulate", 1)
     wanted = plain(shuffled()(), 2)
-    seen = run(size, shuffled(num_workers=readers), epochs=2, cost=lengths, **options)
+    seen = run(size, shuffled(num_workers=readers), epochs=2, **({"cost": lengths} | options))
     for epoch in range(2):
         for step, batch in enumerate(wanted[epoch]):
             for micro, (start, stop) in enumerate(pieces(len(batch), micros)):
@@ -197,7 +253,8 @@ def test_each_global_batch_and_micro_batch_has_the_samples_of_one_process(size, 
                     place: one for at, (turn, ids) in enumerate(turns) if turn.share for place, one in zip(rows[0][at], ids, strict=True)
                 }
                 assert [mine[place] for place in range(stop - start)] == batch[start:stop]
-                assert all(turn.units == sum(map(lengths, ids)) for turn, ids in turns if turn.share)
+                units = [len(ids) * max(map(lengths, ids)) if pads else sum(map(lengths, ids)) for _, ids in turns]
+                assert all(turn.units == of for (turn, _), of in zip(turns, units, strict=True) if turn.share)
                 assert sum(turn.share for turn, _ in turns) == stop - start
             scales = [turn.scale for rank in seen for turn, _ in rank[epoch] if turn.index == step]
             assert sum(scales) == pytest.approx(1)
@@ -207,7 +264,7 @@ def test_each_global_batch_and_micro_batch_has_the_samples_of_one_process(size, 
 @pytest.mark.parametrize("readers", [0, 2])
 def test_each_global_batch_is_dealt_once(readers, monkeypatch):
     dealt = []
-    monkeypatch.setattr("paceline.data.spec.deal_micros", lambda *given: (dealt.append(1), deal_micros(*given))[1])
+    monkeypatch.setattr("paceline.data.spec.deal_micros", lambda *given, **how: (dealt.append(1), deal_micros(*given, **how))[1])
     run(2, shuffled(num_workers=readers), cost=lengths, accumulate=3)
     assert len(dealt) == 2 * 7
 
@@ -304,3 +361,12 @@ def test_asking_for_costs_draws_no_random_numbers():
         return torch.equal(before, torch.get_rng_state())
 
     assert spawn(1, body) == [True]
+
+
+def test_workers_whose_costs_add_up_in_other_ways_are_told():
+    def body(group):
+        loader = deal(DataLoader(Numbers(8), 4), Agreement(group), cost=lengths if group.rank else padded(lengths))
+        with pytest.raises(DataError, match="cost= is sums on rank 1 and padded on rank 0"):
+            walk(loader)
+
+    spawn(2, body)
