@@ -30,7 +30,7 @@ from paceline.session.run import Run, parts_of
 
 COMPUTING: Final = 6.0  # seconds for all products and copies, where hosts share a machine
 MOST_COMPUTING: Final = 0.9  # seconds of each host, each time
-TWICE: Final = 4  # hosts of a machine at most that have two turns each
+TURNS: Final = 16  # of all hosts of a machine, about: several short ones for each, as a machine is slower at some moments
 SOME_PERIODS: Final = 0.35  # seconds of each product where a quota holds: three periods of 100 ms, and two gaps between
 LINKING: Final = 6.0  # seconds for all links between hosts
 LEAST_LINKING, MOST_LINKING = 0.05, 0.15  # seconds of each direction
@@ -99,9 +99,10 @@ class _Probe:
         alike = [each for each, kind in zip(sizes, kinds, strict=True) if kind == self._device.type]
         sides = [max(column) for column in zip(*alike, strict=True)]  # devices of one kind are compared by the same matrices
         waves = rounds.waves(self._topology)
-        turns = waves * (2 if len(waves) <= TWICE else 1)
+        held = any(host.quota is not None for host in self._topology.hosts)
+        turns = waves * max(1, (TURNS // 2 if held else TURNS) // len(waves))
         seconds = min(MOST_COMPUTING, COMPUTING / len(turns)) / (len(sides) + 1)
-        if any(host.quota is not None for host in self._topology.hosts):
+        if held:
             seconds = max(seconds, SOME_PERIODS)
         mine, clock, copies = self._topology.where()[self._group.rank], machine.ProcessorClock(0.0, 0.0, ""), list[float]()
         tries: dict[str, list[tuple[DeviceSpeed, float]]] = {dtype: [] for dtype in self._dtypes}
