@@ -173,6 +173,15 @@ class UncheckedReduceScatter(Protocol):
 
 
 @runtime_checkable
+class ConnectsAhead(Protocol):
+    """A group that makes connections at the first call that needs them, if ranks wait for each other in it, or when it is told to."""
+
+    def connect(self) -> None:
+        """Make them, for calls in which ranks don't wait. Collective; not needed, as those calls have a longer way without them."""
+        ...
+
+
+@runtime_checkable
 class WritesResults(Protocol):
     """A group that can write what it gathers and reduces into tensors that the caller has already, without a copy between."""
 

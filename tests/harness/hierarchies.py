@@ -1,12 +1,15 @@
-"""A group of several hosts, on threads."""
+"""Groups of several hosts, on threads and on processes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from paceline.cluster.store import Store
 from paceline.comm.group import Group
 from paceline.comm.hierarchy.group import HostsGroup
+from paceline.comm.native.group import TorchGroup
+from paceline.comm.shm.group import SharedGroup
 from paceline.comm.threads import ThreadGroup
 
 
@@ -21,3 +24,11 @@ def made(group: ThreadGroup, hosts: tuple[int, ...], wrap: Callable[[Group], Any
     outer = group.sub(leaders)
     assert inner is not None
     return HostsGroup(inner, None if outer is None else wrap(outer), group, hosts, deadline=60)
+
+
+def networked(store: Store, rank: int, hosts: tuple[int, ...], *, deadline: float = 60.0) -> HostsGroup:
+    """A HostsGroup of processes: shared memory inside hosts, Gloo between them."""
+    size, mine = len(hosts), [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    flat = TorchGroup.from_store(store.sub("flat"), rank, size, deadline=deadline, hosts=hosts)
+    inner = SharedGroup.from_store(store.sub(f"host{hosts[rank]}"), mine.index(rank), len(mine), deadline=deadline, ranks=mine)
+    return HostsGroup(inner, flat.sub(sorted(hosts.index(host) for host in set(hosts))), flat, hosts, deadline=deadline)

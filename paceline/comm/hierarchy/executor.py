@@ -122,6 +122,7 @@ class StagedExecutor:
 
     def __init__(self, name: str, stages: int, spread: Callable[[PacelineError], BaseException]) -> None:
         self.broken: BaseException | None = None
+        self._finished = False
         self._spread = spread
         self._jobs: queue.SimpleQueue[StagedJob | None] = queue.SimpleQueue()
         self._belts = [_StageQueue() for _ in range(stages - 1)]
@@ -157,8 +158,9 @@ class StagedExecutor:
 
     def finish(self, error: ViewChanged, let_go: Callable[[], None]) -> bool:
         """End with `error`; `let_go` of the groups is called once threads are out of them, or to get them out. False if over already."""
-        if isinstance(self.broken, ViewChanged):
+        if self._finished:
             return False
+        self._finished = True
         idle = self.idle
         self.stop(error)
         if idle:

@@ -8,43 +8,34 @@
 Tensors are cut into chunks that follow each other through the three stages, so that the network, which is the slowest, never waits.
 Two threads of each rank do it, one sums and the other hands out, so that the next tensor is summed while the one before is on the
 network; each has a group of its own inside the host, in which it alone decides the order. `all_reduce` returns at once.
+
+What is gathered and what is scattered goes the same way through the threads, by `rails`, where all hosts have as many workers.
 """
 
 from __future__ import annotations
 
 import atexit
+import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from paceline.comm import fingerprint, reduction
-from paceline.comm.collectives import TAG, UncheckedExchange, all_reduce_agreed
-from paceline.comm.group import Group, Op, Traffic, UncheckedAllReduce, UncheckedReduceScatter, Work
+from paceline.comm.collectives import TAG, GeneratorWork, UncheckedExchange, all_gather, all_reduce_agreed
+from paceline.comm.group import Group, Op, Traffic, UncheckedAllReduce, UncheckedReduceScatter, Work, pieces
+from paceline.comm.hierarchy.chunks import cut
 from paceline.comm.hierarchy.executor import Flow, StagedExecutor, StagedJob, Steps
+from paceline.comm.hierarchy.rails import SMALL, Rails, even
 from paceline.comm.schedule import Schedule
 from paceline.comm.shm.memory import fresh
-from paceline.errors import PacelineError, UsageError, ViewChanged
+from paceline.errors import Mismatch, PacelineError, UsageError, ViewChanged
 from paceline.trace import Trace
 
 CROSSINGS = 1 << 12  # exchanges by a schedule that may be under way at a time
-NARROW, WIDE = 128 << 10, 512 << 10  # elements that go through the stages together: at both ends, and between
-
-
-def cut(numel: int) -> list[tuple[int, int]]:
-    """Cut into (start, stop) of chunks: narrow at both ends, where one stage works alone; wide between, as every chunk costs some waits."""
-    if not numel:
-        return []
-    width, front, back = NARROW, [0], [numel]
-    while width < WIDE and back[-1] - front[-1] > 4 * width:
-        front.append(front[-1] + width)
-        back.append(back[-1] - width)
-        width *= 2
-    edges = [*front, *range(front[-1] + width, back[-1], width), *reversed(back)]
-    return list(pairwise(edges))
+GATHERS = 1 << 21  # tags of what all ranks gather at once begin here: those of the network's own calls are below
 
 
 @runtime_checkable
@@ -60,17 +51,17 @@ class EndsTogether(Protocol):
 class ComparesCalls(Protocol):
     """A group that compares calls in one short message."""
 
-    def check(self, call: fingerprint.CallFingerprint) -> object:
-        """Raise `Mismatch` on all ranks if they are not about to make the same call."""
+    def check(self, call: fingerprint.CallFingerprint, extra: bytes = b"") -> list[bytes]:
+        """Raise `Mismatch` on all ranks if they are not about to make the same call; return every rank's `extra`."""
         ...
 
 
 class HostsGroup:
     """The workers of several hosts (a `Group`).
 
-    `inner`: the workers of this host; `outer`: the first of each host, None on the others; `flat`: all, for everything but all-reduce.
+    `inner`: the workers of this host; `outer`: the first of each host, None on the others; `flat`: all, for what doesn't go by hosts.
     `hosts`: the host of each rank. Takes charge of all three groups. `trace` is told when chunks are summed and handed out `within` the
-    host, and how long the leaders have them `between` hosts.
+    host, and how long they are `between` hosts.
     """
 
     def __init__(
@@ -88,17 +79,23 @@ class HostsGroup:
         if len(self.hosts) != self.size:
             raise UsageError(f"hosts has {len(self.hosts)} entries for {self.size} ranks; give the host of each rank")
         self.trace, self.deadline = Trace(0) if trace is None else trace, deadline
-        self._crossings = 0  # exchanges by a schedule so far, as far as their tags tell
+        self._crossings = self._gathers = 0  # exchanges by a schedule, and gathers by all at once, as far as their tags tell
         self._deadline = 2 * deadline  # a backstop: the groups beneath find out who is missing
         self._hands = inner.sub(range(inner.size)) if inner.size > 1 else None  # in which sums are handed out
+        self._rails: Rails | None = None  # which all ranks have, or none
         self._line = StagedExecutor("hosts", 2, self._spread)
         atexit.register(self.close)  # a thread that is inside torch while Python ends takes the process down with it
 
     @property
+    def _parts(self) -> list[Group]:
+        """All groups but `flat`."""
+        rail = None if self._rails is None else self._rails.rail
+        return [group for group in (self.outer, rail, self.inner, self._hands) if group is not None]
+
+    @property
     def traffic(self) -> Traffic:
         """Bytes sent through all groups."""
-        groups = [group for group in (self.inner, self._hands, self.outer, self.flat) if group is not None]
-        return Traffic(sum(group.traffic.within for group in groups), sum(group.traffic.between for group in groups))
+        return sum((group.traffic for group in (*self._parts, self.flat)), Traffic())
 
     @property
     def waited(self) -> float:
@@ -108,19 +105,22 @@ class HostsGroup:
     def _spread(self, error: PacelineError) -> BaseException:
         """Tell all ranks of `error` (most know nothing of an error inside one host), and end their waits. Returns the first one."""
         first = self.flat.end(error) if isinstance(self.flat, EndsTogether) else error
-        for group in (self.outer, self.inner, self._hands):
-            if group is not None:
-                group.abort()
+        for group in self._parts:
+            group.abort()
         return first
+
+    def _compare(self, call: fingerprint.CallFingerprint, rows: int = 0) -> list[int]:
+        """Compare `call` with all ranks, and return every rank's number of rows."""
+        if isinstance(self.flat, ComparesCalls):
+            return [struct.unpack("<q", answer)[0] for answer in self.flat.check(call, struct.pack("<q", rows))]
+        told = self.flat.gather_objects([str(call), call.flaw, rows], name=call.kind)
+        fingerprint.compare([(text, flaw) for text, flaw, _ in told])
+        return [count for _, _, count in told]
 
     # ---- reductions
 
     def all_reduce(self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None) -> Work[Tensor]:
-        call = fingerprint.reducing("all_reduce", x, op, name, out)
-        if isinstance(self.flat, ComparesCalls):
-            self.flat.check(call)
-        else:
-            fingerprint.compare([(text, flaw) for text, flaw in self.flat.gather_objects([str(call), call.flaw], name="all_reduce")])
+        self._compare(fingerprint.reducing("all_reduce", x, op, name, out))
         return self.all_reduce_agreed(x, op=op, out=out)
 
     def all_reduce_agreed(self, x: Tensor, *, op: Op = "sum", out: Tensor | None = None, across: Schedule | None = None) -> Work[Tensor]:
@@ -209,15 +209,74 @@ class HostsGroup:
 
         return self._line.start(StagedJob(flows, lambda: results[0], what, self._deadline)).wait()
 
-    # ---- everything else goes over all ranks at once
+    # ---- rails
+
+    def connect(self) -> None:
+        """Lay the rails, where hosts are even. Collective; compared calls do it when they first need them, others don't wait for it."""
+        if self._rails is None and self._hands is not None and even(self.hosts):
+            self._rails = Rails.lay(self.flat, self.inner, self._hands, self.hosts, self.trace)
+
+    def _rails_for(self, x: Tensor, nbytes: int, *, compared: bool) -> Rails | None:
+        """Return the rails, if there are any, where they are quicker for pieces of so many bytes."""
+        if nbytes < SMALL or x.device.type != "cpu":
+            return None
+        if compared:
+            self.connect()
+        return self._rails
 
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
-        return self.flat.reduce_scatter(x, op=op, name=name)
+        self._compare(fingerprint.reducing("reduce_scatter", x, op, name))
+        return self._reduce_scatter(x, op, None, compared=True)
+
+    def reduce_scatter_into(self, x: Tensor, out: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
+        """Reduce `x` and write piece `rank` to `out`, contiguous and 1-D, as long as `pieces` says."""
+        self._compare(fingerprint.reducing("reduce_scatter", x, op, name))
+        return self._reduce_scatter(x, op, out, compared=True)
 
     def reduce_scatter_agreed(self, x: Tensor, *, op: Op = "sum") -> Work[Tensor]:
-        """Reduce without comparing first, where the network can."""
-        flat = self.flat
-        return flat.reduce_scatter_agreed(x, op=op) if isinstance(flat, UncheckedReduceScatter) else flat.reduce_scatter(x, op=op)
+        """Reduce without comparing first, where the network can. Over hosts once rails are laid."""
+        return self._reduce_scatter(x, op, None, compared=False)
+
+    def _reduce_scatter(self, x: Tensor, op: Op, out: Tensor | None, *, compared: bool) -> Work[Tensor]:
+        reduction.admit(op, x.dtype)
+        rails = self._rails_for(x, x.numel() * x.element_size() // self.size, compared=compared)
+        if rails is None:
+            flat = self.flat
+            found = flat.reduce_scatter_agreed(x, op=op) if isinstance(flat, UncheckedReduceScatter) else flat.reduce_scatter(x, op=op)
+            return found if out is None else _written(found, [out], out)
+        start, stop = pieces(x.numel(), self.size)[self.rank]
+        piece = fresh((stop - start,), x.dtype) if out is None else out
+        what = f"reduce_scatter of {x.numel()} elements over {len(set(self.hosts))} hosts"
+        return self._line.start(StagedJob(lambda: rails.reduce(x, piece, op), lambda: piece, what, self._deadline))
+
+    def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
+        return self._all_gather(x, None, name)
+
+    def all_gather_into(self, x: Tensor, outs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
+        """Gather every rank's `x` into `outs`, one contiguous tensor for each rank, of the shape and dtype of `x`."""
+        return self._all_gather(x, list(outs), name)
+
+    def _all_gather(self, x: Tensor, outs: list[Tensor] | None, name: str | None) -> Work[list[Tensor]]:
+        call = fingerprint.rows("all_gather", x, name)
+        rows = self._compare(call, x.shape[0] if x.dim() else 0)
+        alike = len(set(rows)) == 1
+        if outs is not None and not alike:
+            told = ", ".join(map(str, rows))
+            raise Mismatch(f"{call}: ranks bring {told} rows; bring as many on each, as results go to tensors of one shape")
+        rails = self._rails_for(x, x.numel() * x.element_size(), compared=True) if alike else None
+        if rails is None:
+            return self._gather_flat(x, [(count, *x.shape[1:]) if x.dim() else () for count in rows], outs)
+        places = [fresh(x.shape, x.dtype) for _ in rows] if outs is None else outs
+        what = f"all_gather of {x.numel()} elements over {len(set(self.hosts))} hosts"
+        return self._line.start(StagedJob(lambda: rails.gather(x, places), lambda: places, what, self._deadline))
+
+    def _gather_flat(self, x: Tensor, shapes: Sequence[Sequence[int]], outs: list[Tensor] | None) -> Work[list[Tensor]]:
+        """Gather from all ranks at once, which have agreed on it."""
+        self._gathers = (self._gathers + 1) % CROSSINGS
+        work = all_gather(self.flat, x, shapes, tag=GATHERS + self._gathers)
+        return work if outs is None else _written(work, outs, outs)
+
+    # ---- everything else goes over all ranks at once
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
         return self.flat.exchange(sends, recvs, tag=tag)
@@ -226,9 +285,6 @@ class HostsGroup:
         """Exchange without comparing first, where the network can."""
         exchange = self.flat.exchange_agreed if isinstance(self.flat, UncheckedExchange) else self.flat.exchange
         return exchange(sends, recvs, tag=tag)
-
-    def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
-        return self.flat.all_gather(x, name=name)
 
     def broadcast(self, x: Tensor, *, root: int = 0, name: str | None = None) -> Work[Tensor]:
         return self.flat.broadcast(x, root=root, name=name)
@@ -260,9 +316,23 @@ class HostsGroup:
 
     def _end(self, error: ViewChanged, end: Callable[[Group], None]) -> None:
         def let_go() -> None:
-            for group in (self.outer, self.inner, self._hands, self.flat):
-                if group is not None:
-                    end(group)
+            for group in (*self._parts, self.flat):
+                end(group)
 
         if self._line.finish(error, let_go):
             atexit.unregister(self.close)
+        else:
+            let_go()  # groups that were aborted are closed after it
+
+
+def _written(work: Work[Any], outs: list[Tensor], result: Any) -> Work[Any]:
+    """Return the Work that copies what `work` gives to `outs`, and gives `result`."""
+
+    def steps() -> Generator[Work[Any], None, Any]:
+        yield work
+        found = work.wait()
+        for out, part in zip(outs, [found] if isinstance(found, Tensor) else found, strict=True):
+            out.detach().copy_(part)
+        return result
+
+    return GeneratorWork(steps())

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from paceline.comm.axis_meter import AxisMeter
 from paceline.comm.bucket_layout import put
-from paceline.comm.group import Group, UncheckedReduceScatter, Work, WritesResults
+from paceline.comm.group import ConnectsAhead, Group, UncheckedReduceScatter, Work, WritesResults
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.parallel.cut import GradientSink
 from paceline.parallel.sharding.memory import FlatMemory
@@ -88,11 +88,11 @@ class GradientBucket:
             if not came:
                 self._flat[start:stop].zero_()
         self._begun = time.perf_counter_ns()
-        if isinstance(group, WritesResults):
+        if isinstance(group, UncheckedReduceScatter):  # a worker that keeps its bucket must not be waited for, as it waits at the end
+            self._work = group.reduce_scatter_agreed(self._flat)
+        elif isinstance(group, WritesResults):
             part = torch.empty(layout.part, dtype=self.dtype, device=self._flat.device)
             self._work = group.reduce_scatter_into(self._flat, part, name=self._named)
-        elif isinstance(group, UncheckedReduceScatter):  # a worker that keeps its bucket must not be waited for, as it waits at the end
-            self._work = group.reduce_scatter_agreed(self._flat)
         else:
             self._work = group.reduce_scatter(self._flat, name=self._named)
 
@@ -160,6 +160,8 @@ class ShardGradients:
         self, memories: Sequence[FlatMemory], group: Group, *, keeps: bool, dtype: torch.dtype | None, meter: AxisMeter | None = None
     ) -> None:
         self._group, self._meter = group, AxisMeter("shard") if meter is None else meter
+        if isinstance(group, ConnectsAhead):  # no bucket waits for all workers
+            group.connect()
         self.buckets = [GradientBucket(memory, dtype, keeps=keeps) for memory in reversed(memories)]
         self._used = [bytearray(len(bucket.came)) for bucket in self.buckets]
         self._next = self._handed = 0

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import random
 import threading
 import time
@@ -12,8 +11,7 @@ import torch
 
 from paceline.comm import collectives, schedule
 from paceline.comm.group import Group
-from paceline.comm.hierarchy import executor
-from paceline.comm.hierarchy import group as module
+from paceline.comm.hierarchy import chunks, executor
 from paceline.comm.hierarchy.group import HostsGroup
 from paceline.comm.native.group import TorchGroup
 from paceline.comm.solo import SoloGroup
@@ -30,8 +28,8 @@ DEALT = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 1, 2), (0, 0), (0, 1), (2, 0, 1, 
 @pytest.mark.parametrize("hosts", DEALT)
 @pytest.mark.parametrize("numel", [0, 1, 5, 1000])
 def test_all_reduce_for_any_dealing_of_ranks(hosts: tuple[int, ...], numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "NARROW", 64)  # many chunks
-    monkeypatch.setattr(module, "WIDE", 256)
+    monkeypatch.setattr(chunks, "NARROW", 64)  # many chunks
+    monkeypatch.setattr(chunks, "WIDE", 256)
 
     def data(rank: int) -> torch.Tensor:
         return torch.randn(numel, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
@@ -89,7 +87,7 @@ def test_a_mean_of_halves_may_have_a_sum_that_none_can_hold() -> None:
 
 
 def test_a_result_may_overlap_what_is_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "NARROW", 4)
+    monkeypatch.setattr(chunks, "NARROW", 4)
 
     def body(group: ThreadGroup) -> torch.Tensor:
         whole = made(group, (0, 0, 1))
@@ -104,8 +102,8 @@ def test_a_result_may_overlap_what_is_reduced(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_later_reduction_is_summed_while_an_earlier_one_is_on_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """The leaders' network stands still: what is between the threads is bounded, and goes on in order."""
-    monkeypatch.setattr(module, "NARROW", 64)
-    monkeypatch.setattr(module, "WIDE", 64)
+    monkeypatch.setattr(chunks, "NARROW", 64)
+    monkeypatch.setattr(chunks, "WIDE", 64)
     monkeypatch.setattr(executor, "AHEAD", 640)
     gate = threading.Event()
 
@@ -300,19 +298,9 @@ def test_the_trace_tells_the_phases_within_and_between_hosts() -> None:
     def body(group: ThreadGroup) -> Counter[str]:
         whole = made(group, (0, 0, 1, 1))
         whole.trace = Trace()
-        whole.all_reduce(torch.ones(3 * module.NARROW)).wait()
+        whole.all_reduce(torch.ones(3 * chunks.NARROW)).wait()
         whole.close()
         return Counter(span.kind for span in whole.trace.spans())
 
     leader, other = {"within": 6, "between": 3}, {"within": 6}
     assert spawn(4, body) == [leader, other, leader, other]
-
-
-@pytest.mark.parametrize("numel", [0, 1, module.NARROW, 5 * module.NARROW, 25_000_000])
-def test_chunks_are_narrow_at_both_ends(numel: int) -> None:
-    found = module.cut(numel)
-    assert sum(stop - start for start, stop in found) == numel
-    assert all(one[1] == other[0] for one, other in itertools.pairwise(found))
-    if numel == 25_000_000:
-        widths = [stop - start for start, stop in found]
-        assert widths[0] == widths[-1] == module.NARROW and max(widths) == module.WIDE
