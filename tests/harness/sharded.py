@@ -30,6 +30,7 @@ from paceline.sync.allreduce import AllReduce
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.base import Slot, Strategy
 from paceline.sync.context import StepState, SyncContext
+from tests.harness.hierarchies import networked
 from tests.harness.processes import threads
 from tests.harness.runs import distance
 from tests.harness.sharded_models import odd_net, vectors
@@ -136,9 +137,10 @@ def train(
     ended: Callable[[Trainee], Any] = lambda one: None,
     shared: bool = False,
     native: bool = False,
+    hosts: tuple[int, ...] = (),
     first: ModelCut | None = None,
 ) -> list[tuple[Tensor, Any]]:
-    """Each worker's parameters after some steps, and what `ended` says of it; in `shared` memory, on `native` Gloo, or on threads."""
+    """Each worker's parameters after some steps, and what `ended` says; in `shared` memory, on `native` Gloo, over `hosts`, on threads."""
 
     def body(group: Group) -> tuple[Tensor, Any]:
         one = trainee(group, build, optimizer, cut, strategy=strategy(), data=data, first=first)
@@ -152,13 +154,13 @@ def train(
 
     def over_a_store(rank: int, size: int, store: Store) -> tuple[Tensor, Any]:
         kind = TorchGroup if native else SharedGroup
-        group: Group = kind.from_store(store, rank, size, deadline=30)
+        group: Group = networked(store, rank, hosts, deadline=30) if hosts else kind.from_store(store, rank, size, deadline=30)
         try:
             return body(group)
         finally:
             group.close()
 
-    return threads(size, over_a_store) if shared or native else spawn(size, body)
+    return threads(size, over_a_store) if shared or native or hosts else spawn(size, body)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

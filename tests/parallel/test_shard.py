@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import paceline as pl
 from paceline.apps.gpt import next_token_loss
 from paceline.codec.dense import int8
+from paceline.comm.hierarchy import group as hierarchy
 from paceline.errors import Mismatch, UsageError
 from paceline.parallel.shard import find_units, parameters_of, shard
 from paceline.sync.allreduce import AllReduce
@@ -190,3 +191,20 @@ def test_what_can_not_be_cut(zero: Any) -> None:
 def test_workers_with_different_models() -> None:
     sizes = iter([3, 4])
     refused(shard(), "workers have different models", lambda: nn.Linear(2, next(sizes)))
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_over_hosts_parts_go_once_to_each_other_host(zero: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of what would go to each worker there; the rest, what workers tell each other about a pass, is small."""
+    monkeypatch.setattr(hierarchy, "SMALL", 1)
+
+    def body(one: Trainee, number: int) -> None:
+        before = sum(meter.traffic.between for meter in one.cut.groups.meters)
+        step(one, number)
+        one.seen["sent"] = sum(meter.traffic.between for meter in one.cut.groups.meters) - before
+
+    step = fitting(vectors)
+    sent = same(odd_net, body, shard(zero=zero), 4, hosts=(0, 1, 0, 1), ended=lambda one: one.seen["sent"])
+    part = -(-sum(p.numel() for p in odd_net().parameters()) // 4) * 8
+    crossings = 3 if zero == 3 else 2
+    assert all(crossings * part <= each < 1.2 * crossings * part for each in sent), (sent, part)
