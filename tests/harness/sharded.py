@@ -30,7 +30,7 @@ from paceline.sync.allreduce import AllReduce
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.base import Slot, Strategy
 from paceline.sync.context import StepState, SyncContext
-from tests.harness.hierarchies import networked
+from tests.harness.hierarchies import made
 from tests.harness.processes import threads
 from tests.harness.runs import distance
 from tests.harness.sharded_models import odd_net, vectors
@@ -154,13 +154,20 @@ def train(
 
     def over_a_store(rank: int, size: int, store: Store) -> tuple[Tensor, Any]:
         kind = TorchGroup if native else SharedGroup
-        group: Group = networked(store, rank, hosts, deadline=30) if hosts else kind.from_store(store, rank, size, deadline=30)
+        group: Group = kind.from_store(store, rank, size, deadline=30)
         try:
             return body(group)
         finally:
             group.close()
 
-    return threads(size, over_a_store) if shared or native or hosts else spawn(size, body)
+    def over_hosts(group: ThreadGroup) -> tuple[Tensor, Any]:
+        whole = made(group, hosts)
+        try:
+            return body(whole)
+        finally:
+            whole.close()
+
+    return threads(size, over_a_store) if shared or native else spawn(size, body if not hosts else over_hosts, hosts=hosts or None)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

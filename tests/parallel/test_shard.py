@@ -195,7 +195,7 @@ def test_workers_with_different_models() -> None:
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_over_hosts_parts_go_once_to_each_other_host(zero: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of what would go to each worker there; the rest, what workers tell each other about a pass, is small."""
+    """In a step with one unit, parts of gradients and those of parameters."""
     monkeypatch.setattr(hierarchy, "SMALL", 1)
 
     def body(one: Trainee, number: int) -> None:
@@ -205,6 +205,5 @@ def test_over_hosts_parts_go_once_to_each_other_host(zero: Any, monkeypatch: pyt
 
     step = fitting(vectors)
     sent = same(odd_net, body, shard(zero=zero), 4, hosts=(0, 1, 0, 1), ended=lambda one: one.seen["sent"])
-    part = -(-sum(p.numel() for p in odd_net().parameters()) // 4) * 8
-    crossings = 3 if zero == 3 else 2
-    assert all(crossings * part <= each < 1.2 * crossings * part for each in sent), (sent, part)
+    part = -(-sum(p.numel() for p in odd_net().parameters()) // 4) * 8  # bytes
+    assert sent == [2 * part] * 4
