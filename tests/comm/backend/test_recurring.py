@@ -7,14 +7,18 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from torch.autograd import Variable
 
 from paceline.comm.backend.recurring import ENGINE, SIGHTS, RecurringMemory
 
 ENGINES: Any = SimpleNamespace(f_code=ENGINE)  # a frame that the engine is called from
 
 
-def test_torch_has_the_engine_where_it_is_looked_for() -> None:
+def test_torch_has_the_engine_where_it_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a script without a run: a run's own engine, which another test may have left, is called in between."""
+    monkeypatch.setattr(Variable, "_execution_engine", torch._C._ImperativeEngine())
     assert ENGINE is not None
     frames: list[Any] = []
     x = torch.ones(3, requires_grad=True)
