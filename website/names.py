@@ -9,6 +9,7 @@ from paceline import lab
 
 PARTS = {  # the folder that a name comes from: its page, and what the page says first
     "session": ("runs", "Runs", "What a script holds: `pl.start` joins the workers, and gives a `Run`."),
+    "data": ("samples", "Samples", "What samples take, where they differ: `run.prepare(loader, cost=...)`."),
     "sync": ("strategies", "Strategies", "When replicas agree, with whom, and what they send: `pl.start(sync=...)`, or `--sync`."),
     "codec": ("codecs", "Codecs", "How gradients and changes are written on the wire: the `codec` of a strategy."),
     "parallel": ("cuts", "Cuts and layers", "How a model that is too large for a worker is cut: `run.prepare(..., cut=...)`, or `--cut`."),
