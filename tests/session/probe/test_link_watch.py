@@ -21,6 +21,14 @@ FLUSHES = {"TIMES": 0.0, "SHARE": -1.0, "TIMES_AT_ONCE": 1e9}  # whose exchanges
 GLANCES = {"TIMES": 1e9, "TIMES_AT_ONCE": 0.0, "SHARE_AT_ONCE": -1.0, "GLANCE": 0.0}
 
 
+def train(run: Run) -> None:
+    model = nn.Linear(6, 2).double()
+    model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.01), batches(400))
+    for x, y in loader:
+        ((model(x) - y) ** 2).mean().backward()
+        optimizer.step()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("looks", [FLUSHES, GLANCES], ids=["flushes", "glances"])
 @pytest.mark.parametrize(("hosts", "whose"), [((0, 1, 2), "the link of host2"), ((0, 1), "the link between host0 and host1")])
@@ -40,13 +48,6 @@ def test_in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: tuple[
 
     monkeypatch.setattr(LinkWatch, "_measured", slow)
 
-    def train(run: Run) -> None:
-        model = nn.Linear(6, 2).double()
-        model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.01), batches(400))
-        for x, y in loader:
-            ((model(x) - y) ** 2).mean().backward()
-            optimizer.step()
-
     workers(len(hosts), train, folder=tmp_path, hosts=hosts)
     found = json.loads((tmp_path / "test/summary.json").read_text())["links"]
     assert found and found[0]["words"].rpartition(": ")[2].startswith(f"{whose} carries 80 Mbit/s"), found
@@ -65,13 +66,6 @@ def test_a_glance_that_finds_all_links_fine_says_nothing(tmp_path: Path, monkeyp
         return {(0, 1): 1e12, (1, 0): 1e12}
 
     monkeypatch.setattr(LinkWatch, "_measured", fine)
-
-    def train(run: Run) -> None:
-        model = nn.Linear(6, 2).double()
-        model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.01), batches(400))
-        for x, y in loader:
-            ((model(x) - y) ** 2).mean().backward()
-            optimizer.step()
 
     workers(2, train, folder=tmp_path, hosts=(0, 1))
     summary = json.loads((tmp_path / "test/summary.json").read_text())
