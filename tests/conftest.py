@@ -71,7 +71,7 @@ def _tier(item: pytest.Item) -> str:
         return "soak"
     if "lab" in names or fixtures & LAB:
         return "lab"
-    return "jobs" if names & {"jobs", "preloaded", "slow"} or fixtures & JOBS else "unit"
+    return "jobs" if names & {"jobs", "slow"} or fixtures & JOBS else "unit"
 
 
 def _uses(item: pytest.Item) -> tuple[set[str], set[str]]:
@@ -123,17 +123,17 @@ def _importable() -> None:
 
 @pytest.fixture
 def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Jobs]:
-    """Jobs in a folder of their own; workers are forked where the test is marked so."""
+    """Jobs in a folder of their own; their launchers and workers are forked, or are programs where the test is marked `real_processes`."""
     from tests.harness.jobs import PLAIN, PRELOADED, jobs
 
-    with jobs(tmp_path, PRELOADED if request.node.get_closest_marker("preloaded") else PLAIN) as found:
+    with jobs(tmp_path, PLAIN if request.node.get_closest_marker("real_processes") else PRELOADED) as found:
         yield found
 
 
 @pytest.fixture(scope="session")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
     """What comes of a training by one worker that nobody disturbs; each is made once for all processes of the tests."""
-    from tests.harness.jobs import PRELOADED, jobs
+    from tests.harness.jobs import jobs
     from tests.harness.shared_results import once, shared_folder
     from tests.harness.survivors import play
 
@@ -141,7 +141,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
 
     def make(**parts: Any) -> Outcome:
         def run() -> Outcome:
-            with jobs(tmp_path_factory.mktemp("alone"), PRELOADED) as found:
+            with jobs(tmp_path_factory.mktemp("alone")) as found:
                 return play(found, "alone", workers=1, nap=0, **parts)
 
         which = hashlib.sha256(repr(sorted(parts.items())).encode()).hexdigest()[:16]

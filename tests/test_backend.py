@@ -13,7 +13,6 @@ from tests.harness.jobs import Jobs
 from tests.harness.libraries import BUCKETS, LIBRARIES, check_alike
 
 
-@pytest.mark.preloaded
 def test_libraries_give_what_they_give_on_gloo(job: Jobs) -> None:
     ended = job.program(LIBRARIES, 3, args=("gloo", "paceline")).end()
     assert ended.code == 0, ended.err
@@ -22,7 +21,6 @@ def test_libraries_give_what_they_give_on_gloo(job: Jobs) -> None:
         assert ended.out.count(f"{backend}: gradients are in memory of all ranks: {moved}") == 3
 
 
-@pytest.mark.preloaded
 def test_ddp_trains_the_same_in_each_of_its_ways_whether_its_buckets_move_or_not(job: Jobs) -> None:
     ended = job.program(BUCKETS, 3, args=("gloo", "paceline")).end()
     assert ended.code == 0, ended.err
@@ -75,7 +73,6 @@ dist.all_reduce(x)
 """
 
 
-@pytest.mark.preloaded
 def test_a_worker_that_dies_is_named_at_once(job: Jobs) -> None:
     ended = job.run(BY_NAME, 2, **short_timings.environ(supervisor={"culprit": 20.0})).end()  # so that rank 0 is there to say it
     assert ended.code == 137
@@ -93,7 +90,6 @@ dist.all_reduce(x)
 """
 
 
-@pytest.mark.preloaded
 def test_calls_that_differ_are_an_error_instead_of_the_end_of_the_process(job: Jobs) -> None:
     ended = job.run(APART, 2, "--backend", "paceline").end()
     assert ended.code == 1

@@ -52,7 +52,7 @@ def trains(job: Jobs, launched: Job, workers: int = 2) -> None:
 
 class TestAWorkerGoes:
     @pytest.mark.slow
-    @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.preloaded)])
+    @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.real_processes)])
     def test_killed(self, job, rank):
         launched = job.run(endless())
         trains(job, launched)
@@ -63,19 +63,16 @@ class TestAWorkerGoes:
         assert not job.left()
 
     @pytest.mark.slow
-    @pytest.mark.preloaded
     def test_exits_with_0_in_the_middle(self, job):
         ended = job.run(endless("if rank == 1 and run.steps == 5: os._exit(0)")).end()
         assert ended.code == 1 and ended.last.startswith(f"paceline: rank 1 on {HOST} left in the middle (exit code 0)"), ended.err
 
     @pytest.mark.slow
-    @pytest.mark.preloaded
     def test_crashes_in_native_code(self, job):
         ended = job.run(endless("if rank == 1 and run.steps == 5: __import__('ctypes').string_at(0)")).end()
         assert ended.code == 139 and ended.last.startswith(f"paceline: rank 1 on {HOST} was killed by SIGSEGV"), ended.err
 
     @pytest.mark.slow
-    @pytest.mark.preloaded
     def test_a_reader_of_its_loader_is_killed(self, job):
         launched = job.run(endless())
         trains(job, launched)
@@ -91,6 +88,7 @@ class TestAWorkerGoes:
 
 
 class TestTheLauncherGoes:
+    @pytest.mark.real_processes
     def test_killed(self, job):
         """Soon everything is gone."""
         launched = job.run(endless())
@@ -100,7 +98,6 @@ class TestTheLauncherGoes:
         launched.end()
         assert not job.left()
 
-    @pytest.mark.preloaded
     def test_only_the_semaphores_of_the_job_go_with_it(self, job):
         """Not those that others made meanwhile, and that nobody has open as far as can be seen."""
         body = """
@@ -130,7 +127,6 @@ time.sleep(600)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-    @pytest.mark.preloaded
     def test_asked(self, job, number):
         launched = job.run(endless())
         trains(job, launched)
@@ -141,7 +137,6 @@ time.sleep(600)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("via", ["auto", "native"])
-    @pytest.mark.preloaded
     def test_ctrl_c_while_a_worker_waits_for_another(self, job, via):
         """Our own waits hear it at once."""
         launched = job.run(endless("time.sleep(600 * (rank == 1 and run.steps == 4))", f"sync=pl.AllReduce(via={via!r})"))
@@ -152,7 +147,6 @@ time.sleep(600)
         assert ended.code == 130, ended.err
 
     @pytest.mark.slow
-    @pytest.mark.preloaded
     def test_ctrl_c_in_a_wait_of_native_code(self, job):
         """torch's own waits don't hear it: SIGTERM follows after a while."""
         body = """
@@ -170,7 +164,6 @@ store.wait(["never"], timedelta(seconds=600))
         assert ended.code == 130 and time.monotonic() - began > 0.5, ended.err
 
 
-@pytest.mark.preloaded
 class TestAWorkerHangs:
     @pytest.mark.slow
     @pytest.mark.parametrize("via", ["auto", pytest.param("native", marks=pytest.mark.soak)])
@@ -207,6 +200,7 @@ def end_somehow(job: Jobs, kind: str, seconds: float) -> None:
     assert not left, (kind, seconds, left, ended.err)
 
 
+@pytest.mark.real_processes
 class TestAtAnyMoment:
     @pytest.mark.slow
     def test_a_few(self, job):

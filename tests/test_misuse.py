@@ -48,7 +48,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            (["absent.py"], "the script absent.py doesn't exist"),
+            pytest.param(["absent.py"], "the script absent.py doesn't exist", marks=pytest.mark.real_processes),
             (["--workers", "0", "script.py"], "--workers is 0, and has to be at least 1"),
             (["--hosts", "2", "script.py"], "--hosts 2 needs --join HOST:PORT"),
             (["--hosts", "2", "--join", "127.0.0.1:29400", "script.py"], "secret"),
@@ -59,21 +59,22 @@ class TestCommand:
     )
     def test_is_one_message_and_2(self, job, options, words):
         job.write("raise SystemExit('a worker was started')")
-        ended = job.start([sys.executable, "-m", "paceline", "run", *options]).end()
+        ended = job.start([sys.executable, *job.launcher, "run", *options]).end()
         assert ended.code == 2 and ended.out == ""
         assert ended.err.startswith("paceline: ") and ended.err.count("paceline: ") == 1 and words in ended.err, ended.err
         assert "Traceback" not in ended.err
 
+    @pytest.mark.real_processes
     def test_a_strategy_is_checked_with_its_arguments(self, job):
         job.write("raise SystemExit('a worker was started')")
-        ended = job.start([sys.executable, "-m", "paceline", "run", "--sync", "AllReduce(via='rign')", "script.py"]).end()
+        ended = job.start([sys.executable, *job.launcher, "run", "--sync", "AllReduce(via='rign')", "script.py"]).end()
         assert (ended.code, ended.out, len(ended.err.splitlines())) == (2, "", 1) and "did you mean ring?" in ended.err, ended.err
 
     def test_a_secret_that_others_can_read(self, job, tmp_path):
         (tmp_path / "secret").write_text("0123456789abcdef" * 2)
         os.chmod(tmp_path / "secret", 0o644)
         job.write("")
-        ended = job.start([sys.executable, "-m", "paceline", "run", "--secret-file", "secret", "script.py"]).end()
+        ended = job.start([sys.executable, *job.launcher, "run", "--secret-file", "secret", "script.py"]).end()
         assert ended.code == 2 and "chmod 600" in ended.err and len(ended.err.splitlines()) == 1
 
     @pytest.mark.parametrize("who", ["nobody", pytest.param("another program", marks=pytest.mark.slow)])
@@ -86,7 +87,7 @@ class TestCommand:
                 other.listen()
             options = ["--hosts", "2", "--join", f"127.0.0.1:{port}", "script.py"]
             started = job.start(
-                [sys.executable, "-m", "paceline", "run", *options], PACELINE_SECRET="0123456789abcdef" * 2, PACELINE_DEADLINE="1"
+                [sys.executable, *job.launcher, "run", *options], PACELINE_SECRET="0123456789abcdef" * 2, PACELINE_DEADLINE="1"
             )
             ended = started.end()
         assert ended.code == 2 and f"127.0.0.1:{port}" in ended.last, ended.err
@@ -96,7 +97,7 @@ class TestCommand:
         job.write("")
         options = ["--hosts", "2", "--join", f"127.0.0.1:{free_port()}", "script.py"]
         started = [
-            job.start([sys.executable, "-m", "paceline", "run", *options], PACELINE_SECRET=letter * 32, PACELINE_DEADLINE="4")
+            job.start([sys.executable, *job.launcher, "run", *options], PACELINE_SECRET=letter * 32, PACELINE_DEADLINE="4")
             for letter in "ab"
         ]
         for ended in [one.end() for one in started]:
@@ -105,34 +106,28 @@ class TestCommand:
 
 class TestOneRankRaises:
     @pytest.mark.slow
-    @pytest.mark.preloaded
     def test_in_a_step(self, job):
         blames(job.run(loop("if rank == 1 and number == 2: raise ValueError('boom')")).end(), 1, "ValueError: boom")
 
     @pytest.mark.slow
-    @pytest.mark.preloaded
     def test_before_the_start(self, job):
         blames(job.run("if rank == 0: raise ValueError('boom')" + loop()).end(), 0, "ValueError: boom")
 
     @pytest.mark.slow
-    @pytest.mark.preloaded
     def test_before_a_step(self, job):
         body = loop().replace("    for epoch", "    if rank == 1: raise ValueError('boom')\n    for epoch")
         blames(job.run(body, 3).end(), 1, "ValueError: boom")
 
     @pytest.mark.slow
-    @pytest.mark.preloaded
     def test_after_the_last_step(self, job):
         blames(job.run(loop(after="    if rank == 1: raise ValueError('boom')")).end(), 1, "ValueError: boom")
 
     @pytest.mark.slow
-    @pytest.mark.preloaded
     def test_without_a_with_block(self, job):
         body = "run = pl.start()\nmodel, optimizer, loader = parts(run)\nfor x, y in loader:\n    if rank == 1: raise ValueError('boom')\n"
         blames(job.run(body + "    step(run, model, optimizer, x, y)").end(), 1, "ValueError: boom")
 
 
-@pytest.mark.preloaded
 class TestOneRankGoesItsOwnWay:
     def named(self, ended: Ended, mine: str, theirs: str) -> None:
         """The last words are a Mismatch that names both sides: rank 1 at `mine` and rank 0 at `theirs`, with the lines of the script."""
@@ -190,7 +185,6 @@ class TestOneRankGoesItsOwnWay:
 
 class TestData:
     @pytest.mark.slow
-    @pytest.mark.preloaded
     def test_a_loader_shorter_than_a_batch(self, job):
         body = loop().replace("parts(run)", "parts(run, samples=7, batch=8, drop_last=True)")
         ended = job.run(body, 1).end()
@@ -198,7 +192,6 @@ class TestData:
         assert "drop_last" in ended.said and "7" in ended.said, ended.err
 
     @pytest.mark.slow
-    @pytest.mark.preloaded
     def test_a_data_set_without_length(self, job):
         body = """
 class Endless:
@@ -214,7 +207,6 @@ with pl.start() as run:
         assert ended.code == 1 and "(DataError)" in ended.last and "__len__" in ended.said and "Endless" in ended.said, ended.err
 
 
-@pytest.mark.preloaded
 class TestNumbers:
     BAD = "x = x * (float('nan') if run.steps == 3 and rank == 1 else 1.0)"
 
@@ -263,13 +255,11 @@ class TestStart:
         assert "\n" not in str(caught.value) and all(word in str(caught.value) for word in words), caught.value
 
     @pytest.mark.slow
-    @pytest.mark.preloaded
     def test_an_argument_that_there_is_not(self, job):
         ended = job.run(loop(), 2, "--sync", "AllReduce(vai='ring')").end()
         assert ended.code == 2 and "did you mean via?" in ended.last and "ring" in ended.last, ended.err
 
 
-@pytest.mark.preloaded
 class TestMeeting:
     """Under a launcher that tells no more than torchrun's variables."""
 
@@ -340,7 +330,6 @@ def tiny(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-@pytest.mark.preloaded
 class TestDisk:
     @pytest.mark.slow
     def test_full_while_saving(self, job, tiny):

@@ -179,7 +179,7 @@ def with_blocks(*, of_lab: bool) -> list[Any]:
 @pytest.mark.jobs
 @pytest.mark.parametrize("page", with_blocks(of_lab=False))
 def test_blocks_run(page: Path, tmp_path: Path) -> None:
-    with jobs(tmp_path, PRELOADED) as started:
+    with jobs(tmp_path) as started:
         reader = Reader(started, page)
         for block in chosen(page, of_lab=False):
             reader.run(block)
@@ -190,7 +190,7 @@ def test_blocks_run(page: Path, tmp_path: Path) -> None:
 @pytest.mark.skipif(bool(missing()), reason=missing())
 @pytest.mark.parametrize("page", with_blocks(of_lab=True))
 def test_blocks_run_in_a_lab(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with jobs(tmp_path, PRELOADED) as started:
+    with jobs(tmp_path) as started:
         reader = Reader(started, page)
         for block in pages.blocks(page):
             if block.marked[0] == "on two hosts":

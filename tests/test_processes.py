@@ -44,7 +44,6 @@ def same(job: Jobs, size: int, **cases: Case) -> None:
 
 
 class TestTheCurve:
-    @pytest.mark.preloaded
     def test_of_two_workers(self, job):
         cases = {
             "equal": Case(),
@@ -59,7 +58,6 @@ class TestTheCurve:
         same(job, 2, **cases)
 
     @pytest.mark.slow
-    @pytest.mark.preloaded
     def test_of_one_worker(self, job):
         cases = {"sgd": Case(), "adam": Case(optimizer="adam"), "ring": Case("ring")}
         launch(job, 1, **cases)
@@ -67,7 +65,6 @@ class TestTheCurve:
         assert check(cases["sgd"], "sgd", job.folder, 1) == 0
 
     @pytest.mark.slow
-    @pytest.mark.preloaded
     @pytest.mark.parametrize("size", [3, 4])
     def test_of_more_workers_than_cores(self, job, size):
         shares = {3: [3, 3, 2], 4: [4, 0, 3, 1]}[size]
@@ -82,7 +79,6 @@ class TestTheCurve:
         same(job, size, **cases)
 
     @pytest.mark.slow
-    @pytest.mark.preloaded
     def test_mutants_fail(self, job):
         """The checks above would see them."""
         cases = {"unweighted": Case(shares=[1, 7], mutant="averages without weights"), "silent": Case(mutant="doesn't communicate")}
@@ -113,7 +109,6 @@ class TestLaunchers:
         self.ends_well(job, [job.start([mpirun, *options, sys.executable, CURVES, ask(job, case=self.CASE)])], 2)
 
     @pytest.mark.slow
-    @pytest.mark.preloaded
     def test_slurm(self, job):
         """srun's variables, set by hand."""
         path = ask(job, case=self.CASE)
@@ -164,13 +159,13 @@ print(f"both {run.steps} {refused}\\n", end="")  # in one piece: torchrun does n
 
 class TestTorchDistributed:
     @pytest.mark.slow
+    @pytest.mark.real_processes
     def test_a_script_that_never_heard_of_paceline(self, job):
         ended = job.run(OWN).end()
         assert ended.code == 0, ended.err
         assert sorted(ended.out.splitlines()) == [f"[{rank}] ddp 2 {rank} 2 0 False" for rank in range(2)]
 
     @pytest.mark.slow
-    @pytest.mark.preloaded
     def test_a_script_that_uses_both(self, job):
         ended = job.run(BOTH, args=("torch",)).end()
         assert ended.code == 0, ended.err
@@ -209,7 +204,6 @@ class TestTwoHosts:
         ]
 
     @pytest.mark.slow
-    @pytest.mark.preloaded
     def test_the_curve_and_the_bytes(self, job):
         cases = {
             "equal": Case(),
@@ -231,7 +225,6 @@ class TestTwoHosts:
         assert summary["bytes_sent"]["between"] <= 2.2 * nbytes
 
     @pytest.mark.slow
-    @pytest.mark.preloaded
     @pytest.mark.parametrize("pause", [0, 0.8], ids=["at once", "slow to say why"])
     def test_both_launchers_name_the_one_that_failed(self, job, pause):
         slow = f"said = sys.excepthook\ndef slowly(*error):\n    time.sleep({pause})\n    said(*error)\nsys.excepthook = slowly\n"
@@ -240,7 +233,6 @@ class TestTwoHosts:
             assert ended.code == 1 and ended.said == "ValueError: boom" and "rank 2 on" in ended.last, ended.err
 
     @pytest.mark.slow
-    @pytest.mark.preloaded
     def test_a_launcher_that_is_killed_ends_both_hosts(self, job):
         script = job.write(LONG.format(inside="if run.steps == 5: Path(f'ready{rank}').touch()"))
         first, second = self.launch(job, script)

@@ -168,7 +168,6 @@ def written(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.preloaded
 def test_the_command(job: Jobs, written: Path) -> None:
     def said(*options: str) -> tuple[str, str]:
         ended = job.start([sys.executable, *job.launcher, "generate", *options]).end()
@@ -186,7 +185,6 @@ def test_the_command(job: Jobs, written: Path) -> None:
     assert (job.left(), [path.name for path in (written / "runs").iterdir()]) == ([], ["test"])
 
 
-@pytest.mark.preloaded
 @pytest.mark.parametrize(
     ("options", "why"),
     [

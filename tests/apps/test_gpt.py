@@ -150,7 +150,6 @@ with pl.start(name=sys.argv[1], seed=3) as run:
 """
 
 
-@pytest.mark.preloaded
 def test_processes_train_it_by_its_plan_as_one_does(job: Jobs, tmp_path: Path) -> None:
     for name, count, options in (("cut", 4, ("--mesh", "data=2, tensor=2", "--cut", 'tensor("auto")')), ("one", 1, ())):
         ended = job.run("import sys\n" + JOB, count, *options, args=(name,)).end()

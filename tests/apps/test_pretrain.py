@@ -49,7 +49,6 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.preloaded
 def test_the_script_alone_and_in_meshes(job: Jobs, words: Path, tmp_path: Path) -> None:
     arguments = ["--steps", "3", "--of", "6", "--name", "x", "--folder", str(tmp_path / "runs"), "--text", str(words)]
     answer = nursery.run_script(Path(pretrain.__file__), tmp_path, *arguments)

@@ -80,7 +80,6 @@ def summary_of(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.preloaded
 def test_the_program_survives(job: Jobs) -> None:
     """A worker and a server are killed: the loss and the AUC are those of a run that nobody disturbed."""
     common = ("--rows", "2000", "--steps", "150", "--batch", "256", "--held-out", "2000")
@@ -101,7 +100,6 @@ def test_the_program_survives(job: Jobs) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.preloaded
 def test_the_program(job: Jobs, tmp_path: Path) -> None:
     """With two workers and servers of its own beside a parameter server; and alone, with its tables."""
     path = Path(recommender.__file__)

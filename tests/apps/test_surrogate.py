@@ -64,7 +64,6 @@ def test_strategies_learn(strategy: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.preloaded
 def test_the_program(job: Jobs, tmp_path: Path) -> None:
     """Two workers, and a cut of the command line: errors are nearly the same, and much less than if nothing were predicted."""
     given = ("--grid", "16", "--width", "8", "--levels", "1", "--steps", "100", "--batch", "16", "--rate", "0.01", "--held-out", "50")

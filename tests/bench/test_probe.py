@@ -16,7 +16,6 @@ from tests.harness import nursery
 from tests.harness.jobs import Jobs
 
 
-@pytest.mark.preloaded
 def test_the_command_writes_what_it_shows(job: Jobs) -> None:
     command = [sys.executable, *job.launcher, "probe", "--workers", "2", "--dtypes", "float32", "--out", "found.json"]
     ended = job.start(command).end()

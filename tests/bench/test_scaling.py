@@ -105,7 +105,6 @@ def test_runs_that_are_there_are_compared(tmp_path: Path) -> None:
     assert "Strong scaling" in said and "brings 25% of its worth. Most was lost to exchange" in said
 
 
-@pytest.mark.preloaded
 def test_a_script_is_measured_with_one_worker_and_with_two(job: Jobs) -> None:
     words = ["bench", "scaling", job.write(SCRIPT), "--workers", "1,2", "--steps", "30", "--batch-option", "--batch", "--folder", "kept"]
     ended = job.start([sys.executable, *job.launcher, *words, "--", "--batch", "4"]).end()
@@ -121,7 +120,6 @@ def test_a_script_is_measured_with_one_worker_and_with_two(job: Jobs) -> None:
     assert all(30 <= count < 100_000 for count in steps)  # an epoch has as many
 
 
-@pytest.mark.preloaded
 def test_what_fails_is_told_and_others_go_on(job: Jobs) -> None:
     words = [sys.executable, *job.launcher, "bench", "scaling", job.write(SCRIPT), "--workers", "1,2", "--steps", "5", "--", "--batch", "4"]
     broken = job.start([*words, "--broken"]).end()
@@ -130,7 +128,6 @@ def test_what_fails_is_told_and_others_go_on(job: Jobs) -> None:
     assert broken.err.splitlines()[-1] == "paceline: not measured: 2 workers"
 
 
-@pytest.mark.preloaded
 def test_a_script_without_a_run(job: Jobs) -> None:
     script = job.folder / "plain.py"
     script.write_text("print('nothing')")
@@ -138,7 +135,6 @@ def test_a_script_without_a_run(job: Jobs) -> None:
     assert ended.code == 1 and "1 worker: the script made no run" in ended.err and "not measured: 1 worker, 2 workers" in ended.err
 
 
-@pytest.mark.preloaded
 def test_ctrl_c_ends_it_all(job: Jobs) -> None:
     words = ["bench", "scaling", job.write(SCRIPT), "--workers", "1,2", "--steps", "1000000000", "--seconds", "100000"]
     started = job.start([sys.executable, *job.launcher, *words, "--", "--batch", "4"])

@@ -36,7 +36,6 @@ def losses(job: Jobs) -> list[float]:
     return [line["loss"] for line in map(json.loads, path.read_text().splitlines()) if "loss" in line]
 
 
-@pytest.mark.preloaded
 class TestRuns:
     def test_image_classification(self, job):
         ended, summary = run(job, "image_classification.py")
@@ -79,7 +78,6 @@ class TestRuns:
         assert summary["mesh"] == {"stage": 2} and summary["pipelines"] and summary["final_loss"] < 0.6
 
 
-@pytest.mark.preloaded
 class TestMigrations:
     @pytest.mark.parametrize("name", ["ddp", "accelerate", "horovod"])
     def test_after(self, job, name):

@@ -202,8 +202,8 @@ class Jobs:
 
 
 @contextmanager
-def jobs(folder: Path, launcher: Sequence[str] = PLAIN) -> Iterator[Jobs]:
-    """Jobs in `folder`, of which nothing may be left in the end; their workers start as themselves, or `PRELOADED`."""
+def jobs(folder: Path, launcher: Sequence[str] = PRELOADED) -> Iterator[Jobs]:
+    """Jobs in `folder`, of which nothing may be left in the end; launchers and workers are forked, or are programs if `PLAIN`."""
     with tempfile.TemporaryDirectory(prefix="pl-") as temporary:  # a short name: sockets are made in it
         started = Jobs(folder, Path(temporary), launcher)
         try:

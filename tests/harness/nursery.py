@@ -2,7 +2,7 @@
 
 Importing torch takes most of the processor time of a job under test: a job of two hosts and two servers does it four times, also with
 `tests.harness.preloaded`. The nursery does it once for all tests, also where several processes run them. It begins with the first job that
-asks for it, and ends with the tests. How programs start is for the tests of the launcher itself, which don't ask for it.
+asks for it, and ends with the tests. Jobs come from here unless a test is marked `real_processes`: how programs start is its subject.
 """
 
 from __future__ import annotations

@@ -26,9 +26,9 @@ def able() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _preloaded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launchers, workers and servers are forked with torch in them where the test is marked so."""
-    if request.node.get_closest_marker("preloaded"):
+def _forked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers, workers and servers are forked with torch in them, unless the test is marked `real_processes`."""
+    if not request.node.get_closest_marker("real_processes"):
         monkeypatch.setattr("paceline.lab.hosts.subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": nursery.on_host}))
 
 

@@ -76,7 +76,7 @@ while goes_on():
 """
 
 
-pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.preloaded]
+pytestmark = [pytest.mark.usefixtures("clean")]
 
 
 class Watched:

@@ -11,7 +11,7 @@ import pytest
 from paceline.lab.hosts import Cluster
 from tests.harness import every_strategy
 
-pytestmark = [pytest.mark.slow, pytest.mark.preloaded]
+pytestmark = pytest.mark.slow
 STEPS = 9  # more than twice the longest round, and than `after` begins
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.lab.hosts import Cluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.preloaded]
+pytestmark = pytest.mark.slow
 PROGRAM = Path(__file__).parents[1] / "harness" / "programs" / "pairs_over_hosts.py"
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.lab.hosts import Cluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.preloaded]
+pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import json, sys

@@ -12,7 +12,7 @@ from paceline.cluster import topology_file
 from paceline.cluster.oddities import oddities
 from paceline.lab.hosts import Cluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.preloaded]
+pytestmark = pytest.mark.slow
 
 
 def test_two_hosts_are_measured_in_both_directions(build: Callable[..., Cluster], tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ SLEEP = PLAIN + "print('up', flush=True)\ntime.sleep(600)\n"
 @pytest.fixture
 def started(able: None, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Jobs]:
     before = traces()
-    with jobs(tmp_path, PRELOADED if request.node.get_closest_marker("preloaded") else PLAIN_LAUNCHER) as found:
+    with jobs(tmp_path, PLAIN_LAUNCHER if request.node.get_closest_marker("real_processes") else PRELOADED) as found:
         yield found
     assert left(before) == set()
 
@@ -55,6 +55,7 @@ def pairs(folder: Path) -> str:
 
 
 class TestCommand:
+    @pytest.mark.real_processes
     def test_shows_host_and_rank(self, started):
         body = (
             PLAIN
@@ -82,7 +83,6 @@ class TestCommand:
         assert not (started.folder / "taken").exists()
 
     @pytest.mark.slow
-    @pytest.mark.preloaded
     def test_placement(self, started):
         body = PLAIN + "print(os.environ['LOCAL_RANK'])"
         ended = lab(started, pairs(started.folder), body, "--placement", "round-robin").end()
@@ -91,7 +91,6 @@ class TestCommand:
         assert sorted(ended.out.splitlines()) == ["[host0 0] 0", "[host0 2] 1", "[host1 1] 0", "[host1 3] 1"]
 
     @pytest.mark.slow
-    @pytest.mark.preloaded
     def test_an_error_ends_all_and_is_said_last(self, started):
         body = PLAIN + "if rank == 1: raise ValueError('wrong')\ntime.sleep(600)"
         ended = lab(started, pairs(started.folder), body).end()
@@ -103,12 +102,12 @@ class TestCommand:
         assert ended.err.count("failed with exit code 1") == 1
 
     @pytest.mark.slow
-    @pytest.mark.preloaded
     def test_exit_codes_are_the_workers(self, started):
         assert lab(started, pairs(started.folder), PLAIN + "sys.exit(7 if rank == 2 else 0)").end().code == 7
 
     @pytest.mark.slow
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    @pytest.mark.real_processes
     def test_signals(self, started, number):
         job = lab(started, "two-hosts", SLEEP)
         wait_for(lambda: len([process for process in job.processes() if process.cmdline()[-1:] == ["script.py"]]) >= 6)
@@ -125,6 +124,7 @@ class TestCommand:
         assert job.process.wait(PATIENCE) == 128 + signal.SIGPIPE
         job.process.stderr.close()
 
+    @pytest.mark.real_processes
     def test_sigkill_leaves_nothing(self, started):
         before = traces()
         job = lab(started, "two-hosts", SLEEP)
@@ -135,7 +135,6 @@ class TestCommand:
         assert left(before) == set()
 
     @pytest.mark.slow
-    @pytest.mark.preloaded
     def test_a_reader_that_stops_reading(self, started):
         job = lab(started, "two-hosts", PLAIN + "while True: print('x' * 1000, flush=True)")
         assert job.process.stdout is not None
@@ -147,7 +146,6 @@ class TestCommand:
         job.end()
 
     @pytest.mark.slow
-    @pytest.mark.preloaded
     def test_a_process_that_keeps_the_pipes(self, started):
         body = PLAIN + (
             "import subprocess\n"
@@ -160,6 +158,7 @@ class TestCommand:
         assert ended.code == 0
 
     @pytest.mark.slow
+    @pytest.mark.real_processes
     def test_sigkill_of_its_keeper_too(self, started):
         before = traces()
         job = lab(started, "two-hosts", SLEEP)
@@ -198,7 +197,6 @@ class TestCommand:
             assert left_with.value.code == 2 and out == "" and len(err.splitlines()) == 1 and said in err, err
 
     @pytest.mark.slow
-    @pytest.mark.preloaded
     def test_the_example_on_two_hosts(self, started):
         options = ("--name", "mine", "--fault", "cut(host=1, seconds=0.2, step=9)")
         ended = lab(started, "two-hosts", EXAMPLE.read_text(), *options).end()
@@ -211,7 +209,6 @@ class TestCommand:
         assert [event["what"] for event in summary["events"]][:1] == ["cut(host=1, seconds=0.2, step=9)"]
 
 
-@pytest.mark.preloaded
 class TestRun:
     def write(self, folder: Path, body: str) -> str:
         path = folder / "script.py"

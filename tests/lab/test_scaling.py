@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from paceline.bench import scaling
 from paceline.bench.scaling import ScalingRequest
 from paceline.lab.description import regular
@@ -23,7 +21,6 @@ with pl.start() as run:
 """
 
 
-@pytest.mark.preloaded
 def test_hosts_are_as_many_as_workers_need(clean: None, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PRELUDE + SCRIPT)
     shown, noted = list[str](), list[str]()

@@ -10,7 +10,7 @@ import pytest
 from paceline import lab
 from tests.harness.jobs import PRELUDE
 
-pytestmark = [pytest.mark.usefixtures("clean", "quotas"), pytest.mark.slow, pytest.mark.preloaded]
+pytestmark = [pytest.mark.usefixtures("clean", "quotas"), pytest.mark.slow]
 
 # Some 15 ms of work in a step of each worker, until the host that has become slow has been named.
 TRAINING = """

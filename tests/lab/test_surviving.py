@@ -15,7 +15,7 @@ from tests.harness import short_timings
 from tests.harness.jobs import PRELUDE
 from tests.harness.survivors import Outcome, apart, check, gap, outcome, script, until
 
-pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.slow, pytest.mark.preloaded]
+pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.slow]
 
 
 def train(

@@ -15,7 +15,7 @@ from paceline.lab.hosts import Cluster
 from tests.harness import nursery
 from tests.harness.libraries import LIBRARIES, check_alike
 
-pytestmark = [pytest.mark.slow, pytest.mark.preloaded]
+pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import sys

@@ -12,7 +12,7 @@ from paceline.cluster import topology_file
 from tests.harness.clusters import measured
 from tests.harness.jobs import PRELUDE
 
-pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.slow, pytest.mark.preloaded]
+pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.slow]
 
 TRAINING = """
 with pl.start(folder=sys.argv[1], name="run") as run:

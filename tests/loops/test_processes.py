@@ -15,7 +15,6 @@ from tests.loops.script import TENTHS
 
 
 @pytest.mark.slow
-@pytest.mark.preloaded
 def test_on_processes(job: Jobs, tmp_path: Path) -> None:
     names, size = [*(name for name, known in LOOPS.items() if known.threads), *TENTHS[3::10]], 2
     found = outcome(job, tmp_path, names, size)

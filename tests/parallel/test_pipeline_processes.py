@@ -22,7 +22,6 @@ with pl.start() as run:
 """
 
 
-@pytest.mark.preloaded
 @pytest.mark.parametrize(
     ("workers", "mesh", "schedule"),
     [(2, "stage=2", "1f1b"), (2, "stage=2", "zero-bubble"), (4, "data=2, stage=2", "1f1b"), (1, "stage=1", "1f1b")],
@@ -58,7 +57,6 @@ with pl.start() as run:
 """
 
 
-@pytest.mark.preloaded
 def test_layers_move_between_processes(job: Jobs, tmp_path: Path) -> None:
     ended = job.run(MOVING, 4, "--mesh", "data=2, stage=2").end()
     assert ended.code == 0, ended.err
@@ -115,7 +113,6 @@ with pl.start(name=sys.argv[1]) as run:
 """
 
 
-@pytest.mark.preloaded
 def test_a_pipeline_that_starts_again_draws_and_loses_what_one_does_that_did_not(job: Jobs) -> None:
     # the last stage alone has dropout, in layers that are run again for both halves of a backward; scripts draw equal numbers everywhere
     whole = job.run(DROPOUT, 2, "--mesh", "stage=2", args=("whole", "lives")).end()

@@ -27,7 +27,6 @@ with pl.start(name="cut") as run:
 """
 
 
-@pytest.mark.preloaded
 def test_what_the_command_line_says_is_what_the_run_has(job: Jobs, tmp_path: Path) -> None:
     ended = job.run("import json\n" + BODY, 4, "--mesh", "data, tensor=2").end()
     assert ended.code == 0, ended.err
@@ -39,7 +38,6 @@ def test_what_the_command_line_says_is_what_the_run_has(job: Jobs, tmp_path: Pat
     assert cut["final_loss"] == pytest.approx(alone["final_loss"], rel=1e-9)
 
 
-@pytest.mark.preloaded
 def test_cuts_of_the_command_line_are_those_of_the_run(job: Jobs, tmp_path: Path) -> None:
     body = BODY.replace('cut = [columns()] if "tensor" in run.mesh.names else []', "cut = None").replace('name="cut"', "name=sys.argv[1]")
     cut = """tensor({"0": column(), "2": row()}), shard("0", zero=2)"""
@@ -55,7 +53,6 @@ def test_cuts_of_the_command_line_are_those_of_the_run(job: Jobs, tmp_path: Path
         assert found["axes"][axis]["seconds"] > 0 and 0 < found["axes"][axis]["within"] < found["bytes_sent"]["within"], axis
 
 
-@pytest.mark.preloaded
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -72,7 +69,6 @@ def test_what_cannot_be_had_is_said_and_nothing_is_left(job: Jobs, options: tupl
     assert job.left() == []
 
 
-@pytest.mark.preloaded
 @pytest.mark.parametrize(("mesh", "cut"), [("data=2, shard=2", "shard('*', zero=3)"), ("shard", "shard(zero=2)")])
 def test_the_state_of_a_model_is_shared_out_between_processes(job: Jobs, tmp_path: Path, mesh: str, cut: str) -> None:
     ended = job.run("import json\n" + BODY, 4, "--mesh", mesh, "--cut", cut).end()

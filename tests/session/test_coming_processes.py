@@ -13,8 +13,6 @@ from tests.harness.jobs import Job, Jobs, wait_for
 from tests.harness.served_training import script, weights
 from tests.harness.surviving_servers import servers
 
-pytestmark = pytest.mark.preloaded
-
 SOAK = pytest.mark.soak
 AHEAD = "ParameterServer(servers=2, bucket_mb=0.05, pull='forward')"
 

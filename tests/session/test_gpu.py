@@ -178,6 +178,7 @@ with pl.start(name=sys.argv[1]) as run:
 """
 
 
+@pytest.mark.real_processes
 def test_two_workers_that_share_a_gpu_have_the_weights_of_one(job: Jobs, tmp_path: Path) -> None:
     for count in (1, 2):
         ended = job.run(SHARING, count, args=(f"w{count}",)).end()

@@ -11,8 +11,6 @@ from tests.harness.jobs import Jobs, wait_for
 from tests.harness.joining_hosts import EPOCHS, Hosts, kill
 from tests.harness.survivors import Outcome, check, trains
 
-pytestmark = pytest.mark.preloaded
-
 
 @pytest.fixture
 def hosts(job: Jobs) -> Hosts:

@@ -69,7 +69,6 @@ with pl.load("runs/test", mesh="tensor") as loaded:
 """
 
 
-@pytest.mark.preloaded
 def test_models_of_the_demo_are_known_by_their_folder(job: Jobs, tmp_path: Path) -> None:
     _, wanted = written(tmp_path / "runs")
     ended = job.run(BODY).end()
@@ -93,7 +92,6 @@ with pl.load("runs/test", mesh="tensor") as loaded:
 """
 
 
-@pytest.mark.preloaded
 def test_a_job_that_starts_again_answers_and_leaves_nothing(job: Jobs, tmp_path: Path) -> None:
     written(tmp_path / "runs")
     ended = job.run(RESTARTED, 2, "--restarts", "1").end()

@@ -7,7 +7,7 @@ import torch
 
 from tests.harness.jobs import Jobs
 
-pytestmark = [pytest.mark.preloaded, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import os, signal, time

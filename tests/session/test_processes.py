@@ -51,7 +51,6 @@ parts(without)
 
 
 @pytest.mark.slow
-@pytest.mark.preloaded
 def test_runs_one_after_the_other_in_two_processes(job: Jobs, tmp_path: Path) -> None:
     ended = job.run(BODY, 2).end()
     assert ended.code == 0, ended.err

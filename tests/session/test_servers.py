@@ -16,8 +16,6 @@ from tests.harness.jobs import Job, Jobs, free_port, wait_for
 from tests.harness.served_training import script, weights
 from tests.harness.surviving_servers import servers
 
-pytestmark = pytest.mark.preloaded
-
 SOAK = pytest.mark.soak
 
 

@@ -12,7 +12,6 @@ from tests.harness.jobs import Job, Jobs, free_port, wait_for
 from tests.harness.surviving_servers import ended, kill_primaries, servers
 from tests.harness.survivors import AT, PLACES, Outcome, apart, check, gap, outcome, pause, play, script, trains, until
 
-pytestmark = pytest.mark.preloaded
 SOAK = pytest.mark.soak
 
 SYNC = "ParameterServer(servers=2, bucket_mb=0.001)"

@@ -10,8 +10,6 @@ import torch
 
 from tests.harness.jobs import Job, Jobs, free_port, wait_for
 
-pytestmark = pytest.mark.preloaded
-
 TRAIN = """
 torch.manual_seed(1)
 ids = torch.randint(1000, (160, 3))

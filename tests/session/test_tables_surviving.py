@@ -14,7 +14,6 @@ from tests.harness.surviving_servers import ended, kill_primaries, servers, unti
 from tests.harness.surviving_tables import parts
 from tests.harness.survivors import AT, PLACES, Outcome, check, gap, outcome, pause, play, script, trains, until
 
-pytestmark = pytest.mark.preloaded
 SOAK = pytest.mark.soak
 SURVIVES = ("--min-workers", "1")
 SERVED = ("--sync", "ParameterServer(servers=1, bucket_mb=0.001)")

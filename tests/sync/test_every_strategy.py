@@ -12,7 +12,6 @@ from tests.harness.jobs import Jobs
 
 
 @pytest.mark.slow
-@pytest.mark.preloaded
 def test_on_processes(job: Jobs, tmp_path: Path) -> None:
     size = 3
     program = [every_strategy.__file__, str(tmp_path), every_strategy.ask(tmp_path)]

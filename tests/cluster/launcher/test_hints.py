@@ -75,10 +75,10 @@ def test_another_script_that_is_not_there(script, args):
 def test_of_a_job_that_runs_on_one_worker(job):
     script = job.write("print('ran', sys.argv[1:])".replace("sys", "__import__('sys')"))
     (job.folder / script).write_text("import sys\nprint('ran', sys.argv[1:])")
-    ended = job.start([sys.executable, "-m", "paceline", "run", script, "-n", "2"]).end()
+    ended = job.start([sys.executable, *job.launcher, "run", script, "-n", "2"]).end()
     assert (ended.code, ended.out) == (0, "[0] ran ['-n', '2']\n")
     assert ended.err.startswith("paceline: -n 2 after script.py goes to script.py, which runs on 1 worker; ")
-    ended = job.start([sys.executable, "-m", "paceline", "run", "-n", "2", script, "-n", "2"]).end()
+    ended = job.start([sys.executable, *job.launcher, "run", "-n", "2", script, "-n", "2"]).end()
     assert ended.code == 0 and "after script.py" not in ended.err
 
 

@@ -195,7 +195,6 @@ def losses(folder: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in lines(folder)]
 
 
-@pytest.mark.preloaded
 @pytest.mark.parametrize(
     "parts",
     [
@@ -218,7 +217,6 @@ def test_a_killed_worker_leaves_no_trace_but_events(job: Jobs, parts: dict[str, 
     assert json.loads((again / "summary.json").read_text())["events"][1]["what"] == found.events[1]
 
 
-@pytest.mark.preloaded
 def test_no_restart_is_left(job: Jobs) -> None:
     dies = "run.rank == 1 and run.steps == 7 and os.kill(os.getpid(), signal.SIGKILL)"
     started, out = launched(job, "killed", "--restarts", "1", before=dies)
@@ -230,7 +228,6 @@ def test_no_restart_is_left(job: Jobs) -> None:
     assert not (out / "runs" / "run" / "summary.json").exists()
 
 
-@pytest.mark.preloaded
 def test_errors(job: Jobs) -> None:
     """One that comes again from the same checkpoint ends the job; a wrong request is not tried again."""
     wrong, _ = launched(job, "wrong", "--restarts", "5", after="run.rank == 1 and run.steps == 7 and {}['lost']")
@@ -243,7 +240,6 @@ def test_errors(job: Jobs) -> None:
     assert ended.last.endswith("it isn't started again: every start would end in this UsageError"), ended
 
 
-@pytest.mark.preloaded
 def test_ctrl_c_during_a_restart(job: Jobs) -> None:
     held = "(out / 'first').exists() and ((out / 'again').touch(), signal.pause())"
     started, out = launched(job, "held", "--restarts", "3", before="die(run.rank == 1 and run.steps == 7, 'first')", prepared=held)
@@ -265,7 +261,6 @@ with pl.start(name="run", seed=5) as run:
 """
 
 
-@pytest.mark.preloaded
 def test_a_loop_of_its_own_begins_anew_and_that_is_said(job: Jobs) -> None:
     ended = job.run(UNLOOPED, 2, "--restarts", "1").end()
     assert ended.code == 0 and ended.out == "[0] 8 1\n", ended
@@ -288,14 +283,12 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.preloaded
 def test_a_script_without_a_run_starts_again(job: Jobs) -> None:
     ended = job.run(PLAIN, 2, "--restarts", "1").end()
     assert ended.code == 0 and sorted(ended.out.splitlines()) == ["[0] 2.0", "[1] 2.0"], ended
     assert "all start again (restart 1 of 1)" in ended.err
 
 
-@pytest.mark.preloaded
 @pytest.mark.parametrize(
     "options",
     [("--sync", "ParameterServer()"), ("--sync", "LocalSGD(4)"), ("--mesh", "shard=2", "--cut", "shard(zero=3)")],

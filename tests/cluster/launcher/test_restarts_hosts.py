@@ -66,7 +66,6 @@ LOST = "run.rank == {} and run.steps == {} and die(True, {!r})"
 HELD = "run.rank == {} and run.steps == {} and not (out / {!r}).exists() and ((out / {!r}).touch(), signal.pause())"
 
 
-@pytest.mark.preloaded
 def test_killed_workers_and_hosts_leave_no_trace_but_events(job: Jobs) -> None:
     """Workers of both hosts are killed, the first one among them; then the launchers, which come back: first the second, then the first."""
     wanted = Training(job, "undisturbed")
@@ -97,7 +96,6 @@ def test_killed_workers_and_hosts_leave_no_trace_but_events(job: Jobs) -> None:
         assert f"from step-000000{step:02}" in what, events
 
 
-@pytest.mark.preloaded
 def test_each_host_has_the_run_in_a_folder_of_its_own(job: Jobs) -> None:
     """The first worker saves and resumes; what another host has lies elsewhere. The same error ends the job on both in the end."""
     parts = {"start": "name='run', folder=os.environ['GROUP_RANK'], seed=5", "before": LOST.format(3, 7, "third")}

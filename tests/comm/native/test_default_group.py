@@ -67,7 +67,6 @@ with open(f"found-{rank}.json", "w") as file:
 
 
 @pytest.mark.slow
-@pytest.mark.preloaded
 @pytest.mark.parametrize("size", [2, 3])
 def test_metrics_are_those_of_all_workers(job: Jobs, tmp_path: Path, size: int) -> None:
     """19 samples: the last batch has one, so there are empty shares of evaluation, and ghosts in training."""
@@ -108,7 +107,6 @@ elif sys.argv[1] == "error":
 
 
 @pytest.mark.slow
-@pytest.mark.preloaded
 @pytest.mark.parametrize("how", ["well", "twice", "error"])
 def test_one_that_a_script_makes_before_is_kept_and_one_after_is_told(job: Jobs, how: str) -> None:
     ended = job.run(OWN, 2, args=(how,)).end()
@@ -130,7 +128,6 @@ with pl.start(folder="runs") as run:
 
 
 @pytest.mark.slow
-@pytest.mark.preloaded
 def test_there_is_none_where_workers_may_be_lost_and_none_for_one_worker(job: Jobs) -> None:
     ended = job.run(LOST, 2, "--min-workers", "1").end()
     assert ended.code == 0, ended.err
@@ -141,7 +138,6 @@ def test_there_is_none_where_workers_may_be_lost_and_none_for_one_worker(job: Jo
 
 
 @pytest.mark.slow
-@pytest.mark.preloaded
 def test_an_interface_that_is_not_there_is_one_message(job: Jobs) -> None:
     ended = job.run("pl.start(folder='runs')", 2, GLOO_SOCKET_IFNAME="nosuch0").end()
     assert ended.code == 1 and "paceline.errors.PlaceError: torch.distributed can't listen on GLOO_SOCKET_IFNAME=nosuch0" in ended.err

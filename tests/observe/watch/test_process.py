@@ -111,7 +111,6 @@ with pl.start(name="run") as run:
 """
 
 
-@pytest.mark.preloaded
 @pytest.mark.slow
 def test_the_loss_of_the_first_worker_is_on_the_page_and_another_one_goes_on_with_it(job: Jobs) -> None:
     port = free_port()

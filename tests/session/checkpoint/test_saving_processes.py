@@ -17,8 +17,6 @@ from paceline.fault import checkpoint
 from tests.harness.jobs import Jobs, wait_for
 from tests.harness.survivors import outcome, script
 
-pytestmark = pytest.mark.preloaded
-
 # The first worker dies in its thread, when most of its first checkpoint is written.
 DYING = """
     from paceline.fault import disk

@@ -516,7 +516,6 @@ CHANGES = """
 
 
 @pytest.mark.slow
-@pytest.mark.preloaded
 def test_what_a_killed_workers_codec_had_kept_is_sent_by_another(job: Jobs) -> None:
     """The sum of all that was kept is the same before and after."""
     dies = "            die(run.rank == 1 and run.steps == 9 and run.size == 3 and copied(), 'dead')"
@@ -530,7 +529,6 @@ def test_what_a_killed_workers_codec_had_kept_is_sent_by_another(job: Jobs) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.preloaded
 def test_the_next_round_has_what_a_killed_worker_had_changed(job: Jobs) -> None:
     """Compared with what all workers had written down of themselves."""
     dies = "            die(run.rank == 2 and run.steps == 13 and copied(), 'dead')"
@@ -558,7 +556,6 @@ def test_the_next_round_has_what_a_killed_worker_had_changed(job: Jobs) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.preloaded
 def test_where_nobody_may_be_lost_it_is_said_that_nothing_is_copied(job: Jobs) -> None:
     ended = job.run("with pl.start(replicate=4) as run: pass", 2).end()
     assert ended.code == 0 and "replicate=4 has no effect: nobody may be lost here" in ended.err, ended

@@ -16,7 +16,6 @@ from tests.harness.surviving_servers import servers
 from tests.harness.surviving_tables import parts
 from tests.harness.survivors import Outcome, check, trains
 
-pytestmark = pytest.mark.preloaded
 SOAK = pytest.mark.soak
 
 DENSE = ("--sync", "ParameterServer(bucket_mb=0.001)")

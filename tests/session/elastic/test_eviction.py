@@ -88,7 +88,6 @@ QUICK = """
 
 
 @pytest.mark.slow
-@pytest.mark.preloaded
 @pytest.mark.parametrize("slow", [0, 2])
 def test_in_a_job(job: Jobs, slow: int) -> None:
     """The first worker leaves as well as another one; each sample counts once, and the weights are those of one process."""

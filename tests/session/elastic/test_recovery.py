@@ -24,8 +24,6 @@ from tests.harness import short_timings
 from tests.harness.jobs import Job, Jobs, free_port
 from tests.harness.survivors import AT, BATCH, NET, PLACES, SAMPLES, Outcome, check, gap, kill, outcome, pause, play, script, trains, until
 
-pytestmark = pytest.mark.preloaded
-
 HOST = socket.gethostname()
 
 

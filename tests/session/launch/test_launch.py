@@ -200,6 +200,7 @@ pl.launch(work)
 """
 
 
+@pytest.mark.real_processes
 @pytest.mark.jobs
 class TestEnds:
     def begin(self, job: Jobs, *args: str) -> Any:

@@ -82,7 +82,6 @@ def test_a_batch_is_known_by_its_tensors_wherever_they_are() -> None:
     assert checksum("words") == checksum(None) == 0
 
 
-@pytest.mark.preloaded
 def test_random_numbers_after_prepare_are_those_of_the_first_along_tensor(job: Jobs) -> None:
     body = """
 import random

@@ -98,7 +98,6 @@ with pl.start(folder="runs", name="run") as run:
 """
 
 
-@pytest.mark.preloaded
 def test_two_hosts_with_one_file_take_its_way_and_with_two_files_neither_starts(job: Jobs) -> None:
     """Hosts of one machine have numbers behind its name."""
     hosts = [f"{socket.gethostname()}#{number}" for number in range(2)]
@@ -121,7 +120,6 @@ def test_two_hosts_with_one_file_take_its_way_and_with_two_files_neither_starts(
     assert all(each.code for each in apart) and all("given different measured clusters" in each.err for each in apart), apart
 
 
-@pytest.mark.preloaded
 def test_a_file_of_other_hosts_ends_a_job_with_one_line(job: Jobs) -> None:
     topology_file.write(job.folder / "cluster.json", measured({"a": 1e8, "b": 1e8}))
     ended = job.run(PRELUDE + TRAINING.replace("name=", "cluster='cluster.json', name="), 2).end()

@@ -84,7 +84,6 @@ with pl.start(folder="runs") as run:
 """
 
 
-@pytest.mark.preloaded
 def test_a_script_measures_and_goes_on(job: Jobs) -> None:
     ended = job.run(SCRIPT, 2).end()
     assert ended.code == 0, ended.err
@@ -93,7 +92,6 @@ def test_a_script_measures_and_goes_on(job: Jobs) -> None:
     assert "refused: pl.probe(run) is called inside a loop over a loader" in ended.out
 
 
-@pytest.mark.preloaded
 def test_a_worker_that_dies_ends_it_in_a_line(job: Jobs) -> None:
     dying = """
 import signal
@@ -107,7 +105,6 @@ with pl.start(folder="runs") as run:
     assert ended.code == 128 + 9 and "rank 1 on" in ended.last and "killed by SIGKILL" in ended.last, ended.err
 
 
-@pytest.mark.preloaded
 def test_runs_that_survive_losses_measure_nothing(job: Jobs) -> None:
     ended = job.run('with pl.start(folder="runs") as run:\n    pl.probe(run)\n', 2, "--min-workers", "1").end()
     assert ended.code != 0 and "--min-workers lets some go: leave it out where you measure" in ended.err, ended.err

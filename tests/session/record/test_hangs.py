@@ -76,7 +76,6 @@ HEAD = f"paceline: others wait for rank 1 on {HOST} (backward of step 5): its la
 
 
 @pytest.mark.slow
-@pytest.mark.preloaded
 def test_an_endless_loop_is_named_with_its_stack_and_the_run_ends_at_the_deadline(job: Jobs) -> None:
     ended, seconds = until_told(job, ENDLESS)
     head, *stack = told(ended)
@@ -87,7 +86,6 @@ def test_an_endless_loop_is_named_with_its_stack_and_the_run_ends_at_the_deadlin
 
 
 @pytest.mark.slow
-@pytest.mark.preloaded
 def test_a_stopped_worker_is_named_as_stopped(job: Jobs) -> None:
     """And the signals that a script takes for itself stay its own."""
     taken = "signal.signal(signal.SIGUSR1, lambda *_: os._exit(3)); "
@@ -98,7 +96,6 @@ def test_a_stopped_worker_is_named_as_stopped(job: Jobs) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.preloaded
 def test_a_call_that_is_skipped_is_named_at_once(job: Jobs) -> None:
     """The workers don't come to the same call, so nobody has to wait for a deadline."""
     ended = job.run(training("pass", start="", after="if run.rank == 0 or run.steps != 5: run.mean(1.0)")).end()
@@ -125,7 +122,6 @@ with pl.start(deadline={seconds}, late_after=0.5, mesh="tensor") as run:
 
 
 @pytest.mark.slow
-@pytest.mark.preloaded
 def test_who_is_waited_for_along_an_axis_of_the_mesh_is_named(job: Jobs) -> None:
     """The others wait in the middle of a layer, and in no call of all."""
     for seconds in (5.0, 20.0, 60.0):
@@ -140,7 +136,6 @@ def test_who_is_waited_for_along_an_axis_of_the_mesh_is_named(job: Jobs) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.preloaded
 def test_the_launcher_of_its_host_shows_it_where_others_wait_on_another(job: Jobs) -> None:
     common = {"PACELINE_SECRET": "5a" * 32, "PACELINE_INTERFACE": "lo"}
     for seconds in (5.0, 20.0, 60.0):
@@ -156,7 +151,6 @@ def test_the_launcher_of_its_host_shows_it_where_others_wait_on_another(job: Job
 
 
 @pytest.mark.slow
-@pytest.mark.preloaded
 def test_who_comes_after_all_is_named_after_as_long_as_was_asked_for(job: Jobs) -> None:
     """`late_after` is honoured: from these calls five seconds would be learnt. And a run in which all come ends well."""
     ended, _ = until_told(job, "time.sleep({seconds})", "late_after=0.5")

@@ -119,7 +119,6 @@ with pl.start(seed=1) as run:
 """
 
 
-@pytest.mark.preloaded
 def test_the_command_shows_it_and_leaves_nothing(job: Jobs) -> None:
     def layout(name: str, script: str) -> Ended:
         (job.folder / name).write_text(script)

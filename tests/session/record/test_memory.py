@@ -101,7 +101,6 @@ for name, cut in cuts.items():
 """
 
 
-@pytest.mark.preloaded
 def test_processes_hold_what_was_predicted_and_tell_their_peak(job: Jobs, tmp_path: Path) -> None:
     ended = job.run(JOB, 2).end()
     assert ended.code == 0, ended.err

@@ -282,7 +282,6 @@ with pl.start(name="cut", mesh="tensor") as run:
 
 
 @pytest.mark.slow
-@pytest.mark.preloaded
 def test_in_a_run_of_a_cut_model(job: Jobs, tmp_path: Path) -> None:
     """Who waits inside of its layers has no more to do for that; shares can't help where all have the same samples."""
     ended = job.run(CUT, 2).end()

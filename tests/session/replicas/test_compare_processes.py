@@ -11,8 +11,6 @@ import pytest
 from tests.harness.jobs import Jobs
 from tests.harness.survivors import apart, kill, outcome, script, trains
 
-pytestmark = pytest.mark.preloaded
-
 FLIP = "if run.rank == run.size - 1 and run.steps + 1 in {steps}: next(model.parameters()).data.view(torch.int64)[0, 0] ^= 1 << 61"
 
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.jobs import PRELOADED, jobs, wait_for
+from tests.harness.jobs import jobs, wait_for
 from tests.harness.tracked import lines
 from tests.harness.wandb_files import OfflineRun
 
 pytest.importorskip("wandb")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-pytestmark = [pytest.mark.preloaded, pytest.mark.jobs]
+pytestmark = pytest.mark.jobs
 
 WRITTEN = """
 import glob
@@ -63,7 +63,7 @@ def logged(folder: Path) -> dict[int, float]:
 
 
 def test_another_worker_goes_on(tmp_path: Path) -> None:
-    with jobs(tmp_path, PRELOADED) as started:
+    with jobs(tmp_path) as started:
         ended = started.run(WRITTEN + SURVIVED, 2, "--min-workers", "1", "--report-to", "tensorboard,prometheus:0").end()
     assert ended.code == 0, ended.err
     folder = tmp_path / "runs" / "x"
@@ -73,7 +73,7 @@ def test_another_worker_goes_on(tmp_path: Path) -> None:
 
 
 def test_another_start_goes_on_in_the_same_run(tmp_path: Path) -> None:
-    with jobs(tmp_path, PRELOADED) as started:
+    with jobs(tmp_path) as started:
         options = ("--restarts", "1", "--report-to", "tensorboard,wandb")
         job = started.run(
             WRITTEN + RESTARTED, 2, *options, HOME=str(tmp_path), NETRC=str(tmp_path / "netrc"), WANDB_API_KEY="", WANDB_MODE="online"

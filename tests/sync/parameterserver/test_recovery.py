@@ -17,7 +17,6 @@ from tests.harness.jobs import Job, Jobs, free_port, wait_for
 from tests.harness.surviving_servers import servers
 from tests.harness.survivors import gap, pause, trains
 
-pytestmark = pytest.mark.preloaded
 SOAK = pytest.mark.soak
 
 SSP, ASP, BACKUP = "staleness=2", "staleness=inf", "backup_workers=1"
