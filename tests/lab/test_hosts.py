@@ -33,7 +33,7 @@ class TestHost:
 
     def test_reaches_the_others_and_nobody_else(self, pair):
         cluster = pair()
-        assert measure(cluster, 0, 1, 0.2) > 10**6
+        wait_for(lambda: measure(cluster, 0, 1, 0.2) > 10**6)
         code = "import socket; s = socket.socket(); s.settimeout(5); print(s.connect_ex(('192.0.2.1', 80)))"
         assert int(ask(cluster, 0, sys.executable, "-c", code)) == 101  # network is unreachable
         listening = socket.create_server(("127.0.0.1", 0))
@@ -224,7 +224,9 @@ class TestDelay:
                 build(description=self.DELAYED)
             pytest.skip("this kernel has no netem")
         code = "import socket, time; s = socket.socket(); t = time.monotonic(); s.connect_ex(('10.77.0.2', 9)); print(time.monotonic() - t)"
-        assert 0.05 < float(ask(build(description=self.DELAYED), 0, sys.executable, "-c", code)) < 0.5
+        cluster = build(description=self.DELAYED)
+        found = [float(ask(cluster, 0, sys.executable, "-S", "-c", code)) for _ in range(10)]
+        assert 0.05 < min(found) < 0.5  # a busy machine makes some of them later
 
     def test_where_it_may_be_left_out(self, build):
         cluster = build(description="wan-100m")

@@ -148,7 +148,7 @@ def test_a_worker_still_stopped_at_the_end_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.jobs
 def test_two_stops_end_with_the_longer(tmp_path: Path) -> None:
-    found = unleash(Paper(regular(1)), "[stop(rank=0, step=0, seconds=0.2), stop(rank=0, step=0, seconds=0.8)]", tmp_path)
+    found = unleash(Paper(regular(1)), "[stop(rank=0, step=0, seconds=0.2), stop(rank=0, step=0, seconds=4)]", tmp_path)
     with found, job(tmp_path, {"steps": 2}) as (worker,):
         wait_for(lambda: [event["event"] for event in found.events].count("fault over") == 1)
         assert worker.state() == "T"
@@ -186,7 +186,7 @@ def test_the_first_worker_of_a_host_is_held_and_several_faults_come_in_order(tmp
 @pytest.mark.jobs
 def test_a_link_cut_twice_is_mended_once(tmp_path: Path) -> None:
     cluster = Paper(regular(1))
-    found = unleash(cluster, "[cut(host=0, seconds=0.1), cut(host=0, seconds=0.4)]", tmp_path)
+    found = unleash(cluster, "[cut(host=0, seconds=0.1), cut(host=0, seconds=2)]", tmp_path)
     with found, job(tmp_path, {"steps": 1}):
         wait_for(lambda: len(found.events) == 4)
     assert cluster.done == [("cut", 0), ("cut", 0), ("cut", 0), ("mend", 0)]
@@ -195,7 +195,7 @@ def test_a_link_cut_twice_is_mended_once(tmp_path: Path) -> None:
 @pytest.mark.jobs
 def test_a_crashed_host_is_not_mended_by_a_cut_that_is_over(tmp_path: Path) -> None:
     cluster = Paper(regular(1))
-    found = unleash(cluster, "[cut(host=0, seconds=0.1), crash(host=0)]", tmp_path)
+    found = unleash(cluster, "[cut(host=0, seconds=1), crash(host=0)]", tmp_path)
     with found, job(tmp_path, {"steps": 1}):
         wait_for(lambda: len(found.events) == 3)
         assert cluster.done == [("cut", 0), ("crash", 0), ("cut", 0)]
