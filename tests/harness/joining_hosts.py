@@ -10,8 +10,8 @@ from tests.harness import short_timings
 from tests.harness.jobs import Job, Jobs, free_port
 from tests.harness.survivors import Outcome, outcome, script
 
-EPOCHS = 8
-SLOWLY = "0 if (out / 'go').exists() else 0.5"
+EPOCHS = 5
+SLOWLY = "0 if (out / 'go').exists() else 0.8"
 
 
 class Hosts:
@@ -39,7 +39,7 @@ class Hosts:
 
     def ended(self, *launched: Job) -> Outcome:
         """What came of it; all these have to end well."""
-        (self.out / "go").touch()  # until then a step takes half a second
+        (self.out / "go").touch()  # until then a step takes most of a second
         ends = [each.end() for each in launched]
         assert not any(end.code for end in ends), ends
         return outcome(self.out, self.out)

@@ -116,6 +116,7 @@ def live(environ: Mapping[str, str], command: Sequence[str], act: Callable[[], o
     """Be another program to its end."""
     os.environ.clear()
     os.environ.update(environ)
+    sys.excepthook = sys.__excepthook__  # the command line that the launcher is has one of its own
     _show(_ENVIRONMENT, [f"{name}={value}" for name, value in environ.items()])
     _show(_ARGUMENTS, command)
     tempfile.tempdir = None

@@ -118,7 +118,6 @@ if rank < 2:
 
 
 @pytest.mark.slow
-@pytest.mark.real_processes
 def test_a_job_says_it_in_few_lines(job: Jobs) -> None:
     ended = job.run(FAILING, 2).end()
     assert ended.code == 1 and ended.said.startswith("paceline.errors.UsageError: run.prepare got a builtins.int"), ended.err
@@ -137,14 +136,12 @@ with pl.start(folder="runs") as run:
 
 
 @pytest.mark.slow
-@pytest.mark.real_processes
 def test_ctrl_c_shows_no_insides(job: Jobs) -> None:
     ended = job.run(INTERRUPTED, 2).end()
     assert ended.code == 130 and "KeyboardInterrupt" in ended.err and "paceline/comm" not in ended.err, ended.err
 
 
 @pytest.mark.slow
-@pytest.mark.real_processes
 def test_a_strategy_that_does_not_exist(job: Jobs) -> None:
     ended = job.run('pl.start(sync="AlReduce()")', 1).end()
     assert ended.code == 1 and "paceline.errors.NotationError: AlReduce" in ended.err, ended.err

@@ -169,10 +169,10 @@ def test_equal_workers_keep_equal_shares() -> None:
 
 
 def test_a_change_in_the_middle_is_followed_and_back() -> None:
-    found = balanced(2, lambda rank, step: 2.5 if rank and 60 <= step < 180 else 1.0, epochs=24)
+    found = balanced(2, lambda rank, step: 2.5 if rank and 60 <= step < 180 else 1.0, epochs=15)
     assert found[0][3][0] == (6, 6) and found[0][3][-1] == (6, 6)
     assert any(abs(share[1] / BATCH - 1 / 3.5) < 0.1 for share in found[0][3]) and len(found[0][3]) <= 5
-    assert whole(found) == [Counter(range(COUNT))] * 24
+    assert whole(found) == [Counter(range(COUNT))] * 15
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,8 @@ def test_workers_that_ask_for_other_dtypes_are_told(brief: None) -> None:
 
 
 SCRIPT = """
+from paceline.session.probe import cluster_probe
+cluster_probe.COMPUTING = 0.6  # seconds: how exact it is doesn't matter here
 with pl.start(folder="runs") as run:
     model, optimizer, loader = parts(run)
     topology = pl.probe(run, dtypes=["float32"])
