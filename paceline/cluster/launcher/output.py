@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from paceline.status.live_bar import LiveBar
@@ -21,6 +21,8 @@ _TAIL_BYTES = 1 << 16
 _COMPLAINT = b"TCPStoreLibUvBackend.cpp:"  # where torch's store reads what clients send
 _STACK, _STACK_LINES = (b"Exception raised from ", b"frame #"), 64
 _NOT_SHOWN = b" (somebody sends to torch's store what no worker does: that ends its connection; more of the kind is not shown)"
+_TRACEBACK, _IGNORED = b"Traceback (most recent call last):", b"Exception ignored "
+_CHAINED = (b"During handling of the above exception", b"The above exception was the direct cause")
 _IDLE_SECONDS = 0.25  # a line without an end is shown after this time (prompts, dots)
 
 
@@ -158,6 +160,52 @@ class _StoreNoiseFilter:
         return piece
 
 
+class _InterruptFilter:
+    """Leaves out tracebacks of `KeyboardInterrupt`. One that names another exception is passed on whole, once its end is known.
+
+    Exception ignored in: ...               which may come before it
+    Traceback (most recent call last):
+      File ...                              indented: more of it
+    KeyboardInterrupt                       the last line; a blank one and "During handling of ..." may bring another traceback
+    """
+
+    def __init__(self) -> None:
+        self._held: list[bytes] = []
+        self._inside = self._foreign = False  # between the first line of a traceback and the last; one of another exception
+        self._last = b""  # line that was passed on, but for blank ones
+
+    def __call__(self, piece: bytes) -> list[bytes]:
+        """Take the next line; the lines to show."""
+        if self._inside:
+            self._held.append(piece)
+            if not piece.startswith(b" "):
+                self._inside = False
+                self._foreign |= re.match(rb"KeyboardInterrupt\b", piece) is None
+            return []
+        if (start := piece.find(_TRACEBACK)) > 0:  # after a line that has no end, such as a bar
+            return [*self(piece[:start] + b"\n"), *self(piece[start:])]
+        if self._held and piece.startswith((b"\n", *_CHAINED)):
+            self._held.append(piece)
+            return []
+        begins = piece.startswith(_TRACEBACK)
+        goes_on = begins and any(line.startswith((b"\n", _IGNORED)) for line in self._held[-1:])
+        shown = [] if goes_on else self.rest()
+        if begins or piece.startswith(_IGNORED):
+            self._held.append(piece)
+            self._inside = begins
+            self._foreign |= begins and self._last.startswith(_CHAINED)
+            return shown
+        self._last = piece if piece.strip() else self._last
+        return [*shown, piece]
+
+    def rest(self) -> list[bytes]:
+        """Decide on what is held: no more of it comes."""
+        whole = self._inside or self._foreign or len(self._held) == 1
+        held, self._held, self._inside, self._foreign = self._held if whole else [], [], False, False
+        self._last = b"" if held else self._last
+        return held
+
+
 class OutputStream:
     """One output of one worker on its way to a screen; `tail` keeps its last bytes."""
 
@@ -169,6 +217,11 @@ class OutputStream:
         self._tail: deque[bytes] = deque()
         self._tail_size = 0
         self._hush = _StoreNoiseFilter()
+        self._interrupts: _InterruptFilter | None = None
+
+    def hush_interrupts(self) -> None:
+        """Show no traceback of a `KeyboardInterrupt` from now on: the worker gets one that it was meant to get."""
+        self._interrupts = self._interrupts or _InterruptFilter()
 
     def read(self) -> bool:
         """Read what is there (the descriptor doesn't block); False when there was nothing."""
@@ -183,28 +236,36 @@ class OutputStream:
         lines, self._held = (self._held + data[:end], data[end:]) if end else (b"", self._held + data)
         for match in _PIECES.finditer(lines):
             if piece := self._hush(match[0]):
-                self._remember(piece)
-                self.screen.put(self.rank, piece)
+                self._pass_on(piece)
         self._since = time.monotonic()
-        if len(self._held) > _HELD_BYTES or self.screen.at_once:
+        if len(self._held) > _HELD_BYTES or (self.screen.at_once and self._interrupts is None):
             self.show()
         return True
 
+    def _pass_on(self, piece: bytes) -> None:
+        self._put([piece] if self._interrupts is None else self._interrupts(piece))
+
+    def _put(self, pieces: Sequence[bytes]) -> None:
+        for piece in pieces:
+            self._remember(piece)
+            self.screen.put(self.rank, piece)
+
     def idle(self, now: float) -> None:
         """Show the start of a line whose end doesn't come."""
-        if self._held and now - self._since > _IDLE_SECONDS:
+        if self._held and self._interrupts is None and now - self._since > _IDLE_SECONDS:
             self.show()
 
     def show(self) -> None:
         if self._held:
-            self._remember(self._held)
-            self.screen.put(self.rank, self._held)
-            self._held = b""
+            held, self._held = self._held, b""
+            self._pass_on(held)
 
     def close(self) -> None:
         """Show the rest and let go of the descriptor."""
         if self.open:
             self.show()
+            if self._interrupts is not None:
+                self._put(self._interrupts.rest())
             os.close(self.descriptor)
             self.open = False
 

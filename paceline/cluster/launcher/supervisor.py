@@ -15,12 +15,13 @@ from paceline.cluster.hosts.peers import Failure, Peers
 from paceline.cluster.launcher.bar import JobBar
 from paceline.cluster.launcher.cleanup import JobCleanup
 from paceline.cluster.launcher.hangs import HangSearch
+from paceline.cluster.launcher.interrupt import JobEnd
 from paceline.cluster.launcher.output import Screen, screens
 from paceline.cluster.launcher.replacement import Replacement
 from paceline.cluster.launcher.restarts import JobRestarts
 from paceline.cluster.launcher.verdict import FailureSearch
 from paceline.cluster.launcher.worker import WorkerCommand, WorkerProcess, preparation, readable, start
-from paceline.timings import DEFAULTS, Timings
+from paceline.timings import DEFAULTS, SupervisorTimings, Timings
 
 
 class RunWatcher(Protocol):
@@ -67,6 +68,7 @@ class Supervisor:
         self._asked: int | None = None  # the signal that asked for the end
         self._leaving = False  # this host was asked to go, and the others go on
         self._collected_at = 0.0
+        self._job_end = JobEnd(self._workers)
         self._cleanup = JobCleanup(mark, timings=timings.janitor)
         self._search = FailureSearch(host, self._workers, lambda: self._verdict() is not None, timings=timings.supervisor)
         self._mending = None if mending is None else mending(self)
@@ -178,7 +180,7 @@ class Supervisor:
             for stream in worker.streams:
                 stream.idle(now)
         self._collect(now)
-        _show(self._workers, self._watcher, self._bar)
+        _show(self._workers, self._watcher, self._bar, self._job_end)
         self._peers.tick()
         self._decide(now)
 
@@ -219,6 +221,7 @@ class Supervisor:
             self._leaving = True  # asked again, it ends the job
         elif self._asked is None:
             self._asked, self._ending_at = signum, now
+            self._job_end.ask(signum)
             self._peers.tell_stopped(signum)
         else:  # asked twice: at once
             for worker in self._workers:
@@ -259,28 +262,15 @@ class Supervisor:
             sequel = "" if self._restarts is None else self._restarts.words
             self._err.say("; ".join(filter(None, [verdict.line(), "its last words are above" if verdict.tail else "", sequel])))
             _tell(self._watcher, verdict.line().removeprefix("paceline: "), sequel)
-        self._flush(wake)
+        if self._job_end.line is not None:
+            self._err.say(self._job_end.line)
+        _flush({self._out, self._err}, wake, self._timings, lambda: self._asked is not None or bool(self._signals))
 
     def _final(self) -> Failure | None:
         """Return the verdict, with the exit code and the last output of the worker now that it has ended."""
         verdict = self._verdict()
         own = next((worker for worker in self._workers if verdict is not None and worker.rank == verdict.rank), None)
         return verdict if own is None else self._search.suspect(own) or verdict
-
-    def _flush(self, wake: int) -> None:
-        end = time.monotonic() + self._timings.flush
-        for screen in {self._out, self._err}:
-            while screen.pending:
-                poll = select.poll()
-                poll.register(screen.descriptor, select.POLLOUT)
-                poll.register(wake, select.POLLIN)
-                ready = [descriptor for descriptor, _ in poll.poll(1000 * self._timings.look)]
-                if screen.descriptor in ready:
-                    screen.write()
-                elif (self._asked is not None or self._signals) and time.monotonic() > end:
-                    screen.drop()
-                if wake in ready:
-                    _empty(wake)
 
     def _code(self) -> int:
         if self._asked is not None or self._leaving:
@@ -306,12 +296,31 @@ def _read_out(workers: Sequence[WorkerProcess], bar: JobBar) -> None:
         stream.close()
 
 
-def _show(workers: Sequence[WorkerProcess], watcher: RunWatcher | None, bar: JobBar) -> None:
+def _show(workers: Sequence[WorkerProcess], watcher: RunWatcher | None, bar: JobBar, end: JobEnd) -> None:
     """Tell who watches the run where it is, and show on the terminal how far."""
     for record in (record for worker in workers for record in worker.take("writes")):
+        folder = Path(str(record["folder"]))
+        end.follow(folder)
         if watcher is not None:
-            watcher.follow(Path(str(record["folder"])))
+            watcher.follow(folder)
     bar.follow(workers)
+
+
+def _flush(screens: set[Screen], wake: int, timings: SupervisorTimings, hurried: Callable[[], bool]) -> None:
+    """Write out what is left; not for long where nobody reads and the end is asked for."""
+    end = time.monotonic() + timings.flush
+    for screen in screens:
+        while screen.pending:
+            poll = select.poll()
+            poll.register(screen.descriptor, select.POLLOUT)
+            poll.register(wake, select.POLLIN)
+            ready = [descriptor for descriptor, _ in poll.poll(1000 * timings.look)]
+            if screen.descriptor in ready:
+                screen.write()
+            elif hurried() and time.monotonic() > end:
+                screen.drop()
+            if wake in ready:
+                _empty(wake)
 
 
 def _tell(watcher: RunWatcher | None, *words: str) -> None:

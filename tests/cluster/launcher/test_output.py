@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
+from paceline.cluster.launcher.output import OutputStream, Screen
 from paceline.lab import kernel
 
 CLOSED = ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"]
@@ -91,3 +93,39 @@ with pl.start(name="run") as run:
     words = ("-m", "paceline", "run", "--workers", "2", "--min-workers", "2", script)
     assert job.start(shell("<&- >&- 2>&-", *words)).end().code == 0
     assert json.loads((job.folder / "runs" / "run" / "summary.json").read_text())["steps"] == 16
+
+
+PLACE = '  File "script.py", line 1, in <module>\n    wait()\n'
+INTERRUPT = f"Traceback (most recent call last):\n{PLACE}KeyboardInterrupt\n"
+FAILURE = f"Traceback (most recent call last):\n{PLACE}ValueError: half\nwritten\n"
+DURING = "\nDuring handling of the above exception, another exception occurred:\n\n"
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        (INTERRUPT, ""),
+        (f"a\n{INTERRUPT}b\n", "a\nb\n"),
+        (f"step 3{INTERRUPT}", "step 3\n"),
+        (INTERRUPT + DURING + INTERRUPT, ""),
+        (INTERRUPT + INTERRUPT, ""),
+        (f"Exception ignored in: <module 'threading'>\n{INTERRUPT}", ""),
+        *((text, text) for text in ("a\n\nb", FAILURE, INTERRUPT + DURING + FAILURE, FAILURE + DURING + INTERRUPT)),
+        *((text, text) for text in ("Exception ignored in: <f>\nb\n", INTERRUPT[:60], f"Exception ignored in: <f>\n{FAILURE}")),
+        (FAILURE + INTERRUPT, FAILURE),
+    ],
+)
+def test_tracebacks_of_an_interrupt_are_left_out(written: str, shown: str) -> None:
+    """In whatever parts they come: in one, and in lines."""
+    for parts in ([written], written.splitlines(keepends=True)):
+        copied = bytearray()
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        stream = OutputStream(0, reader, Screen(2, lambda rank: b"", copied.extend))
+        stream.hush_interrupts()
+        for part in parts:
+            os.write(writer, part.encode())
+            stream.read()
+        os.close(writer)
+        stream.close()
+        assert copied.decode() == shown

@@ -1,0 +1,57 @@
+"""The end of a job that was asked to end: one line of the launcher's, in place of its workers' tracebacks of the interrupt.
+
+All workers get SIGINT then, and what a script doesn't catch is a `KeyboardInterrupt` wherever it was: that says nothing, many times.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from paceline.cluster.launcher.worker import WorkerProcess
+from paceline.formatting import counted
+
+_CHECKPOINTS: Final = "checkpoints"  # in the folder of a run
+
+
+class JobEnd:
+    """What is shown of the end of these workers, once it has been asked for."""
+
+    def __init__(self, workers: Sequence[WorkerProcess]) -> None:
+        self._workers = workers
+        self._signum: int | None = None
+        self._folder: Path | None = None
+
+    def follow(self, folder: Path) -> None:
+        """Note the folder of the run, which one of them writes."""
+        self._folder = folder
+
+    def ask(self, signum: int) -> None:
+        """Leave out what workers say of the interrupt that they get now, as the job was asked by a signal to end."""
+        self._signum = signum
+        for worker in self._workers:
+            worker.streams[1].hush_interrupts()
+
+    @property
+    def line(self) -> str | None:
+        """The launcher's own last line; None where the end wasn't asked for, or where nobody reads any more."""
+        if self._signum is None or self._signum == signal.SIGPIPE:
+            return None
+        asked = "interrupted" if self._signum == signal.SIGINT else f"asked to end by {signal.Signals(self._signum).name}"
+        if not self._workers:
+            return f"paceline: {asked} before its workers started"
+        killed = sum(signal.SIGKILL in worker.was_sent for worker in self._workers)
+        by_force = f" ({killed} by SIGKILL)" if killed else ""
+        ended = f"{counted(len(self._workers), 'worker')} ended{by_force}"
+        return f"paceline: {asked}: {ended}{'' if self._folder is None else _where(self._folder)}"
+
+
+def _where(folder: Path) -> str:
+    """Name the folder of a run, and how to go on from there."""
+    shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    saved = any((folder / _CHECKPOINTS).glob("step-*"))
+    return f"; the run is in {shown}" + (
+        f', and run.resume("{shown}") goes on from its newest checkpoint' if saved else ", without a checkpoint"
+    )

@@ -1,0 +1,108 @@
+"""Ctrl-C at a terminal, which goes to the launcher's process group: one line says what has ended, and no worker repeats it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.cluster.launcher.interrupt import JobEnd
+from tests.harness import short_timings
+from tests.harness.jobs import Ended, Job, Jobs, wait_for
+
+READY = """
+import os, pathlib, signal, sys, time
+rank = int(os.environ["RANK"])
+def ready():
+    pathlib.Path(f"ready{rank}").touch()
+    time.sleep(600)
+"""
+
+
+def start(job: Jobs, body: str, **environ: str) -> Job:
+    """Start two workers in a process group of their launcher's, as a shell does, and wait until both are ready."""
+    (job.folder / "script.py").write_text(READY + body)
+    started = job.start(["setsid", sys.executable, "-m", "paceline", "run", "--workers", "2", "script.py"], **environ)
+    wait_for(lambda: started.process.poll() is not None or all((job.folder / f"ready{rank}").exists() for rank in range(2)))
+    return started
+
+
+def interrupt(started: Job, number: int = signal.SIGINT) -> Ended:
+    """Send a signal as a terminal does."""
+    os.killpg(started.process.pid, number)
+    return started.end()
+
+
+@pytest.mark.parametrize(
+    ("number", "asked"),
+    [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "asked to end by SIGTERM"), (signal.SIGHUP, "asked to end by SIGHUP")],
+)
+def test_one_line_says_it(job: Jobs, number: int, asked: str) -> None:
+    ended = interrupt(start(job, "ready()"), number)
+    assert ended == (128 + number, "", f"paceline: {asked}: 2 workers ended\n")
+
+
+FAILING = """
+try:
+    ready()
+except KeyboardInterrupt:
+    print("cleans up", file=sys.stderr)
+    if rank == 1:
+        raise ValueError("half written")
+    raise
+"""
+
+
+def test_what_a_script_raises_itself_is_shown(job: Jobs) -> None:
+    ended = interrupt(start(job, FAILING))
+    lines = ended.err.splitlines()
+    assert ended.code == 130 and lines[-1] == "paceline: interrupted: 2 workers ended"
+    assert [line for line in lines if line.startswith("[0]")] == ["[0] cleans up"]
+    raised = [line for line in lines if line.startswith("[1]")]
+    assert raised[0] == "[1] cleans up" and "[1] KeyboardInterrupt" in raised and raised[-1] == "[1] ValueError: half written"
+
+
+def test_those_that_had_to_be_killed_are_counted(job: Jobs) -> None:
+    stubborn = "for number in (signal.SIGINT, signal.SIGTERM) * (rank == 1): signal.signal(number, signal.SIG_IGN)\nready()"
+    timings = short_timings.environ(supervisor={"asked_term": 0.2, "asked_kill": 0.4})
+    assert interrupt(start(job, stubborn, **timings)).err == "paceline: interrupted: 2 workers ended (1 by SIGKILL)\n"
+
+
+TRAINING = """
+import paceline as pl
+from torch import nn
+import torch
+with pl.start(folder="runs", name="circle") as run:
+    model = run.prepare(nn.Linear(4, 1))
+    if {saves}:
+        run.save()
+    ready()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("saves", "sequel"),
+    [(True, ', and run.resume("runs/circle") goes on from its newest checkpoint'), (False, ", without a checkpoint")],
+)
+def test_the_folder_of_the_run_and_how_to_go_on(job: Jobs, saves: bool, sequel: str) -> None:
+    ended = interrupt(start(job, TRAINING.format(saves=saves)))
+    assert ended.code == 130 and ended.last == f"paceline: interrupted: 2 workers ended; the run is in runs/circle{sequel}"
+    assert "Traceback" not in ended.err and "KeyboardInterrupt" not in ended.err
+
+
+def test_before_workers_have_started() -> None:
+    asked = JobEnd([])
+    assert asked.line is None
+    asked.ask(signal.SIGINT)
+    assert asked.line == "paceline: interrupted before its workers started"
+
+
+def test_nobody_is_told_where_nobody_reads() -> None:
+    asked = JobEnd([])
+    asked.follow(Path("runs"))
+    asked.ask(signal.SIGPIPE)
+    assert asked.line is None
