@@ -207,8 +207,9 @@ READERS: dict[str, Callable[..., Any]] = {
     "run.mean": lambda run, model, x, step: run.mean(model[0].weight.sum()),
     "nothing": lambda run, model, x, step: None,
 }
-QUICK = ("forward", "state_dict", "deepcopy", "torch.func", "a thread", "overwritten")  # the others take as long, and are many
-MARKS: dict[str, Any] = {**dict.fromkeys(QUICK, ()), "compiled": (pytest.mark.slow, COMPILES)}
+QUICK = ("forward", "state_dict", "deepcopy", "torch.func", "a thread", "overwritten")
+MARKS: dict[str, Any] = {**dict.fromkeys(QUICK, ()), "compiled": (pytest.mark.slow, COMPILES), "loaded": pytest.mark.slow, "nothing": ()}
+OTHERS = [name for name in READERS if name not in MARKS]  # they give a value, and leave the parameters as they are
 
 
 def averaged(model: nn.Module) -> nn.Module:
@@ -217,10 +218,28 @@ def averaged(model: nn.Module) -> nn.Module:
     return made
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, pytest.mark.slow)) for name in READERS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in MARKS.items()])
 def test_whoever_reads_between_the_step_and_forward(name: str) -> None:
     """Sees what they are after the step, and what is trained afterwards is the same."""
     same(2, turns(READERS[name]))
+
+
+def read_in_turn(strategy: ParameterServer) -> dict[tuple[str, int, int], Tensor]:
+    """Give what all others read by name, step and rank, each alone after its step; and the parameters in the end."""
+    seen: dict[tuple[str, int, int], Tensor] = {}
+
+    def each(run: Run, model: nn.Module, x: Tensor, step: int) -> None:
+        name = OTHERS[step % len(OTHERS)]
+        seen[name, step, run.rank] = torch.as_tensor(READERS[name](run, model, x, step)).detach().flatten().clone()
+
+    ends = workers(2, turns(each, count=2 * len(OTHERS)), strategy=strategy)
+    return seen | {("end", 0, rank): end for rank, end in enumerate(ends)}
+
+
+def test_all_others_read_one_after_the_other() -> None:
+    found, wanted = read_in_turn(ahead()), read_in_turn(stepwise())
+    assert len(found) == 4 * len(OTHERS) + 2 and found.keys() == wanted.keys()
+    assert [where for where, values in wanted.items() if not torch.equal(found[where], values)] == []
 
 
 def test_they_are_on_their_way_when_the_step_returns_and_there_after_forward() -> None:
