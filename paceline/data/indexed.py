@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 import msgpack
@@ -133,7 +134,7 @@ class IndexedPipeline(Pipeline):
             rng.draw_seed(loader.generator)
         depth = self._depth()
         indices = EpochIndices(
-            loader, self.terms.agreement, ahead=depth, origin=origin, start=start, at_once=self.at_once, learn=self._learn
+            loader, self.terms.agreement, ahead=depth, origin=origin, start=start, at_once=self.at_once, learn=partial(_learn, self.terms)
         )
         self._indices = indices
         indices.prime(check)
@@ -173,11 +174,6 @@ class IndexedPipeline(Pipeline):
         turns = self._left = len(shares)
         rows = None if dealt is None else [micro.rows for micro in dealt]
         return GlobalBatch(count, turns, self._parts(turns), list(map(source, shares)), rows=rows)
-
-    def _learn(self, batches: list[Any]) -> None:
-        """Find out what these batches cost, on all workers."""
-        if self.terms.by_cost and self.terms.costs is not None:
-            self.terms.costs.learn(batches, self.terms.agreement)
 
     def peek(self) -> Any:
         whole = self.terms.loader.batch_sampler is None and self._left == 0  # perhaps items that are whole batches
@@ -297,3 +293,13 @@ def _length(loader: DataLoader[Any]) -> str:
         return str(len(loader.dataset))  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
         return "an unknown number of"
+
+
+def _learn(terms: LoaderSpec, batches: list[Any]) -> None:
+    """Find out what these batches cost, on all workers.
+
+    It knows nothing of a pipeline: one that knew itself by its indices, and so its DataLoader with the workers of that, would be left to
+    the garbage collector, which ends them in whatever thread it is called in.
+    """
+    if terms.by_cost and terms.costs is not None:
+        terms.costs.learn(batches, terms.agreement)

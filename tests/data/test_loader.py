@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import random
 import time
+import weakref
 from collections import Counter
 from dataclasses import dataclass
 
@@ -89,6 +92,25 @@ def test_dataloader_workers_change_nothing(size, persistent):
     assert sorted(one for batch in steps(seen, 1) for one in batch) == list(range(1003))
     if persistent:
         assert steps(seen, 1) == plain(make(), 2)[1]
+
+
+def test_dataloader_workers_end_with_their_loader_and_not_with_a_search_for_garbage():
+    """A search may come in any thread, and would keep it for as long as workers take to end: five seconds each, at most."""
+    make = seeded(20, 4, num_workers=1, persistent_workers=True)
+
+    def body(group):
+        loader = deal(make(), Agreement(group))
+        walk(loader)
+        pipeline, worked = weakref.ref(loader._pipeline), len(multiprocessing.active_children())
+        del loader
+        return pipeline() is None, worked - len(multiprocessing.active_children())
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert spawn(1, body) == [(True, 1)]
+    finally:
+        gc.enable()
 
 
 def test_dataloader_workers_have_the_seeds_of_a_plain_loader():
