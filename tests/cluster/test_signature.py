@@ -17,7 +17,7 @@ from paceline.cluster.control.commands import Member, Roster
 from paceline.cluster.discover import Place
 from paceline.cluster.signature import Signer
 from paceline.cluster.store import Store
-from paceline.comm.native.sockets import GlooListeners
+from paceline.comm.native.sockets import GroupSockets
 from paceline.comm.native.waitposts import GroupEnd, Waitposts
 from paceline.comm.waitgraph import RankWait
 from paceline.errors import Mismatch, PlaceError, SecretError
@@ -129,12 +129,12 @@ class TestGroups:
         base = HashStore()
         base.set("g/listen/0", json.dumps(["198.51.100.7", [1]]))
         with pytest.raises(SecretError):
-            GlooListeners("127.0.0.1", 1).announce(self.sealed(base), 1, 2, 5.0)
+            GroupSockets("127.0.0.1", 1).announce(self.sealed(base), 1, 2, 5.0)
 
     def test_whom_a_connection_leads_to_is_signed(self) -> None:
         base = HashStore()
         base.set("g/ends/0", "[]")
-        wires = GlooListeners("127.0.0.1", 1)
+        wires = GroupSockets("127.0.0.1", 1)
         wires._rank, wires._size = 1, 2
         with pytest.raises(SecretError):
             wires.trace(self.sealed(base), 5.0)

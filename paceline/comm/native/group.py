@@ -1,7 +1,8 @@
 """A Group on torch.distributed: Gloo for CPU tensors, NCCL between GPUs, and Gloo beneath both for what is agreed.
 
     all_reduce of                                  goes by
-    a few KB                                       every rank's part to every rank, added in rank order
+    a few KB, or up to 512 KB between two          every rank's part to every rank, added in rank order
+    up to 512 KB                                   each rank adds the chunk it owns, over sockets of our own (`control`)
     what Gloo adds itself, larger                  Gloo's ring
     the halves, and dtypes Gloo doesn't know       each rank adds the chunk it owns, in float32 for the halves (`schedule.owners`)
     CUDA tensors, backend "gloo"                   the same, through the processor's memory
@@ -15,7 +16,7 @@ from __future__ import annotations
 import json
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from paceline.comm import collectives, fingerprint, reduction, schedule
 from paceline.comm.cancellation import CancelScope
 from paceline.comm.fingerprint import DIGEST, CallFingerprint
 from paceline.comm.group import Finished, Op, Traffic, Work
-from paceline.comm.native.transport import MESSAGES, GlooTransport, GlooWait, StreamWait, TransportWork
+from paceline.comm.native.transport import MESSAGES, SMALL_MESSAGE, GlooTransport, GlooWait, StreamWait, TransportWork
 from paceline.comm.traffic import TrafficMeter
 from paceline.errors import Mismatch, PacelineError, UsageError, ViewChanged
 from paceline.trace import Trace
@@ -40,6 +41,7 @@ if TYPE_CHECKING:  # torch's stubs know this name only where it comes from
 else:
     from torch.distributed import Store as TorchStore
 
+TAGS, RECENT = 1 << 20, 1024  # the first tag of collectives, and how many there are; of so many of them it is remembered which they are
 SMALL = 16 << 10  # bytes, of all ranks together, that everyone sends to everyone
 NATIVE = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)  # what Gloo reduces
 OPERATIONS = {"sum": ReduceOp.SUM, "mean": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX, "product": ReduceOp.PRODUCT}
@@ -56,6 +58,7 @@ class TorchGroup:
         self._nccl: Any = _nccl(store, fabric) if backend == "nccl" else None
         self.traffic: Traffic = meter.traffic
         self._subs = self._tags = 0
+        self._calls: dict[int, str] = {}  # what the last tags were reserved for
         self._address = "127.0.0.1"
         self.trace = Trace(0)  # records native all-reduces
 
@@ -132,10 +135,15 @@ class TorchGroup:
             fingerprint.compare([(text, flaw) for text, flaw, _ in heads], self._fabric.names, [line for _, _, line in heads])
         return [answer[DIGEST:] for answer in answers]
 
-    def _tag(self) -> int:
-        """Reserve tags for the next operation, so that several may be under way: each rank makes them in the same order."""
-        self._tags = (self._tags + 4) % (1 << 20)
-        return (1 << 20) + self._tags
+    def _tag(self, what: str) -> int:
+        """Reserve tags for the next operation, so that several may be under way: each rank makes them in the same order.
+
+        `what`: the operation, in messages.
+        """
+        self._tags = (self._tags + 4) % TAGS
+        self._calls[self._tags] = what
+        self._calls.pop((self._tags - 4 * RECENT) % TAGS, None)
+        return TAGS + self._tags
 
     # ---- reductions
 
@@ -154,11 +162,27 @@ class TorchGroup:
             return _CopiedWork(self.all_reduce_agreed(x.cpu(), op=op), out)
         held = reduction.wide(x.dtype, op) if nccl else x.dtype
         additive = x.is_complex() and op in ("sum", "mean")
-        if self.size == 1 or (not nccl and x.numel() * x.element_size() * self.size <= SMALL):
-            return collectives.all_reduce_agreed(self, x, schedule.direct(self.size), op, out=out, tag=self._tag())
-        if held not in NATIVE and not additive:
-            return collectives.all_reduce_agreed(self, x, schedule.owners(self.size), op, out=out, tag=self._tag())
+        nbytes = x.numel() * x.element_size()
+        small = not nccl and nbytes <= SMALL_MESSAGE
+        if self.size == 1 or (small and (self.size == 2 or nbytes * self.size <= SMALL)):
+            return self._scheduled(x, schedule.direct(self.size), op, out)
+        if small or (held not in NATIVE and not additive):
+            return self._scheduled(x, schedule.owners(self.size), op, out)
         return self._reduce(x, op, out, _staged(x, out, held))
+
+    def _scheduled(self, x: Tensor, plan: schedule.Schedule, op: Op, out: Tensor) -> Work[Tensor]:
+        began = time.perf_counter_ns()
+        work = collectives.all_reduce_agreed(self, x, plan, op, out=out, tag=self._tag("all_reduce"))
+
+        def steps() -> Generator[Work[Any], None, Tensor]:
+            yield work
+            self._note(began)
+            return out
+
+        return collectives.GeneratorWork(steps()) if self.trace.kept else work
+
+    def _note(self, began: int) -> None:
+        self.trace.record("all-reduce", "between" if len(set(self._meter.hosts)) > 1 else "within", began, time.perf_counter_ns())
 
     def _reduce(self, x: Tensor, op: Op, out: Tensor, held: Tensor) -> Work[Tensor]:
         """Start Gloo's or NCCL's own all-reduce of `held`, which holds the values of `x`."""
@@ -167,7 +191,7 @@ class TorchGroup:
         self._meter.ring(held.numel() * held.element_size())  # both go round a ring: 2(n-1)/n of the tensor from each rank
 
         def finish() -> Tensor:
-            self.trace.record("all-reduce", "between" if len(set(self._meter.hosts)) > 1 else "within", began, time.perf_counter_ns())
+            self._note(began)
             reduction.finish(op, held, self.size)
             if held.data_ptr() != out.data_ptr():
                 out.detach().copy_(held)
@@ -192,7 +216,7 @@ class TorchGroup:
 
     def reduce_scatter_agreed(self, x: Tensor, *, op: Op = "sum") -> Work[Tensor]:
         """Reduce as `reduce_scatter` does, without comparing first."""
-        return collectives.reduce_scatter(self, x, op, tag=self._tag())
+        return collectives.reduce_scatter(self, x, op, tag=self._tag("reduce_scatter"))
 
     # ---- messages
 
@@ -227,8 +251,9 @@ class TorchGroup:
             for (_, x), sent in zip([pair for pair in recvs if pair[0] == self.rank], mine, strict=True):
                 x.detach().copy_(sent.view(x.shape))
 
-        ticket = self._fabric.messages("exchange", out, into, MESSAGES + tag)
-        return TransportWork(self._fabric, ticket, ("exchange", call_number, f"exchange, tag {tag}"), finish)
+        ticket = self._fabric.messages(out, into, MESSAGES + tag)
+        what = self._calls.get((tag - TAGS) // 4 * 4, f"exchange, tag {tag}")
+        return TransportWork(self._fabric, ticket, ("exchange", call_number, what), finish)
 
     def _exchange_nccl(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> Work[None]:
         """Exchange all messages as one NCCL group; matched by their order, as NCCL has no tags."""
@@ -254,14 +279,14 @@ class TorchGroup:
     def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
         rows = self.check(fingerprint.rows("all_gather", x, name), struct.pack("<q", x.shape[0] if x.dim() else 0))
         shapes = [(struct.unpack("<q", row)[0], *x.shape[1:]) if x.dim() else () for row in rows]
-        return collectives.all_gather(self, x, shapes, tag=self._tag())
+        return collectives.all_gather(self, x, shapes, tag=self._tag("all_gather"))
 
     def all_to_all(self, xs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
         call = fingerprint.dealing(xs, self.size, name)
         counts = [] if call.flaw else [x.shape[0] if x.dim() else 0 for x in xs]
         table = [msgpack.unpackb(extra) for extra in self.check(call, msgpack.packb(counts))]
         shapes = [(row[self.rank], *xs[0].shape[1:]) if xs[0].dim() else () for row in table]
-        return collectives.all_to_all(self, xs, shapes, tag=self._tag())
+        return collectives.all_to_all(self, xs, shapes, tag=self._tag("all_to_all"))
 
     def broadcast(self, x: Tensor, *, root: int = 0, name: str | None = None) -> Work[Tensor]:
         self.check(fingerprint.rooted(x, root, self.size, name))

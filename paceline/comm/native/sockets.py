@@ -1,4 +1,4 @@
-"""The TCP connections beneath a Gloo group: which rank each leads to, whether it is alive, and how to cut it.
+"""The TCP connections beneath a Gloo group, and beside it: which rank each leads to, whether it is alive, and how to cut it.
 
 Gloo's own abort and shutdown do nothing, and its errors name an address, not a rank. Every group has listeners of its own, so their
 ports tell its connections from all others in this process:
@@ -13,6 +13,7 @@ import os
 import socket
 import time
 from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -32,13 +33,13 @@ ESTABLISHED = 1  # the first byte of TCP_INFO on Linux
 _SHORTEST_NAP, _LONGEST_NAP = 0.0005, 0.02  # seconds between two looks at the store
 
 
-class GlooListeners:
-    """`count` listeners on `address`, and the connections that Gloo makes with them."""
+class GroupSockets:
+    """`count` listeners of Gloo on `address`, those at `ports` there, and the connections that are made with them."""
 
-    def __init__(self, address: str, count: int) -> None:
+    def __init__(self, address: str, count: int, ports: Sequence[int] = ()) -> None:
         self.address = address
         self.devices: list[Any] = []
-        self._ports: list[int] = []
+        self._ports = [*ports]
         for _ in range(count):
             device, port = _listen(address)
             self.devices.append(device)
@@ -47,12 +48,16 @@ class GlooListeners:
         self._ranks: dict[tuple[str, int], int] = {}  # the rank that each listener or local port belongs to
         self._expected: Counter[int] = Counter()
 
-    def announce(self, store: TorchStore | Store, rank: int, size: int, deadline: float) -> None:
-        """Publish where this rank listens, and wait for all others; raises `DeadlineExceeded` naming ranks that never come."""
+    def announce(self, store: TorchStore | Store, rank: int, size: int, deadline: float, more: Any = None) -> list[Any]:
+        """Publish where this rank listens, and `more`; wait for all others, and return what each has published as `more`.
+
+        Raises `DeadlineExceeded` naming ranks that never come.
+        """
         self._rank, self._size = rank, size
-        for peer, ports in enumerate(self._everyones(over(store), "listen", [self.address, self._ports], deadline)):
-            address, numbers = ports
-            self._ranks.update({(address, port): peer for port in numbers})
+        told = self._everyones(over(store), "listen", [self.address, self._ports, more], deadline)
+        for peer, (address, ports, _) in enumerate(told):
+            self._ranks.update({(address, port): peer for port in ports})
+        return [others for *_, others in told]
 
     def trace(self, store: TorchStore | Store, deadline: float) -> None:
         """Find out which rank each connection leads to, once all have been made."""

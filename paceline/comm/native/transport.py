@@ -1,8 +1,8 @@
-"""Two Gloo groups and the waits on them: a wait ends with the result, or with an error of ours that names ranks.
+"""A Gloo group, a network of small messages, and the waits on them: a wait ends with the result, or with an error of ours that names ranks.
 
-data      collectives, and messages with tags of their own          a wait of more than a second is told to the others through the
+data      Gloo: collectives, and messages with tags of their own    a wait of more than a second is told to the others through the
 control   small messages: what is about to be called, agreements    store; it ends when a connection is severed, when ranks turn out
-                                                                    to wait for each other, or at the deadline
+          (`control`)                                               to wait for each other, or at the deadline
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import copy
 import queue
-import struct
 import threading
 import time
 from collections import deque
@@ -26,10 +25,11 @@ from paceline import callsite
 from paceline.cluster.store import Store, over
 from paceline.comm.cancellation import CancelScope
 from paceline.comm.native import sockets, waitposts
+from paceline.comm.native.control import ControlNetwork
 from paceline.comm.native.waitposts import GroupEnd
+from paceline.comm.p2p.connection import Listening
 from paceline.comm.waitgraph import GRACE, RankWait, describe, late, missing
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ViewChanged, WorkerLost
-from paceline.state.snapshot import byte_tensor
 
 if TYPE_CHECKING:  # torch's stubs know this name only where it comes from
     from torch._C._distributed_c10d import Store as TorchStore
@@ -37,9 +37,9 @@ else:
     from torch.distributed import Store as TorchStore
 
 TICK = 0.1  # seconds that a wait may not hear signals
-FRAME = 64  # bytes of the first message of a table; longer payloads follow in a second one
 FAREWELL = 0.08  # seconds that pending operations are given to end once their connections are cut
-TAGS = {"calls": 1, "agree": 3}  # of the control messages; each takes two
+CHANNELS, MAIL = {"calls": 1, "agree": 2}, 3  # of control messages
+SMALL_MESSAGE = 512 << 10  # bytes of a tensor that goes by control messages: more is better moved by Gloo's threads
 MESSAGES = 16  # tags of messages between ranks begin here
 
 
@@ -107,12 +107,31 @@ class MessagesWait:
         return self.ended.is_set()
 
 
-class _MessageThread:
-    """The thread that waits for the messages of one channel."""
+class WaitForAll:
+    """Several operations, that end when the last of them does."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, parts: Sequence[TorchWait]) -> None:
+        self._parts = parts
+
+    def within(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        return all(part.within(max(0.0, end - time.monotonic())) for part in self._parts)
+
+    def now(self) -> bool:
+        return all(part.now() for part in self._parts)
+
+
+def is_small(x: Tensor) -> bool:
+    """Whether a message is of the size that goes by control messages: the same on both sides, as they agree on what travels."""
+    return x.numel() * x.element_size() <= SMALL_MESSAGE
+
+
+class _MessageThread:
+    """The thread that waits for messages."""
+
+    def __init__(self) -> None:
         self._tickets: queue.SimpleQueue[MessagesWait | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._deliver, name=f"paceline {name}", daemon=True)
+        self._thread = threading.Thread(target=self._deliver, name="paceline exchange", daemon=True)
         self._thread.start()
 
     def take(self, ticket: MessagesWait) -> None:
@@ -169,22 +188,20 @@ class GlooTransport:
         self.made: dict[str, int] = {}
         self._late_error: DeadlineExceeded | None = None
         self._pending: deque[TorchWait] = deque()
-        self._postmen: dict[str, _MessageThread] = {}
+        self._postman: _MessageThread | None = None
         self._closed = size == 1
         self.data: Any = None
-        self.control: Any = None
         if size == 1:
             return
+        self._control, sealed = ControlNetwork(address, rank, names), over(store)
         atexit.register(self.close)  # a thread that is inside torch while Python ends takes the process down with it
-        self._wires, sealed = sockets.GlooListeners(address, 2), over(store)
+        self._wires = sockets.GroupSockets(address, 1, [self._control.listening.port])
         with _needed(size):
             self._lookout = waitposts.Waitposts(sealed.sub("lookout"), rank, size)
-            self._wires.announce(sealed, rank, size, deadline)
+            others = self._wires.announce(sealed, rank, size, deadline, self._control.listening)
         self.cancel_scope.add(self.interrupt)
-        self.data, self.control = (
-            sockets.connect(device, sealed.sub(name).torch, rank, size, deadline)
-            for name, device in zip(("data", "control"), self._wires.devices, strict=True)
-        )
+        self._control.connect(sealed, [Listening(*other) for other in others], deadline, self._check)
+        self.data = sockets.connect(self._wires.devices[0], sealed.sub("data").torch, rank, size, deadline)
         with _needed(size):
             self._wires.trace(sealed, deadline)
 
@@ -192,11 +209,14 @@ class GlooTransport:
 
     def count(self, channel: str) -> int:
         """Return the number of the next call on `channel`; raises if nothing can be called any more."""
-        if self.broken is not None:
-            raise copy.copy(self.broken)
+        self._check()
         call_number = self.made.get(channel, 0)
         self.made[channel] = call_number + 1
         return call_number
+
+    def _check(self) -> None:
+        if self.broken is not None:
+            raise copy.copy(self.broken)
 
     def track(self, awaited: TorchWait) -> TorchWait:
         """Remember `awaited` until it has ended, for `close`."""
@@ -205,49 +225,46 @@ class GlooTransport:
         self._pending.append(awaited)
         return awaited
 
-    def messages(
-        self, channel: str, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int, *, group: Any = None
-    ) -> MessagesWait:
-        """Start sending and receiving contiguous CPU tensors; none to or from this rank itself."""
-        group = self.data if group is None else group
+    def messages(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int) -> TorchWait:
+        """Start sending and receiving contiguous CPU tensors; none to or from this rank itself. Small ones go by control messages."""
+        if any(is_small(x) for _, x in (*sends, *recvs)):
+            out, into = [pair for pair in sends if is_small(pair[1])], [pair for pair in recvs if is_small(pair[1])]
+            parcels = [(to, _raw(x).numpy().data) for to, x in out]
+            small = self._control.start(MAIL, tag, parcels, [source for source, _ in into], [_raw(x).numpy().data for _, x in into])
+            self._control.push()
+            self.track(small)
+            if len(out) + len(into) == len(sends) + len(recvs):
+                return small
+            sends, recvs = ([pair for pair in side if not is_small(pair[1])] for side in (sends, recvs))
+            return WaitForAll((small, self._gloo_messages(sends, recvs, tag)))
+        return self._gloo_messages(sends, recvs, tag)
+
+    def _gloo_messages(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int) -> MessagesWait:
         try:
-            works = [group.recv([_raw(x)], source, tag) for source, x in recvs]
-            works += [group.send([_raw(x)], to, tag) for to, x in sends]
+            works = [self.data.recv([_raw(x)], source, tag) for source, x in recvs]
+            works += [self.data.send([_raw(x)], to, tag) for to, x in sends]
         except RuntimeError as error:
             raise self.fail(f"exchange with tag {tag}", error) from error
         ticket = MessagesWait(works, [x for _, x in (*sends, *recvs)])
         if works:
-            if channel not in self._postmen:
-                self._postmen[channel] = _MessageThread(channel)
-            self._postmen[channel].take(ticket)
+            if self._postman is None:
+                self._postman = _MessageThread()
+            self._postman.take(ticket)
             self.track(ticket)
         else:
             ticket.ended.set()
         return ticket
 
     def table(self, channel: str, payload: bytes, text: str) -> list[bytes]:
-        """Gather every rank's payload, in rank order, over the control messages."""
+        """Gather every rank's payload, in rank order, by control messages."""
         if self.size == 1:
             return [payload]
         start = time.monotonic()
         call_number = self.count(channel)
-        head = struct.pack("<I", len(payload)) + payload[: FRAME - 4]
-        wait = (channel, call_number, text)
-        heads = self._swap(wait, TAGS[channel], head.ljust(FRAME, b"\0"), [FRAME] * self.size)
-        lengths = [struct.unpack_from("<I", head)[0] for head in heads]
-        rests = [max(0, length - FRAME + 4) for length in lengths]
-        tails = self._swap(wait, TAGS[channel] + 1, payload[FRAME - 4 :], rests) if any(rests) else [b""] * self.size
+        exchange = self._control.gather(CHANNELS[channel], call_number, payload)
+        self.wait(self.track(exchange), (channel, call_number, text), None)
         self.waited += time.monotonic() - start
-        return [head[4 : 4 + length] + tail for head, length, tail in zip(heads, lengths, tails, strict=True)]
-
-    def _swap(self, wait: tuple[str, int, str], tag: int, mine: bytes, lengths: Sequence[int]) -> list[bytes]:
-        sent = byte_tensor(mine)
-        received = [torch.empty(length, dtype=torch.uint8) for length in lengths]
-        peers = [(self.rank + step) % self.size for step in range(1, self.size)]
-        sends = [(peer, sent) for peer in peers if mine]
-        ticket = self.messages(wait[0], sends, [(peer, received[peer]) for peer in peers if lengths[peer]], tag, group=self.control)
-        self.wait(ticket, wait, None)
-        return [mine if rank == self.rank else x.numpy().tobytes() for rank, x in enumerate(received)]
+        return [*exchange.answers[: self.rank], payload, *exchange.answers[self.rank :]]
 
     # ---- waiting
 
@@ -328,7 +345,8 @@ class GlooTransport:
             return
         self._closed = True
         atexit.unregister(self.close)
-        if self.control is None:
+        if self.data is None:
+            self._control.close()
             return  # the group was never complete
         if any(not awaited.now() for awaited in self._pending) or self.broken is not None:
             me = self.names[self.rank]
@@ -338,15 +356,16 @@ class GlooTransport:
                 time.sleep(0.001)
         self.broken = ViewChanged("this group has been closed")
         self._lookout.close()
-        for postman in self._postmen.values():
-            postman.close()
+        self._control.close()
+        if self._postman is not None:
+            self._postman.close()
         left = [awaited for awaited in self._pending if not awaited.now()]
         if left:
             # Gloo may lose the wake-up of an operation, and its group can't be deleted before that has ended
-            parked = (left, self.data, self.control)
+            parked = (left, self.data)
             threading.Thread(target=_park, args=(parked,), name="paceline reaper", daemon=True).start()
         self._pending.clear()
-        self.data = self.control = None
+        self.data = None
         self._wires.devices.clear()
 
 
@@ -358,7 +377,7 @@ def _judged(verdict: GroupEnd) -> PacelineError:
     return Mismatch(verdict.text) if verdict.kind == "Mismatch" else ViewChanged(verdict.text)
 
 
-def _park(parked: tuple[list[TorchWait], Any, Any]) -> None:
+def _park(parked: tuple[list[TorchWait], Any]) -> None:
     while not all(awaited.now() for awaited in parked[0]):
         time.sleep(TICK)
 

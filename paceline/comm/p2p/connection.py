@@ -16,7 +16,8 @@ import secrets as random
 import socket
 import struct
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from paceline.cluster import secret as secrets
 from paceline.comm.p2p.memory import SMALLEST, MemoryPool, tensor
 from paceline.comm.p2p.message import LONGEST, PairMessage, unpack
 from paceline.comm.wire_format import MalformedMessage
-from paceline.errors import SecretError
+from paceline.errors import DeadlineExceeded, SecretError, WorkerLost
 from paceline.state.snapshot import raw
 
 MAGIC = b"pacepair"
@@ -35,6 +36,44 @@ PROOF = 4.0  # seconds that a connection may take to prove itself
 SILENCE = 15  # seconds after which a host that doesn't answer counts as lost
 LENGTH = struct.Struct("<I")
 MOST = 64  # pieces of memory that are sent at a time
+RETRY, LONGEST_RETRY = 0.02, 0.5  # seconds between two tries to connect
+
+
+class Listening(NamedTuple):
+    """Where a worker listens, and the number that is drawn for connections to it."""
+
+    address: str
+    port: int
+    token: str
+
+
+def call(
+    listening: Listening, key: bytes, ranks: tuple[int, int], *, who: str, name: int, deadline: float, check: Callable[[], None]
+) -> socket.socket:
+    """Connect to another worker, and prove to each other who is who. Tries for `deadline` seconds; `check` raises to give up.
+
+    `ranks`: of the caller, and of `who`, which is called `name` in errors.
+    """
+    last, nap = time.monotonic() + deadline, RETRY
+    while True:
+        connection = None
+        try:
+            connection = socket.create_connection((listening.address, listening.port), max(0.1, min(PROOF, last - time.monotonic())))
+            introduce(connection, key, ranks, who)
+            return connection
+        except ConnectionRefusedError as error:
+            raise WorkerLost(f"{who} is gone: nobody listens at {listening.address}:{listening.port} any more", (name,)) from error
+        except (OSError, SecretError) as error:
+            if connection is not None:
+                connection.close()
+            if isinstance(error, SecretError):
+                raise
+            check()
+            if time.monotonic() + nap > last:
+                text = f"{who} can't be reached at {listening.address}:{listening.port} within {deadline:g} s ({error})"
+                raise DeadlineExceeded(text, (name,)) from error
+        time.sleep(nap)
+        nap = min(2 * nap, LONGEST_RETRY)
 
 
 def introduce(connection: socket.socket, key: bytes, ranks: tuple[int, int], who: str) -> None:

@@ -15,30 +15,21 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 from torch import Tensor
 
 from paceline.cluster import network
 from paceline.cluster.store import Store
 from paceline.comm.group import Finished, Work
-from paceline.comm.p2p.connection import PROOF, admit, cut, frames, has_hung_up, introduce, read, send_all, send_some
+from paceline.comm.p2p.connection import Listening, admit, call, cut, frames, has_hung_up, read, send_all, send_some
 from paceline.comm.p2p.inbox import SLICE, PairInbox, ReceiveWork
 from paceline.comm.p2p.memory import MemoryPool
-from paceline.errors import DeadlineExceeded, PacelineError, SecretError, WorkerLost
+from paceline.errors import DeadlineExceeded, PacelineError, ViewChanged, WorkerLost
 
 STRANGERS = 64  # connections at a time that have proved nothing yet
 INLINE = 1 << 18  # bytes of a message that its sender writes itself, if the network takes them at once
-RETRY, LONGEST_RETRY = 0.02, 0.5  # seconds between two tries to connect
+RETRY = 0.02  # seconds until the next caller is let in, where no descriptors are left
 GRACE = 1.0  # seconds for a connection of a worker that has left to come to its turn
-
-
-class Listening(NamedTuple):
-    """Where a worker listens, and the number that is drawn for connections to it."""
-
-    address: str
-    port: int
-    token: str
 
 
 class _Outgoing:
@@ -111,7 +102,7 @@ class NetworkWay:
 
     def _write(self) -> None:
         try:
-            connection = call(self._end, self._peer, self._listening, f"rank {self.name} on {self.host}")
+            connection = self._call()
             with self._lock:
                 self._out = connection
         except PacelineError as error:
@@ -127,6 +118,11 @@ class NetworkWay:
                 self._waiting -= 1
         if self._out is not None:
             self._out.close()
+
+    def _call(self) -> socket.socket:
+        end, ranks = self._end, (self._end.rank, self._peer)
+        who, key = f"rank {self.name} on {self.host}", end.key(self._listening.token)
+        return call(self._listening, key, ranks, who=who, name=self.name, deadline=end.deadline, check=end.check)
 
     def _fail(self, error: PacelineError) -> None:
         with self._lock:
@@ -193,7 +189,7 @@ class PairNetwork:
     """The end of one worker of a network of pairs: its listener, and its ways to the others."""
 
     def __init__(
-        self, store: Store, address: str, rank: int, inbox: PairInbox, *, deadline: float, busy: Callable[[], None] | None
+        self, store: Store, address: str, rank: int, inbox: PairInbox, *, deadline: float, busy: Callable[[], object] | None
     ) -> None:
         self.rank, self.inbox, self.deadline, self._busy = rank, inbox, deadline, busy
         self.closed = False
@@ -211,6 +207,11 @@ class PairNetwork:
             listening = Listening(*self._store.take(f"listen/{peer}", self.deadline))
             self.ways[peer] = NetworkWay(self, peer, listening, name=name, host=hosts[peer])
         threading.Thread(target=self._accept, name="paceline pairs", daemon=True).start()
+
+    def check(self) -> None:
+        """Raise once this end has been closed."""
+        if self.closed:
+            raise ViewChanged("these pairs have been closed")
 
     def key(self, token: str) -> bytes:
         """Derive the key of connections to the worker that has drawn `token`."""
@@ -265,28 +266,3 @@ class PairNetwork:
         for way in self.ways.values():
             way.close(end)
         cut(self._listener)
-
-
-def call(end: PairNetwork, peer: int, listening: Listening, who: str) -> socket.socket:
-    """Connect to another worker, and prove to each other who is who. Tries until the deadline."""
-    last, nap = time.monotonic() + end.deadline, RETRY
-    while True:
-        connection = None
-        try:
-            connection = socket.create_connection((listening.address, listening.port), max(0.1, min(PROOF, last - time.monotonic())))
-            introduce(connection, end.key(listening.token), (end.rank, peer), who)
-            return connection
-        except ConnectionRefusedError as error:
-            raise WorkerLost(
-                f"{who} is gone: nobody listens at {listening.address}:{listening.port} any more", (end.ways[peer].name,)
-            ) from error
-        except (OSError, SecretError) as error:
-            if connection is not None:
-                connection.close()
-            if isinstance(error, SecretError):
-                raise
-            if time.monotonic() + nap > last or end.closed:
-                text = f"{who} can't be reached at {listening.address}:{listening.port} within {end.deadline:g} s ({error})"
-                raise DeadlineExceeded(text, (end.ways[peer].name,)) from error
-        time.sleep(nap)
-        nap = min(2 * nap, LONGEST_RETRY)

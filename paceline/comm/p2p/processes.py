@@ -50,7 +50,7 @@ class PairSetting:
     deadline: float
     meet: Callable[[str], Sequence[str]]
     broken: Callable[[], PacelineError | None]
-    busy: Callable[[], None] | None = None
+    busy: Callable[[], object] | None = None
     shares: bool = True
     meeting: tuple[Store, str] | None = None
 

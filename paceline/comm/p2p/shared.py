@@ -89,7 +89,7 @@ class SharedWay:
     """The way to another worker of this host, and from it. `source` is its rank in the group, `busy` is called while a receive sleeps."""
 
     def __init__(
-        self, table: SharedTable, source: int, inbox: PairInbox, *, name: int, host: str, busy: Callable[[], None] | None = None
+        self, table: SharedTable, source: int, inbox: PairInbox, *, name: int, host: str, busy: Callable[[], object] | None = None
     ) -> None:
         self.name, self.host = name, host
         self._table, self._place, self._source, self._inbox, self._busy = table, table.ranks.index(source), source, inbox, busy

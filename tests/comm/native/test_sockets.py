@@ -6,21 +6,21 @@ import socket
 import pytest
 from torch.distributed import HashStore
 
-from paceline.comm.native.sockets import GlooListeners
+from paceline.comm.native.sockets import GroupSockets
 from paceline.errors import DeadlineExceeded, PlaceError
 
 
 def test_a_foreign_address_is_refused() -> None:
     with pytest.raises(PlaceError, match=r"192\.0\.2\.1"):
-        GlooListeners("192.0.2.1", 1)
+        GroupSockets("192.0.2.1", 1)
 
 
 def test_connections_that_are_not_ours_are_left_alone() -> None:
-    wires = GlooListeners("127.0.0.1", 2)
+    wires = GroupSockets("127.0.0.1", 2)
     server = socket.create_server(("127.0.0.1", 0))
     client = socket.create_connection(server.getsockname())
     accepted, _ = server.accept()
-    wires.announce(HashStore(), 0, 1, 1.0)
+    assert wires.announce(HashStore(), 0, 1, 1.0, "told") == ["told"]
     assert wires.severed() == ()
     wires.cut()
     client.sendall(b"still here")
@@ -31,7 +31,7 @@ def test_connections_that_are_not_ours_are_left_alone() -> None:
 
 def test_who_does_not_come_is_named() -> None:
     with pytest.raises(DeadlineExceeded) as caught:
-        GlooListeners("127.0.0.1", 1).announce(HashStore(), 1, 3, 0.1)
+        GroupSockets("127.0.0.1", 1).announce(HashStore(), 1, 3, 0.1)
     assert caught.value.missing == (0, 2)
 
 
@@ -47,5 +47,5 @@ def test_another_thread_closes_a_socket_while_they_are_looked_through(monkeypatc
         return look(name)
 
     monkeypatch.setattr(os, "readlink", closing)
-    GlooListeners("127.0.0.1", 1)
+    GroupSockets("127.0.0.1", 1)
     assert len(looks) == 2

@@ -12,6 +12,7 @@ import torch
 
 from paceline.comm.native.group import TorchGroup
 from paceline.comm.p2p import network
+from paceline.comm.p2p.connection import call
 from paceline.comm.p2p.processes import ProcessPairs
 from paceline.comm.pairs import pairs
 from paceline.errors import DeadlineExceeded, SecretError, ViewChanged, WorkerLost
@@ -106,7 +107,9 @@ def _strange(group: TorchGroup) -> None:
             stranger.close()
         assert both.receive(1, 0).wait().head == {"n": 2}
         with pytest.raises(SecretError, match="doesn't know the secret of this job"):
-            network.call(both._network, 1, way._listening._replace(token="another"), "rank 1 on node1")
+            call(
+                way._listening, both._network.key("another"), (0, 1), who="rank 1 on node1", name=1, deadline=5.0, check=both._network.check
+            )
         for stranger in held:
             stranger.close()
     else:
