@@ -53,8 +53,9 @@ class WorkQueue:
         self.segment, self.relatives = segment, relatives
         self._pending: deque[QueuedWork] = deque()
         self._lock = threading.Lock()
-        relatives[:] = [ref for ref in relatives if ref() is not None] + [weakref.ref(self)]
-        segment.watch.busy = partial(_push_all, relatives)
+        me = weakref.ref(self)
+        relatives[:] = [ref for ref in relatives if ref() is not None] + [me]
+        segment.watch.busy = partial(_push_all, relatives, me)
 
     def start(self, call: CallFingerprint, steps: Steps) -> QueuedWork:
         """Append an operation, and push it as far as it goes."""
@@ -69,6 +70,11 @@ class WorkQueue:
             self._pending.append(pending)
         self.push()
         return pending
+
+    @property
+    def pending(self) -> bool:
+        """Whether an operation has not ended."""
+        return bool(self._pending)
 
     def push(self) -> None:
         """Advance the oldest operations as far as they go; never blocks."""
@@ -139,8 +145,12 @@ class WorkQueue:
         return [] if head is None else self.segment.behind(head.target)
 
 
-def _push_all(relatives: list[weakref.ref[WorkQueue]]) -> None:
+def _push_all(relatives: list[weakref.ref[WorkQueue]], own: weakref.ref[WorkQueue]) -> bool:
+    """Push all, and tell whether others than `own` have something pending."""
+    pending = False
     for ref in tuple(relatives):
         queue = ref()
         if queue is not None:
             queue.push()
+            pending = pending or (ref is not own and queue.pending)
+    return pending

@@ -1,6 +1,6 @@
 """The control segment of a group inside one host: counters, fingerprints, mailboxes and stages, each written by one rank only.
 
-    rank r  | cells: operations, agrees, left, pid, marks x 2, note | text | note | meta x 2 | mailbox x 2 | small x 2 | stage x 4 |
+    rank r  | cells: operations, agrees, left, pid, marks x 2, note, bell | text | note | meta x 2 | mailbox x 2 | small x 2 | stage x 4 |
 
 Two channels run over it, each with its own counter: *operations* on tensors, whose ranks post and go on, and *agree*, which blocks.
 On x86-64 stores become visible in program order, so what was written before a counter was raised is there when the counter is seen.
@@ -20,6 +20,8 @@ from torch import Tensor
 from paceline import callsite
 from paceline.comm.cancellation import CancelScope
 from paceline.comm.fingerprint import OWN, CallFingerprint, compare, digest
+from paceline.comm.shm import futex
+from paceline.comm.shm.bell import Bell
 from paceline.comm.shm.memory import SharedSegment, share
 from paceline.comm.shm.waiting import RankWaiter, WaitCondition
 
@@ -36,7 +38,7 @@ MAILS = METAS + 2 * META
 SMALLS = MAILS + 2 * MAIL
 STAGES = SMALLS + 2 * SMALL
 SPAN = STAGES + SLOTS * STAGE  # bytes of a rank
-OPS, AGREES, LEFT, PID, MARKS, NOTE = 0, 8, 16, 24, 32, 40  # int64 cells, a cache line each
+OPS, AGREES, LEFT, PID, MARKS, NOTE, BELL = 0, 8, 16, 24, 32, 40, 48  # int64 cells, a cache line each
 PIECE = 384 << 10  # bytes of a rank's part of a block: large enough for few waits, small enough for the cache of a core
 Steps = Generator[int, None, Any]  # of an operation: yields up to which post the others have to come before it goes on
 
@@ -99,7 +101,8 @@ class ControlSegment:
         self._met = self._agreed = 0
         self._numbers: dict[CallFingerprint, int] = {}
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
-        self.watch = RankWaiter(rank, names, RankNotes(self._cells, rank), deadline=deadline)
+        self._bell = Bell(self._cells, segment.start, [r * SPAN // 8 + BELL for r in range(size)], rank) if futex.available() else None
+        self.watch = RankWaiter(rank, names, RankNotes(self._cells, rank), deadline=deadline, bell=self._bell)
         self._cancel_scope = CancelScope() if cancel_scope is None else cancel_scope
         self._cancel_scope.add(self.watch.interrupt)
         self._cells[self._mine + PID] = os.getpid()
@@ -142,6 +145,8 @@ class ControlSegment:
         """Raise this rank's counter: all that it wrote before is there for the others."""
         self.posted += 1
         self._cells[self._mine + OPS] = self.posted
+        if self._bell is not None:
+            self._bell.ring()
 
     def reached(self, value: int) -> bool:
         """Whether all the others have come up to `value`."""
@@ -246,6 +251,8 @@ class ControlSegment:
             self._cells[(self._mine * 8 + base) // 8] = mark
             self._write(self._mine * 8 + base + 8, payload[at : at + room], len(payload))
             self._cells[self._mine + AGREES] = target
+            if self._bell is not None:
+                self._bell.ring()
             self.watch.wait(self._meeting(target, call, call_number))
             for r in range(self.size):
                 start = r * SPAN + base

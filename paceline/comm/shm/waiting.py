@@ -1,8 +1,9 @@
-"""Waits for the other processes of a host: yields the core at first, naps later, and finds dead, gone or stuck ranks early.
+"""Waits for the other processes of a host: yields the core at first, sleeps later, and finds dead, gone or stuck ranks early.
 
-    some 200 yields (0.1 ms: the others are near) . naps of 50 us . after 20 ms naps of 200 us
+    some 200 yields (0.1 ms: the others are near) . sleeps of 2 ms, after 20 ms of 10 ms, that end when another rank posts something
 
-Between the naps pending work is pushed, and every 2 ms a look is taken whether the missing can still come.
+Where work is pending in other groups, sleeps are naps of 50 us, later 200 us, and it is pushed between them: nothing wakes a rank for it.
+Every 2 ms a look is taken whether the missing can still come.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import msgpack
 
 from paceline import callsite
+from paceline.comm.shm.bell import Bell
 from paceline.comm.waitgraph import GRACE, RankWait, apart, describe
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ViewChanged, WorkerLost
 
@@ -24,6 +26,7 @@ SPINS = 200
 NAP, LONG_NAP = 50e-6, 200e-6  # seconds
 LONG = 20e-3  # seconds after which naps are long
 LOOK = 2e-3  # seconds between two looks at the deadline and at the living
+REST, LONG_REST = 2e-3, 10e-3  # seconds of a sleep from which a rank is woken
 JUDGED = GRACE + 0.1  # seconds: by then all that wait for each other have told it
 Verdict = tuple[str, str, list[int]]  # why the group has ended: name of an error, its message, the ranks that are gone or missing
 
@@ -59,18 +62,19 @@ class WaitNotes(Protocol):
 
 
 class RankWaiter:
-    """How one rank waits. `busy` is called in naps, so that work pending elsewhere goes on; `made` counts its calls by channel.
+    """How one rank waits. `made` counts its calls by channel.
 
+    `busy` pushes work that is pending elsewhere, and tells whether there is any. `bell`: wakes this rank (None: nothing does).
     `names` is what the ranks are called in messages and errors. An error that ends the group is told to the others, who raise it too.
     """
 
-    def __init__(self, rank: int, names: Sequence[int], notes: WaitNotes, *, deadline: float) -> None:
+    def __init__(self, rank: int, names: Sequence[int], notes: WaitNotes, *, deadline: float, bell: Bell | None = None) -> None:
         self.rank, self.names, self.deadline = rank, tuple(names), deadline
         self.waited = 0.0  # seconds
-        self.busy: Callable[[], None] = lambda: None
+        self.busy: Callable[[], bool] = lambda: False
         self.made: dict[str, int] = {}
         self.broken: PacelineError | None = None  # why nothing can be waited for any more
-        self._notes = notes
+        self._notes, self._bell = notes, bell
         self._telling = False
         self._pidfds: dict[int, int] = {}
         fine_timer()
@@ -138,8 +142,10 @@ class RankWaiter:
                 if since - looked > LOOK:
                     looked = since
                     self._look(awaited, since, timeout)
-                time.sleep(NAP if since < LONG else LONG_NAP)
-                self.busy()
+                if self.busy() or self._bell is None:
+                    time.sleep(NAP if since < LONG else LONG_NAP)
+                else:
+                    self._bell.rest(awaited.ready, REST if since < LONG else LONG_REST)
         finally:
             if self._telling:
                 self._tell(None)
