@@ -224,7 +224,7 @@ class AllReduceSync:
         if self._coded is not None and self._coded.takes(index):
             self._works[index] = self._coded.all_reduce(index, flat, name)
         else:
-            self._works[index] = self._reducer.all_reduce(flat, name)
+            self._works[index] = self._reducer.all_reduce(flat, name, soon=index == len(self._buckets) - 1)
 
     def _fill(self, index: int) -> None:
         small = self._small[index]

@@ -36,8 +36,8 @@ class Reducer(Protocol):
         """Take back `flat` (from `empty` or `beside`), which is not used any more."""
         ...
 
-    def all_reduce(self, flat: Tensor, name: str) -> Work[Tensor]:
-        """Start summing `flat` in place."""
+    def all_reduce(self, flat: Tensor, name: str, *, soon: bool = False) -> Work[Tensor]:
+        """Start summing `flat` in place. `soon`: this worker will do nothing more before it waits for the sum."""
         ...
 
     def close(self) -> None:
@@ -51,6 +51,7 @@ class GroupReducer:
     def __init__(self, group: Group, say: Callable[[str], None], *, owned: bool = False) -> None:
         self._group, self._say, self._owned = group, say, owned
         self._unchecked = group if isinstance(group, UncheckedAllReduce) else None
+        self._hosts = group if isinstance(group, HostsGroup) else None
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         try:
@@ -71,7 +72,9 @@ class GroupReducer:
         if release is not None:
             release(flat)
 
-    def all_reduce(self, flat: Tensor, name: str) -> Work[Tensor]:
+    def all_reduce(self, flat: Tensor, name: str, *, soon: bool = False) -> Work[Tensor]:
+        if self._hosts is not None:
+            return self._hosts.all_reduce_agreed(flat, out=flat, soon=soon)
         if self._unchecked is not None:
             return self._unchecked.all_reduce_agreed(flat, out=flat)
         return self._group.all_reduce(flat, name=name, out=flat)
@@ -92,7 +95,7 @@ class ScheduledReducer(GroupReducer):
         """Return ordinary memory, as messages are copied anyway."""
         return torch.empty(numel, dtype=dtype)
 
-    def all_reduce(self, flat: Tensor, name: str) -> Work[Tensor]:
+    def all_reduce(self, flat: Tensor, name: str, *, soon: bool = False) -> Work[Tensor]:
         return self._lane.all_reduce(flat, self._schedule, "sum", out=flat)
 
 
@@ -103,8 +106,8 @@ class AcrossReducer(GroupReducer):
         super().__init__(group, say)
         self._whole, self._across = group, across
 
-    def all_reduce(self, flat: Tensor, name: str) -> Work[Tensor]:
-        return self._whole.all_reduce_agreed(flat, out=flat, across=self._across)
+    def all_reduce(self, flat: Tensor, name: str, *, soon: bool = False) -> Work[Tensor]:
+        return self._whole.all_reduce_agreed(flat, out=flat, across=self._across, soon=soon)
 
 
 def _group(context: SyncContext) -> Reducer:

@@ -26,7 +26,7 @@ from torch import Tensor
 from paceline.comm import fingerprint, reduction
 from paceline.comm.collectives import TAG, GeneratorWork, UncheckedExchange, all_gather, all_reduce_agreed
 from paceline.comm.group import Group, Op, Traffic, UncheckedAllReduce, UncheckedReduceScatter, Work, pieces
-from paceline.comm.hierarchy.chunks import cut
+from paceline.comm.hierarchy.chunks import NARROW, cut
 from paceline.comm.hierarchy.executor import Flow, StagedExecutor, StagedJob, Steps
 from paceline.comm.hierarchy.rails import SMALL, Rails, even
 from paceline.comm.schedule import Schedule
@@ -34,6 +34,7 @@ from paceline.comm.shm.memory import fresh
 from paceline.errors import Mismatch, PacelineError, UsageError, ViewChanged
 from paceline.trace import Trace
 
+SHORT = NARROW  # elements of a tensor that the thread which waits for it takes through all stages
 CROSSINGS = 1 << 12  # exchanges by a schedule that may be under way at a time
 GATHERS = 1 << 21  # tags of what all ranks gather at once begin here: those of the network's own calls are below
 
@@ -123,8 +124,13 @@ class HostsGroup:
         self._compare(fingerprint.reducing("all_reduce", x, op, name, out))
         return self.all_reduce_agreed(x, op=op, out=out)
 
-    def all_reduce_agreed(self, x: Tensor, *, op: Op = "sum", out: Tensor | None = None, across: Schedule | None = None) -> Work[Tensor]:
-        """Reduce as `all_reduce` does what all ranks are known to agree on. `across`: the schedule between hosts, the same on all ranks."""
+    def all_reduce_agreed(
+        self, x: Tensor, *, op: Op = "sum", out: Tensor | None = None, across: Schedule | None = None, soon: bool = False
+    ) -> Work[Tensor]:
+        """Reduce as `all_reduce` does what all ranks are known to agree on.
+
+        `across`: the schedule between hosts, the same on all ranks. `soon`: this rank will do nothing more before it waits for the result.
+        """
         reduction.admit(op, x.dtype)
         x = x.detach()
         target = fresh(x.shape, x.dtype) if out is None else out.detach()
@@ -145,7 +151,7 @@ class HostsGroup:
             return target if out is None else out
 
         what = f"all_reduce of {x.numel()} elements over {len(set(self.hosts))} hosts"
-        return self._line.start(StagedJob(flows, conclude, what, self._deadline))
+        return self._line.start(StagedJob(flows, conclude, what, self._deadline), soon=soon and flat.numel() <= SHORT)
 
     def _chunk(self, mine: Tensor, end: Tensor, how: tuple[torch.dtype, Op, Op], across: Schedule | None) -> Steps:
         """Take a chunk from `mine` to `end` through the stages; halves are added, and travel, in float32."""

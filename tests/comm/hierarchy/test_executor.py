@@ -158,3 +158,96 @@ def test_waits_end() -> None:
         ours.start(job([]))
     gate.set()
     ours.join()
+
+
+class TestSoon:
+    """Jobs of which whoever starts them waits at once."""
+
+    @staticmethod
+    def threads(log: list[Any], name: str) -> set[str]:
+        return {thread for _, found, thread in log if found == name}
+
+    def test_the_thread_that_waits_does_it(self) -> None:
+        ours, _ = line(3)
+        log: list[Any] = []
+        for turn in range(3):
+            work = ours.start(job([Flow(through(log, f"{turn} {number}", 3), 10) for number in range(2)], result=turn), soon=True)
+            assert not ours.idle and work.wait() == turn and work.done() and ours.idle
+        me = threading.current_thread().name
+        assert log == [(stage, f"{turn} {number}", me) for turn in range(3) for number in range(2) for stage in range(3)]
+        ours.stop(ViewChanged("over"))
+
+    @pytest.mark.parametrize("first", ["a job before it", "a job after it", "a look at it", "its error", "a wait with a limit"])
+    def test_the_threads_do_it_in_its_turn(self, first: str) -> None:
+        ours, _ = line(2)
+        log: list[Any] = []
+        gate = threading.Event()
+
+        def held() -> Steps:
+            assert gate.wait(60)
+            yield Finished()
+
+        before = [ours.start(job([Flow(held(), 1)]))] if first == "a job before it" else []
+        work = ours.start(job([Flow(through(log, "soon", 2), 10)], "result"), soon=True)
+        gate.set()
+        if first == "a job after it":
+            before.append(ours.start(job([Flow(through(log, "after", 2), 10)])))
+        elif first == "a look at it":
+            wait_for(work.done)
+        elif first == "its error":
+            assert work.exception() is None
+        elif first == "a wait with a limit":
+            assert work.wait(60.0) == "result"
+        assert work.wait() == "result" and [each.wait() for each in before] == [None] * len(before)
+        assert self.threads(log, "soon") == {"paceline test 0", "paceline test 1"}
+        stages = [stage for stage, name, _ in log if name == "soon"]
+        assert stages == [0, 1]
+        ours.stop(ViewChanged("over"))
+
+    def test_what_is_started_meanwhile_waits_for_its_end(self) -> None:
+        ours, _ = line(2)
+        log: list[Any] = []
+        inside, gate = threading.Event(), threading.Event()
+
+        def held() -> Steps:
+            inside.set()
+            assert gate.wait(60)
+            yield from through(log, "soon", 2)
+
+        work = ours.start(job([Flow(held(), 1)]), soon=True)
+        thread = threading.Thread(target=work.wait, name="who waits", daemon=True)
+        thread.start()
+        assert inside.wait(60)
+        later = ours.start(job([Flow(through(log, "later", 2), 1)]))
+        time.sleep(0.02)
+        assert not later.done()
+        gate.set()
+        later.wait()
+        thread.join(60)
+        assert [name for _, name, _ in log] == ["soon", "soon", "later", "later"] and self.threads(log, "soon") == {"who waits"}
+        ours.stop(ViewChanged("over"))
+
+    def test_its_errors_are_those_of_the_threads(self) -> None:
+        ours, spread = line(2)
+
+        def fails(error: Exception) -> Steps:
+            yield Finished()
+            raise error
+
+        with pytest.raises(UsageError, match="no such thing"):
+            ours.start(job([Flow(fails(UsageError("no such thing")), 1)]), soon=True).wait()
+        work = ours.start(job([Flow(fails(WorkerLost("rank 3 is gone", (3,))), 1)]), soon=True)
+        with pytest.raises(ViewChanged, match="the first: rank 3 is gone"):
+            work.wait()
+        assert len(spread) == 1 and isinstance(work.exception(), ViewChanged)
+        with pytest.raises(ViewChanged, match="the first"):
+            ours.start(job([]), soon=True)
+
+    def test_one_that_nobody_waits_for_is_over_with_the_line(self) -> None:
+        ours, _ = line(2)
+        log: list[Any] = []
+        work = ours.start(job([Flow(through(log, "soon", 2), 1)]), soon=True)
+        assert ours.finish(ViewChanged("closed"), lambda: None)
+        with pytest.raises(ViewChanged, match="closed"):
+            work.wait()
+        assert not log
