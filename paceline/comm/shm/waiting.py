@@ -1,6 +1,7 @@
 """Waits for the other processes of a host: yields the core at first, sleeps later, and finds dead, gone or stuck ranks early.
 
-    some 200 yields (0.1 ms: the others are near) . sleeps of 2 ms, after 20 ms of 10 ms, that end when another rank posts something
+    some 200 yields (0.1 ms: the others are near), fewer where other threads want the core
+    sleeps of 2 ms, after 20 ms of 10 ms, that end when another rank posts something
 
 Where work is pending in other groups, sleeps are naps of 50 us, later 200 us, and it is pushed between them: nothing wakes a rank for it.
 Every 2 ms a look is taken whether the missing can still come.
@@ -23,6 +24,7 @@ from paceline.comm.waitgraph import GRACE, RankWait, apart, describe
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ViewChanged, WorkerLost
 
 SPINS = 200
+CROWDED = 50e-6  # seconds that a yield takes where another thread has used the core meanwhile
 NAP, LONG_NAP = 50e-6, 200e-6  # seconds
 LONG = 20e-3  # seconds after which naps are long
 LOOK = 2e-3  # seconds between two looks at the deadline and at the living
@@ -124,10 +126,15 @@ class RankWaiter:
         started = time.perf_counter()
         ready = awaited.ready
         try:
+            since = started
             for _ in range(SPINS):
                 if ready():
                     return
                 os.sched_yield()
+                now = time.perf_counter()
+                if now - since > CROWDED:  # others want this core: they get it, and whoever is awaited may be one of them
+                    break
+                since = now
             self._nap(awaited, started, timeout)
         finally:
             self.waited += time.perf_counter() - started
