@@ -7,6 +7,7 @@ import ctypes
 import errno
 import functools
 import gc
+import mmap
 import os
 import random
 import tempfile
@@ -251,6 +252,17 @@ def test_the_memory_of_a_storage_goes_with_it_everywhere() -> None:
     fork(2, body)
 
 
+def fill_above(address: int, nbytes: int) -> list[Any]:
+    """Map memory wherever the kernel would map `nbytes` above an address: what lies at the address is what it gives next, once unmapped."""
+    filled: list[Any] = []
+    for size in (nbytes, 1 << 16, mmap.PAGESIZE):
+        while True:
+            filled.append(ctypes.c_char.from_buffer(mmap.mmap(-1, size)))
+            if ctypes.addressof(filled[-1]) < address:
+                break
+    return filled
+
+
 def test_memory_that_a_storage_gets_later_is_not_taken_for_that_which_it_was_moved_to() -> None:
     """Neither that of another tensor that was moved, nor something that lies at the same address since."""
 
@@ -263,6 +275,7 @@ def test_memory_that_a_storage_gets_later_is_not_taken_for_that_which_it_was_mov
             storages[0]._swap_data_ptr_(storages[1])
             assert group._moved.find(x) is group._moved.find(y) is None
             address, own, segment = z.data_ptr(), torch.zeros(COUNT), SharedSegment.create(4 * COUNT)
+            filled = fill_above(address, 4 * COUNT)
             others: Any = own.untyped_storage()
             storages[2]._swap_data_ptr_(others)
             assert group._moved.find(z) is None
@@ -271,6 +284,7 @@ def test_memory_that_a_storage_gets_later_is_not_taken_for_that_which_it_was_mov
             kept: list[Any] = [segment.again() for _ in range(20)]
             segment.seal()
             later = next(storage for storage in kept if storage.data_ptr() == address)
+            del filled
             storages[2]._swap_data_ptr_(later)
             assert z.data_ptr() == address and storages[2].is_shared() and group._moved.find(z) is None
         for seed, each in enumerate((x, y, z)):
