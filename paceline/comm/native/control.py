@@ -154,6 +154,10 @@ class ControlNetwork:
         self._awaited: dict[Key, deque[tuple[ControlExchange, int]]] = {}  # what this rank has asked for: whose it is, and which of those
         self._poll = select.poll()
         self._by_descriptor: dict[int, ControlLink] = {}
+        self._waker, self._woken = socket.socketpair()  # a thread that looks at the connections learns of it when there is more to look at
+        for side in (self._waker, self._woken):
+            side.setblocking(False)
+        self._poll.register(self._woken, select.POLLIN)
         self._changed = threading.Condition()
         self.sending: set[int] = set()  # ranks for which the network has not taken all yet
         self.ended: set[int] = set()  # ranks whose connections have ended
@@ -262,6 +266,9 @@ class ControlNetwork:
         elif link.sending != (link.peer in self.sending):
             (self.sending.add if link.sending else self.sending.remove)(link.peer)
             self._poll.modify(link.connection, select.POLLIN | (select.POLLOUT if link.sending else 0))
+            if self._polling and link.sending:
+                with contextlib.suppress(BlockingIOError):  # it has been told often enough
+                    self._waker.send(b"x")
 
     def _drop(self, link: ControlLink) -> None:
         """Look no more at a connection that has ended."""
@@ -292,14 +299,17 @@ class ControlNetwork:
                 with self._changed:
                     self._polling = False
                     for descriptor, events in found:
-                        self._serve(self._by_descriptor.get(descriptor), events)
+                        self._serve(descriptor, events)
                     self._changed.notify_all()
             if not found or left <= 0:
                 return
 
-    def _serve(self, link: ControlLink | None, events: int) -> None:
+    def _serve(self, descriptor: int, events: int) -> None:
         """Do for a connection what it is ready for."""
+        link = self._by_descriptor.get(descriptor)
         if link is None:
+            if descriptor == self._woken.fileno():
+                self._woken.recv(CHUNK)
             return
         if events & select.POLLOUT:
             self._send(link)
@@ -329,4 +339,8 @@ class ControlNetwork:
                 self._drop(link)
                 link.ended = link.ended or "it has been closed here"
                 link.connection.close()
+            if self._woken.fileno() >= 0:
+                self._poll.unregister(self._woken)
+            self._waker.close()
+            self._woken.close()
         self._listener.close()

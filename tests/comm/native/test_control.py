@@ -97,6 +97,21 @@ def test_what_the_network_does_not_take_is_written_by_a_thread(connected: Callab
     assert place == text and sent.within(PATIENCE) and not first.sending
 
 
+def test_a_thread_that_looks_at_the_connections_learns_that_there_is_more_to_send(connected: Callable[[int], Ends]) -> None:
+    first, second = connected(2)
+    text, place = bytes(24 << 20), bytearray(24 << 20)
+    waiting = first.start(1, 0, [], [1])
+    with ThreadPoolExecutor(2) as pool:
+        heard = pool.submit(waiting.within, 10 * PATIENCE)
+        while not first._polling:
+            time.sleep(0.001)
+        sent = first.start(3, 0, [(1, text)], [])  # more than the network takes; the thread above has to write the rest
+        assert pool.submit(second.start(3, 0, [], [0], [memoryview(place)]).within, PATIENCE).result()
+        assert sent.within(PATIENCE) and not heard.done()
+        second.start(1, 0, [(0, b"end")], [])
+        assert heard.result()
+
+
 def test_who_sends_to_one_that_has_gone_learns_of_it(connected: Callable[[int], Ends]) -> None:
     first, second, _ = connected(3)
     lost = first.start(3, 0, [(1, bytes(24 << 20))], [])
