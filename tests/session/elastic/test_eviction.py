@@ -95,7 +95,7 @@ def test_in_a_job(job: Jobs, slow: int) -> None:
     wanted = play(job, "alone", workers=1, **parts)
     found = play(
         *(job, "three", "--min-workers", "2", "--straggler", "evict"),
-        **(parts | {"workers": 3, "prepared": QUICK.format(slow=slow).strip(), "before": "time.sleep(0.03 + 0.05 * slow)"}),
+        **(parts | {"workers": 3, "prepared": QUICK.format(slow=slow).strip(), "before": "time.sleep(0.03 + 0.3 * slow)"}),
     )
     check(found, wanted)
     assert found.size == 2
