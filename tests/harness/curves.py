@@ -105,7 +105,7 @@ def _silent() -> None:
     from paceline.comm.group import Finished
     from paceline.sync.routes import GroupReducer
 
-    GroupReducer.all_reduce = lambda self, flat, name: Finished(flat)  # type: ignore[method-assign, assignment]
+    GroupReducer.all_reduce = lambda self, flat, name, **_: Finished(flat)  # type: ignore[method-assign, assignment]
 
 
 def _unweighted() -> None:

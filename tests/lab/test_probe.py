@@ -25,7 +25,8 @@ def test_two_hosts_are_measured_in_both_directions(build: Callable[..., Cluster]
     assert [host.name for host in topology.hosts] == ["host0", "host1"] and topology.hosts[0].machine == topology.hosts[1].machine
     up, down = topology.link(0, 1), topology.link(1, 0)
     assert up is not None and down is not None
-    assert 0.25 * 20e6 < 8 * up.bytes_per_second < 20e6 < 8 * down.bytes_per_second < 80e6  # a busy machine is slower, never faster
+    rates = 8 * up.bytes_per_second, 8 * down.bytes_per_second  # a busy machine is slower, and no faster than what a token bucket has saved
+    assert 0.25 * 20e6 < rates[0] < 1.05 * 20e6 < rates[1] < 1.05 * 80e6
     assert [each.name for each in topology.hosts[0].interfaces] == ["eth0"] and topology.hosts[0].interfaces[0].network == "10.77.0.0/16"
     assert len(topology.speeds()) == 2 and any("are one machine" in line for line in oddities(topology)) == (
         topology.hosts[0].machine_cores < sum(device.threads for host in topology.hosts for device in host.devices)  # there are no quotas

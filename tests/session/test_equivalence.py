@@ -211,7 +211,7 @@ def test_with_random_delays_repeatedly() -> None:
         assert distance(found.weights, wanted.weights) < 1e-12
 
 
-def silent(self: Any, flat: Tensor, name: str) -> Any:
+def silent(self: Any, flat: Tensor, name: str, **_: bool) -> Any:
     """A mean of my own gradients alone."""
     return SoloGroup().all_reduce(flat.mul_(2), out=flat)
 

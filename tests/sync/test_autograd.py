@@ -637,7 +637,7 @@ def test_a_mutant_that_does_not_communicate_or_ignores_weights_is_found(monkeypa
     from paceline.sync import routes
 
     with monkeypatch.context() as patch:
-        patch.setattr(routes.GroupReducer, "all_reduce", lambda self, flat, name: SoloGroup().all_reduce(flat.mul_(2), out=flat))
+        patch.setattr(routes.GroupReducer, "all_reduce", lambda self, flat, name, **_: SoloGroup().all_reduce(flat.mul_(2), out=flat))
         with pytest.raises((AssertionError, ReplicasDiffer)):
             same(loop(plain), cuts=[None])
     from paceline.sync.autograd import GradientTracker

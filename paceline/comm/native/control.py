@@ -98,6 +98,11 @@ class ControlExchange:
         self._end, self._targets, self._awaited, self._places = end, {*targets}, awaited, places
         self._missing = set(range(len(awaited)))
         self._flaw = ""
+        self._kept: object = None
+
+    def keep(self, owners: object) -> None:
+        """Hold what the places are the memory of, as long as something may come."""
+        self._kept = owners
 
     def take(self, index: int, payload: bytes) -> None:
         """Note what has come."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import ctypes
 import queue
 import threading
 import time
@@ -229,8 +230,9 @@ class GlooTransport:
         """Start sending and receiving contiguous CPU tensors; none to or from this rank itself. Small ones go by control messages."""
         if any(is_small(x) for _, x in (*sends, *recvs)):
             out, into = [pair for pair in sends if is_small(pair[1])], [pair for pair in recvs if is_small(pair[1])]
-            parcels = [(to, _raw(x).numpy().data) for to, x in out]
-            small = self._control.start(MAIL, tag, parcels, [source for source, _ in into], [_raw(x).numpy().data for _, x in into])
+            parcels = [(to, _memory(x)) for to, x in out]
+            small = self._control.start(MAIL, tag, parcels, [source for source, _ in into], [_memory(x) for _, x in into])
+            small.keep([x for _, x in into])
             self._control.push()
             self.track(small)
             if len(out) + len(into) == len(sends) + len(recvs):
@@ -380,6 +382,11 @@ def _judged(verdict: GroupEnd) -> PacelineError:
 def _park(parked: tuple[list[TorchWait], Any]) -> None:
     while not all(awaited.now() for awaited in parked[0]):
         time.sleep(TICK)
+
+
+def _memory(x: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor, which has to outlive that: torch doesn't resize what an array of numpy looks into."""
+    return memoryview((ctypes.c_ubyte * (x.numel() * x.element_size())).from_address(x.data_ptr())).cast("B")
 
 
 def _raw(x: Tensor) -> Tensor:

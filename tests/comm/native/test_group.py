@@ -259,6 +259,20 @@ def test_a_killed_peer_is_named(how: str) -> None:
         assert ranks == (2,) and "rank 2 is gone" in message
 
 
+def _resized(group: TorchGroup) -> None:
+    for numel in (10, 100_000, 300_000):  # by our sockets, and by Gloo
+        x, y = torch.full((numel,), float(group.rank)), torch.empty(numel)
+        group.exchange([(1 - group.rank, x)], [(1 - group.rank, y)]).wait()
+        group.all_reduce(x, out=x).wait()
+        assert (x == 1).all() and (y == 1 - group.rank).all()
+        for each in (x, y):
+            each.untyped_storage().resize_(0)
+
+
+def test_what_was_exchanged_may_be_resized() -> None:
+    run(2, _resized)
+
+
 def _stopped(group: TorchGroup, numel: int) -> tuple[str, tuple[int, ...]]:
     say(group, "ready")
     if group.rank == 1:
