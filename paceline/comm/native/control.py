@@ -30,9 +30,7 @@ FRAME = struct.Struct("<IBQ")  # bytes of payload, channel, key
 CHUNK = 1 << 18  # bytes that are read at a time
 TICK = 0.1  # seconds that a wait for a caller may not look up
 Payload: TypeAlias = bytes | memoryview
-Key: TypeAlias = tuple[
-    int, int, int
-]  # rank of the sender, channel, key: messages that have the same come in the order in which they were sent
+Key: TypeAlias = tuple[int, int, int]  # sender, channel, key: messages that have the same keep their order
 
 
 class ControlLink:

@@ -196,6 +196,14 @@ class GlooTransport:
             return
         self._control, sealed = ControlNetwork(address, rank, names), over(store)
         atexit.register(self.close)  # a thread that is inside torch while Python ends takes the process down with it
+        try:
+            self._connect(sealed, address)
+        except BaseException:
+            self.close()  # whoever makes groups anew after a loss may fail often
+            raise
+
+    def _connect(self, sealed: Store, address: str) -> None:
+        rank, size, deadline = self.rank, self.size, self.deadline
         self._wires = sockets.GroupSockets(address, 1, [self._control.listening.port])
         with _needed(size):
             self._lookout = waitposts.Waitposts(sealed.sub("lookout"), rank, size)

@@ -17,6 +17,7 @@ from torch.distributed import HashStore
 
 from paceline.comm import collectives, reduction
 from paceline.comm.group import pieces
+from paceline.comm.native import sockets
 from paceline.comm.native.group import TorchGroup
 from paceline.comm.schedule import SCHEDULES, build
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, UsageError, ViewChanged, WorkerLost
@@ -446,3 +447,11 @@ def test_a_process_that_ends_in_the_middle_of_an_operation_ends_well(tmp_path: P
     for worker in workers:
         _, errors = worker.communicate(timeout=60)
         assert worker.returncode == 0, errors
+
+
+def test_a_group_that_is_never_complete_leaves_no_socket() -> None:
+    before = sockets._sockets()
+    with pytest.raises(DeadlineExceeded):
+        TorchGroup.from_store(HashStore(), 0, 2, deadline=0.1)
+    listening = [name for name in sockets._sockets().values() if name not in before.values()]
+    assert len(listening) <= 1  # Gloo's own listener goes when its device does
