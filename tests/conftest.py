@@ -80,8 +80,11 @@ def _uses(item: pytest.Item) -> tuple[set[str], set[str]]:
 
 
 def pytest_collectstart() -> None:
-    """Have torch before any test module asks for it, whole but for its compiler: optimizers load that only to be left alone."""
-    for name in ("torch", "tests.harness.brisk"):
+    """Have torch before any test module asks for it, whole but for its compiler: optimizers load that only to be left alone.
+
+    Each process of a DataLoader would load `numpy.random` by itself, were it not there when it is forked.
+    """
+    for name in ("torch", "tests.harness.brisk", "numpy.random"):
         importlib.import_module(name)
 
 

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,7 +79,9 @@ class Ended(NamedTuple):
 class Job:
     """A command under test, whose processes carry a mark that tells them from all others."""
 
-    def __init__(self, command: list[str], folder: Path, temporary: Path, *, forked: bool = False, **environ: str) -> None:
+    def __init__(
+        self, command: list[str], folder: Path, temporary: Path, *, forked: bool = False, group: int | None = None, **environ: str
+    ) -> None:
         self.mark = uuid.uuid4().hex
         kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
         path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(os.pathsep)
@@ -94,9 +96,10 @@ class Job:
         whole = kept | own | environ
         self.process: subprocess.Popen[str] | nursery.Nursed
         if forked and command[1].endswith(".py"):
-            self.process = nursery.launcher(command, cwd=folder, env=whole)
+            self.process = nursery.launcher(command, cwd=folder, env=whole, group=group)
         else:
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=whole)
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            self.process = subprocess.Popen(command, **pipes, text=True, cwd=folder, env=whole, process_group=group)
 
     def end(self, seconds: float = PATIENCE) -> Ended:
         """Wait for its end; if it doesn't come, what it has said so far."""
@@ -109,14 +112,7 @@ class Job:
 
     def processes(self) -> list[psutil.Process]:
         """All of its processes that live."""
-        alive = []
-        for process in psutil.process_iter():
-            try:
-                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self.mark:
-                    alive.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
-                continue
-        return alive
+        return marked({self.mark})
 
     def workers(self) -> list[psutil.Process]:
         """Its workers that have been started, by rank (children of the launcher that are programs of their own by now)."""
@@ -151,9 +147,12 @@ class Jobs:
         (self.folder / name).write_text(PRELUDE + body)
         return name
 
-    def start(self, command: list[str], **environ: str) -> Job:
-        """Start any command; a script of Python, as our launcher is one where workers are `PRELOADED`, is forked there."""
-        self._started.append(Job(command, self.folder, self.temporary, forked=self.launcher == PRELOADED, **environ))
+    def start(self, command: list[str], *, group: int | None = None, **environ: str) -> Job:
+        """Start any command; a script of Python, as our launcher is one where workers are `PRELOADED`, is forked there.
+
+        `group` is the process group of the command; 0, as at a terminal, makes one of its own.
+        """
+        self._started.append(Job(command, self.folder, self.temporary, forked=self.launcher == PRELOADED, group=group, **environ))
         return self._started[-1]
 
     def run(self, body: str, workers: int = 2, *options: str, args: tuple[str, ...] = (), **environ: str) -> Job:
@@ -184,7 +183,7 @@ class Jobs:
         return remains
 
     def _left(self) -> list[str]:
-        processes = [str(process) for job in self._started for process in job.processes()]
+        processes = [str(process) for process in marked({job.mark for job in self._started})]
         files = [str(path) for path in self.temporary.iterdir() if not (path.name.startswith(TORCHS_OWN) or _of_wandb(path))]
         ports = [f"port {port}" for port in sorted(self.ports & listening())]
         shared = sorted(shared_memory() - self._before)
@@ -197,8 +196,8 @@ class Jobs:
             if job.process.poll() is None:
                 job.process.kill()
                 job.process.communicate()
-            for process in job.processes():
-                process.kill()
+        for process in marked({job.mark for job in self._started}):
+            process.kill()
 
 
 @contextmanager
@@ -212,6 +211,17 @@ def jobs(folder: Path, launcher: Sequence[str] = PRELOADED) -> Iterator[Jobs]:
         finally:
             started.kill()
         assert not left, f"left behind: {left}"
+
+
+def marked(marks: Collection[str]) -> list[psutil.Process]:
+    """All processes that live and have one of these marks: zombies have no environment any more."""
+    wanted = {f"{MARK}={mark}".encode() for mark in marks}
+    found = []
+    for pid in janitor.processes():
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):
+            if not wanted.isdisjoint(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")):
+                found.append(psutil.Process(pid))
+    return found
 
 
 def _of_wandb(path: Path) -> bool:

@@ -197,11 +197,11 @@ def _ends(home: str, users: select.poll) -> bool:
     return True
 
 
-def launcher(command: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> Nursed:
-    """A launcher, or another script, from the nursery; what it writes is text."""
+def launcher(command: Sequence[str], *, cwd: Path, env: Mapping[str, str], group: int | None = None) -> Nursed:
+    """A launcher, or another script, from the nursery; what it writes is text. `group`: its process group, 0 for one of its own."""
     out, err = os.pipe(), os.pipe()
     try:
-        process = Nursed(path(), command, (0, out[1], err[1]), cwd=str(cwd), env=env)
+        process = Nursed(path(), command, (0, out[1], err[1]), cwd=str(cwd), env=env, group=group)
     finally:
         os.close(out[1])
         os.close(err[1])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from paceline.cluster.launcher.interrupt import JobEnd
 from tests.harness import short_timings
-from tests.harness.jobs import Ended, Job, Jobs, wait_for
+from tests.harness.jobs import PLAIN, PRELOADED, Ended, Job, Jobs, wait_for
 
 READY = """
 import os, pathlib, signal, sys, time
@@ -22,10 +23,10 @@ def ready():
 """
 
 
-def start(job: Jobs, body: str, **environ: str) -> Job:
-    """Start two workers in a process group of their launcher's, as a shell does, and wait until both are ready."""
+def start(job: Jobs, body: str, *, launcher: Sequence[str] = PLAIN, **environ: str) -> Job:
+    """Start two workers with a launcher in a process group of its own, as a shell does, and wait until both are ready."""
     (job.folder / "script.py").write_text(READY + body)
-    started = job.start(["setsid", sys.executable, "-m", "paceline", "run", "--workers", "2", "script.py"], **environ)
+    started = job.start([sys.executable, *launcher, "run", "--workers", "2", "script.py"], group=0, **environ)
     wait_for(lambda: started.process.poll() is not None or all((job.folder / f"ready{rank}").exists() for rank in range(2)))
     return started
 
@@ -89,7 +90,7 @@ with pl.start(folder="runs", name="circle") as run:
     [(True, ', and run.resume("runs/circle") goes on from its newest checkpoint'), (False, ", without a checkpoint")],
 )
 def test_the_folder_of_the_run_and_how_to_go_on(job: Jobs, saves: bool, sequel: str) -> None:
-    ended = interrupt(start(job, TRAINING.format(saves=saves)))
+    ended = interrupt(start(job, TRAINING.format(saves=saves), launcher=PRELOADED))
     assert ended.code == 130 and ended.last == f"paceline: interrupted: 2 workers ended; the run is in runs/circle{sequel}"
     assert "Traceback" not in ended.err and "KeyboardInterrupt" not in ended.err
 
