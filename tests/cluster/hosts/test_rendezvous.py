@@ -20,7 +20,7 @@ from paceline.cluster.hosts.channel import Channel, ChannelBroken, Introduction,
 from paceline.cluster.hosts.rendezvous import Offer, assemble
 from paceline.errors import DeadlineExceeded, Mismatch, PlaceError, SecretError
 from paceline.timings import ChannelTimings, Timings
-from tests.harness.jobs import listening, wait_for
+from tests.harness.jobs import Jobs, listening, wait_for
 from tests.harness.launchers import JOINED, Launched
 from tests.harness.meetings import SECRET, free_port, gather, invitation
 
@@ -202,6 +202,18 @@ class TestChannel:
             assert isinstance(sending.exception(), OSError)
 
 
+MEETING = """
+from paceline.cluster import store
+from paceline.cluster.discover import discover
+place = discover()
+meeting = store.connect(place)
+cluster = store.hosts(meeting, place)
+print(place.secret.decode(), cluster.size, len(cluster.hosts))
+meeting.put(f"bye{rank}", 1)
+if rank == 0: [meeting.take(f"bye{r}") for r in range(3)]
+"""
+
+
 class TestLaunchers:
     """Two launchers on this machine, meeting on loopback."""
 
@@ -232,19 +244,9 @@ class TestLaunchers:
         assert rows == ["0 0 0 2", "0 1 2 2", "1 0 1 2", "1 1 3 2"]
 
     @pytest.mark.slow
-    def test_workers_meet_in_the_store(self, both):
-        body = """
-            import tests.harness.brisk
-            from paceline.cluster import store
-            from paceline.cluster.discover import discover
-            place = discover()
-            meeting = store.connect(place)
-            cluster = store.hosts(meeting, place)
-            print(place.secret.decode(), cluster.size, len(cluster.hosts))
-            meeting.put(f"bye{rank}", 1)
-            if rank == 0: [meeting.take(f"bye{r}") for r in range(3)]
-        """
-        ended = [launched.end() for launched in both(body, (2, 1))]
+    def test_workers_meet_in_the_store(self, job: Jobs):
+        options = ("--hosts", "2", "--join", f"127.0.0.1:{free_port()}")
+        ended = [each.end() for each in [job.run(MEETING, workers, *options, **ENVIRON) for workers in (2, 1)]]
         assert [code for code, _, _ in ended] == [0, 0], ended
         assert {line.split(" ", 1)[1] for _, out, _ in ended for line in out.splitlines()} == {"0123456789abcdef 3 2"}
 

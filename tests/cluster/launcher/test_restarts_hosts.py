@@ -195,8 +195,7 @@ def test_nobody_comes_in_the_place_of_a_host(hosts: Both, tmp_path: Path, gone: 
     assert {each[1] for each in starts(tmp_path)} == {0}
 
 
-@pytest.mark.parametrize(("gone", "asked"), [(2, 0), (2, 1), (0, 1)])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("gone", "asked", "number"), [(2, 0, signal.SIGTERM), (2, 1, signal.SIGINT), (0, 1, signal.SIGTERM)])
 def test_a_launcher_that_is_asked_to_end_while_all_wait_for_another(
     hosts: Both, tmp_path: Path, gone: int, asked: int, number: int
 ) -> None:
