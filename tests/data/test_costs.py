@@ -226,19 +226,21 @@ def shuffled(count=203, batch=32, **options):
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize(
-    ("size", "options"),
+    ("size", "readers", "options"),
     [
-        (2, {}),
-        (3, {"accumulate": 3}),
-        (3, {"shares": [3, 2, 1]}),
-        (2, {"shares": [0, 1]}),
-        (5, {}),
-        (2, {"accumulate": 2, "weigh": len}),
-        (3, {"accumulate": 2, "shares": [3, 2, 1], "cost": padded(lengths)}),
+        (2, 0, {}),
+        (3, 0, {"accumulate": 3}),
+        (3, 2, {"accumulate": 3}),
+        (3, 0, {"shares": [3, 2, 1]}),
+        (2, 0, {"shares": [0, 1]}),
+        (2, 2, {"shares": [0, 1]}),
+        (5, 0, {}),
+        (2, 0, {"accumulate": 2, "weigh": len}),
+        (3, 0, {"accumulate": 2, "shares": [3, 2, 1], "cost": padded(lengths)}),
+        (3, 1, {"accumulate": 2, "shares": [3, 2, 1], "cost": padded(lengths)}),
     ],
 )
-@pytest.mark.parametrize("readers", [0, 2])
-def test_each_global_batch_and_micro_batch_has_the_samples_of_one_process(size, options, readers):
+def test_each_global_batch_and_micro_batch_has_the_samples_of_one_process(size, readers, options):
     pads = "cost" in options
     micros = options.get("accumulate", 1)
     wanted = plain(shuffled()(), 2)
