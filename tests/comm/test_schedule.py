@@ -87,7 +87,7 @@ def test_prices() -> None:
     assert s.seconds(s.ring(1), 100, network) == 0
 
 
-@pytest.mark.parametrize("size", range(1, 18))
+@pytest.mark.parametrize("size", [*range(1, 9), 11, 16])
 def test_uneven_chunks_are_proved(size: int) -> None:
     for rates in ([1.0] * size, [1.0] * (size - 1) + [0.1], [float(1 + rank) for rank in range(size)]):
         for pieces in (None, 1, 3):

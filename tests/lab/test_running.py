@@ -26,7 +26,7 @@ from tests.harness.labs import left, traces
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train.py"
 PLAIN = "import os, sys, time, socket\nrank = int(os.environ['RANK'])\n"
-SLEEP = PLAIN + "print('up', flush=True)\ntime.sleep(600)\n"
+SLEEP = PLAIN + "open(f'up-{rank}', 'w').close()\ntime.sleep(600)\n"
 
 
 @pytest.fixture
@@ -41,6 +41,13 @@ def lab(started: Jobs, cluster: str, body: str, *options: str, args: tuple[str, 
     """`paceline lab run CLUSTER OPTIONS script.py ARGS`."""
     (started.folder / "script.py").write_text(body)
     return started.start([sys.executable, *started.launcher, "lab", "run", cluster, *options, "script.py", *args])
+
+
+def sleeps(started: Jobs) -> Job:
+    """Four workers on two hosts that sleep by now."""
+    job = lab(started, "two-hosts", SLEEP)
+    wait_for(lambda: job.process.poll() is not None or len([*started.folder.glob("up-*")]) == 4)
+    return job
 
 
 def waiting(pipe: int) -> int:
@@ -106,11 +113,9 @@ class TestCommand:
         assert lab(started, pairs(started.folder), PLAIN + "sys.exit(7 if rank == 2 else 0)").end().code == 7
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-    @pytest.mark.real_processes
+    @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.real_processes), signal.SIGTERM])
     def test_signals(self, started, number):
-        job = lab(started, "two-hosts", SLEEP)
-        wait_for(lambda: len([process for process in job.processes() if process.cmdline()[-1:] == ["script.py"]]) >= 6)
+        job = sleeps(started)
         job.process.send_signal(number)
         ended = job.end()
         assert ended.code == 128 + number
@@ -127,8 +132,7 @@ class TestCommand:
     @pytest.mark.real_processes
     def test_sigkill_leaves_nothing(self, started):
         before = traces()
-        job = lab(started, "two-hosts", SLEEP)
-        wait_for(lambda: len([process for process in job.processes() if process.cmdline()[-1:] == ["script.py"]]) >= 6)
+        job = sleeps(started)
         job.process.kill()
         job.end()
         wait_for(lambda: job.processes() == [])
@@ -161,8 +165,7 @@ class TestCommand:
     @pytest.mark.real_processes
     def test_sigkill_of_its_keeper_too(self, started):
         before = traces()
-        job = lab(started, "two-hosts", SLEEP)
-        wait_for(lambda: len([process for process in job.processes() if process.cmdline()[-1:] == ["script.py"]]) >= 6)
+        job = sleeps(started)
         record = next(record for record in remains.read_all() if record["process"] == job.process.pid)
         os.kill(record["keeper"], signal.SIGKILL)
         job.process.kill()
