@@ -48,6 +48,7 @@ USUAL = (  # what many jobs load as they go: here it is there for all
     "paceline.session.load",
     "paceline.sync.localsgd.strategy",
     "paceline.sync.parameterserver.strategy",
+    "torch.fx.experimental.symbolic_shapes",  # of a backward that is given gradients: sympy
     "torch.utils.serialization.config",
 )
 

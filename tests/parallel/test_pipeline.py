@@ -27,6 +27,13 @@ def untied() -> nn.Module:
     return gpt(tied=False)
 
 
+def short() -> nn.Module:
+    return gpt(layers=2)
+
+
+SHORT: dict[str, Any] = {"build": short, "epochs": 1}  # two steps, which is what there is time for with eight workers
+
+
 @pytest.mark.parametrize("mesh", ["stage=2", "stage=4"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
 def test_a_pipeline_ends_where_one_process_does(mesh: str, schedule: str) -> None:
@@ -63,7 +70,7 @@ def test_pieces_of_tied_weights_stay_equal_where_replicas_round_them(strategy: A
         return [float(part.detach().sum()) for part in [*pieces, *seen]]
 
     cut = [pipeline(LAYERS, micro_batches=2), pl.shard("blocks.*", zero=zero)]
-    found = [said for _, _, said in workers(8, trained(cut, ended=ends), mesh="data=2, stage=2, shard=2", strategy=strategy)]
+    found = [said for _, _, said in workers(8, trained(cut, ended=ends, **SHORT), mesh="data=2, stage=2, shard=2", strategy=strategy)]
     replicas = [sorted(set(map(tuple, found[start : start + 4]))) for start in (0, 4)]
     for (one, *whole), (two, *_) in replicas:  # those of two workers along `shard`, the same on both stages
         assert zero == 3 or whole == pytest.approx([one + two] * 2, rel=1e-12)
@@ -74,8 +81,8 @@ def test_layers_of_a_stage_may_be_cut() -> None:
 
 
 def test_all_axes_work_at_once() -> None:
-    same("data=2, tensor=2, stage=2", [TENSOR, pipeline(LAYERS, schedule="zero-bubble", micro_batches=3)])
-    same("shard=2, tensor=2, stage=2", [pl.shard("blocks.*"), TENSOR, pipeline(LAYERS, micro_batches=4)])
+    same("data=2, tensor=2, stage=2", [TENSOR, pipeline(LAYERS, schedule="zero-bubble", micro_batches=3)], **SHORT)
+    same("shard=2, tensor=2, stage=2", [pl.shard("blocks.*"), TENSOR, pipeline(LAYERS, micro_batches=4)], **SHORT)
 
 
 def test_a_user_names_the_layers_of_each_stage() -> None:

@@ -116,8 +116,7 @@ def saved(folder: Path) -> dict[str, Tensor]:
     return checkpoint.load(last(folder) / "checkpoints", say=print, own=False).snapshot.tensors
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("first", ["one", "stages", "replicas of stages"])
+@pytest.mark.parametrize(("first", "tied"), [("one", True), ("stages", False), ("replicas of stages", True)])
 def test_a_state_goes_through_all_layouts_and_stays_the_same(tmp_path: Path, first: str, tied: bool) -> None:
     train(tmp_path, first, until=4, tied=tied)
     wanted = saved(tmp_path)

@@ -41,18 +41,23 @@ CODECS = [
 ]
 
 
+def ten(run: Run, **options: Any) -> Tensor:
+    """What ten steps come to, after half of which one codec hands over to another."""
+    return train(run, epochs=2, **options)
+
+
 @cache
 def plainly(size: int) -> Tensor:
     """What training comes to without a codec."""
-    return workers(size, train)[0]
+    return workers(size, ten)[0]
 
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.soak), 3])
 @pytest.mark.parametrize("codec", [pytest.param(c, marks=pytest.mark.slow if n % 4 else ()) for n, c in enumerate(CODECS)], ids=repr)
 def test_gradients_and_weights_are_bit_equal_everywhere(codec: Any, size: int) -> None:
     seen: list[list[Tensor]] = [[] for _ in range(size)]
-    found = workers(size, lambda run: train(run, grads=seen[run.rank]), strategy=AllReduce(codec=codec, bucket_mb=0.001))
-    assert len(seen[0]) >= 20
+    found = workers(size, lambda run: ten(run, grads=seen[run.rank]), strategy=AllReduce(codec=codec, bucket_mb=0.001))
+    assert len(seen[0]) == 10
     for rank in range(1, size):
         assert all(torch.equal(one, other) for one, other in zip(seen[rank], seen[0], strict=True))
         assert torch.equal(found[rank], found[0])
@@ -62,12 +67,12 @@ def test_gradients_and_weights_are_bit_equal_everywhere(codec: Any, size: int) -
 
 def test_a_codec_that_loses_nothing_changes_nothing() -> None:
     for codec in (exact(), where(smaller(10**9), exact(), int8()), after(10**6, int8())):
-        assert distance(workers(3, train, strategy=AllReduce(codec=codec))[0], plainly(3)) < 1e-6
-    assert distance(workers(3, train, strategy=AllReduce(codec=half()))[0], plainly(3)) < 1e-3
+        assert distance(workers(3, ten, strategy=AllReduce(codec=codec))[0], plainly(3)) < 1e-6
+    assert distance(workers(3, ten, strategy=AllReduce(codec=half()))[0], plainly(3)) < 1e-3
 
 
 def test_via_native_and_ways_that_a_codec_does_not_have() -> None:
-    found = workers(3, train, strategy=AllReduce(via="native", codec=int8()))
+    found = workers(3, ten, strategy=AllReduce(via="native", codec=int8()))
     assert all(torch.equal(other, found[0]) for other in found)
     with pytest.raises(UsageError, match=r"AllReduce\(via='ring', codec=int8\(\)\): a codec has a way of its own to sum"):
         AllReduce(via="ring", codec=int8())
@@ -134,7 +139,7 @@ def test_residuals_have_no_loss_scale() -> None:
     for strike in (-1, 5):
         one, *others = [
             workers(2, lambda run, scale=scale, strike=strike: body(run, scale, strike), strategy=AllReduce(codec=codec))[0]
-            for scale in (1.0, 1024.0, 2.0**15)
+            for scale in ((1.0, 1024.0, 2.0**15) if strike < 0 else (1.0, 1024.0))
         ]
         assert bool(one.isfinite().all())
         assert all(distance(other, one) < 1e-5 for other in others)
@@ -164,12 +169,12 @@ RARE = ("sign", "topk(0.1)", "compose", "powersgd(2))")  # keep nothing but what
 )
 def test_a_run_that_is_resumed_goes_on_with_what_was_kept(codec: Any, tmp_path: Path) -> None:
     strategy = AllReduce(codec=codec, bucket_mb=0.001)
-    straight = workers(2, lambda run: steps(run, 13), strategy=strategy)
-    first = workers(2, lambda run: steps(run, 7, save=True), strategy=strategy, folder=tmp_path)
-    later = workers(2, lambda run: steps(run, 6, resume=True), strategy=strategy, folder=tmp_path)
+    straight = workers(2, lambda run: steps(run, 11), strategy=strategy)
+    first = workers(2, lambda run: steps(run, 6, save=True), strategy=strategy, folder=tmp_path)
+    later = workers(2, lambda run: steps(run, 5, resume=True), strategy=strategy, folder=tmp_path)
     for rank in range(2):
         pieced = [*first[rank], *later[rank]]
-        assert len(pieced) == len(straight[rank]) == 13
+        assert len(pieced) == len(straight[rank]) == 11
         for turn, (one, other) in enumerate(zip(pieced, straight[rank], strict=True)):
             assert torch.equal(one, other), f"step {turn}"
 

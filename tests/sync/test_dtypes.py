@@ -53,11 +53,18 @@ class Mixed(nn.Module):
 
 
 def train(
-    run: Run, *, lr: float = 0.05, dtypes: tuple[torch.dtype, ...] = DTYPES, rows: int = 3, apart: bool = False, epochs: int = 2
+    run: Run,
+    *,
+    lr: float = 0.05,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+    rows: int = 3,
+    apart: bool = False,
+    epochs: int = 2,
+    count: int = 40,
 ) -> list[Tensor]:
-    """The parameters after epochs of five steps; `apart`: they differ in the beginning."""
+    """The parameters after epochs of a step for each eight samples of `count`; `apart`: they differ in the beginning."""
     net = Mixed(dtypes, rows)
-    net, opt, loader = run.prepare(net, torch.optim.SGD(net.parameters(), lr), batches(batch=8))
+    net, opt, loader = run.prepare(net, torch.optim.SGD(net.parameters(), lr), batches(count, batch=8))
     if apart:
         with torch.no_grad():
             for p in net.parameters():
@@ -112,7 +119,7 @@ def test_mixing_through_a_codec_keeps_the_mean_of_every_dtype(codec: Any) -> Non
 def test_a_codec_says_what_it_leaves_out() -> None:
     for strategy in (Gossip(codec=int8()), AllReduce(codec=int8()), LocalSGD(2, codec=int8()), ParameterServer(codec=int8())):
         said: list[str] = []
-        workers(2, train, strategy=strategy, said=said)
+        workers(2, lambda run: train(run, epochs=1, count=24), strategy=strategy, said=said)
         for kind in ("complex64", "complex128"):
             text = f"of_{kind} is torch.{kind}: it is exchanged exactly, codecs are for real numbers"
             assert said.count(text) == 1, (strategy, said)
@@ -136,7 +143,7 @@ def test_codecs_come_to_the_same_whatever_the_default_dtype(codec: Any) -> None:
     found = []
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         with default(dtype):
-            found.append(ends(AllReduce(codec=codec), 3, epochs=1))
+            found.append(ends(AllReduce(codec=codec), 2, epochs=1, count=24))
     for other in found[1:]:
         assert all(torch.equal(one, mine) for one, mine in zip(found[0], other, strict=True))
     assert all(bool(one.isfinite().all()) for one in found[0])
@@ -148,5 +155,5 @@ def test_strategies_come_to_the_same_whatever_the_default_dtype(make: Any, codec
     found = []
     for dtype in (torch.float32, torch.float64):
         with default(dtype):
-            found.append(ends(make(codec), 2, epochs=1))
+            found.append(ends(make(codec), 2, epochs=1, count=24))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

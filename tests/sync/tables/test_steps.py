@@ -21,7 +21,7 @@ from paceline.sync.parameterserver.strategy import ParameterServer
 from tests.harness.parameter_servers import ASP, BACKUP, EACH, REQUEUE, SSP, Numbers
 from tests.harness.runs import workers
 
-COUNT, BATCH = 60, 6
+COUNT, BATCH = 36, 6
 
 
 class Twins(nn.Module):
