@@ -185,7 +185,7 @@ class Jobs:
     def _left(self) -> list[str]:
         processes = [str(process) for process in marked({job.mark for job in self._started})]
         files = [str(path) for path in self.temporary.iterdir() if not (path.name.startswith(TORCHS_OWN) or _of_wandb(path))]
-        ports = [f"port {port}" for port in sorted(self.ports & listening())]
+        ports = [f"port {port}" for port in sorted(self.ports & listening())] if self.ports else []
         shared = sorted(shared_memory() - self._before)
         shared = shared if processes else unused(shared)  # what another test uses is not ours
         return [*processes, *shared, *files, *ports]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from paceline.cluster.launcher import janitor
 from tests.harness.jobs import PATIENCE, ROOT
 
 PROGRAM = str(ROOT / "tests" / "harness" / "programs" / "launcher.py")
@@ -37,11 +39,13 @@ class Launched:
 
 
 def alive_in(folder: Path) -> list[psutil.Process]:
+    """All processes that live there, or were given a path there: zombies are nowhere."""
     alive = []
-    for process in psutil.process_iter(["pid", "cwd", "cmdline", "status"]):
-        info = process.info
-        if info["status"] != psutil.STATUS_ZOMBIE and (info["cwd"] == str(folder) or str(folder) in " ".join(info["cmdline"] or ())):
-            alive.append(process)
+    for pid in janitor.processes():
+        seen = Path(f"/proc/{pid}")
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):
+            if os.readlink(seen / "cwd") == str(folder) or os.fsencode(folder) in (seen / "cmdline").read_bytes():
+                alive.append(psutil.Process(pid))
     return alive
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import pickle
 import tempfile
@@ -53,6 +54,7 @@ def fork(size: int, body: Body[T], *, timeout: float = 120.0, mortal: Collection
 
 
 def _run(rank: int, size: int, body: Body[Any], path: str, pipes: list[tuple[Connection, Connection]]) -> None:
+    gc.freeze()  # who looks for garbage in what was forked copies it
     torch.set_num_threads(1)
     for r, (receiver, sender) in enumerate(pipes):
         receiver.close()

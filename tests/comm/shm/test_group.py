@@ -469,7 +469,7 @@ class Story:
 def test_a_random_story(size: int) -> None:
     def body(rank: int, size: int, store: Store) -> None:
         group = join(store, rank, size)
-        for seed in range(3):
+        for seed in range(2):
             Story(group, seed, 1e-3).run(60)
         group.close()
 
