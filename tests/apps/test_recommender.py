@@ -23,7 +23,7 @@ LOG = ClickLog(tables=2, rows=500, bag=2)
 
 def train(run: Run, model: recommender.Recommender, *, ahead: bool = False) -> float:
     optimizer = recommender.optimizer_of("adagrad", model)
-    loaders = Clicks(LOG, 0, 40 * 64).loader(64), Clicks(LOG, 1 << 20, 1000).loader(500)
+    loaders = Clicks(LOG, 0, 24 * 64).loader(64), Clicks(LOG, 1 << 20, 1000).loader(500)
     model, optimizer, batches, held_out = run.prepare(model, optimizer, *loaders)
     before = recommender.evaluate(run, model, held_out)
     for numbers, ids, clicked in batches:

@@ -49,8 +49,10 @@ def wanted() -> dict[str, dict[str, float]]:
     return {norm: trained(1, norm)[0] for norm in ("group", "batch")}
 
 
-@pytest.mark.parametrize("norm", ["group", "batch"])
-@pytest.mark.parametrize(("size", "mesh", "zero"), [(3, None, None), (2, "shard", 2), (4, "data=2, shard=2", 3)])
+@pytest.mark.parametrize(
+    ("size", "mesh", "zero", "norm"),
+    [(3, None, None, "group"), (3, None, None, "batch"), (2, "shard", 2, "group"), (4, "data=2, shard=2", 3, "batch")],
+)
 def test_all_layouts_learn_the_same(size: int, mesh: str | None, zero: Any, norm: str, wanted: dict[str, dict[str, float]]) -> None:
     found = trained(size, norm, pl.shard(UNITS, zero=zero) if zero else None, mesh=mesh)
     assert all(each == pytest.approx(wanted[norm], rel=1e-4) for each in found)
@@ -65,19 +67,15 @@ def test_strategies_learn(strategy: Any) -> None:
 
 @pytest.mark.slow
 def test_the_program(job: Jobs, tmp_path: Path) -> None:
-    """Two workers, and a cut of the command line: errors are nearly the same, and much less than if nothing were predicted."""
+    """Two workers, and a cut of the command line: errors are much less than if nothing were predicted."""
     given = ("--grid", "16", "--width", "8", "--levels", "1", "--steps", "100", "--batch", "16", "--rate", "0.01", "--held-out", "50")
-    path, found = Path(surrogate.__file__), {}
-    for name, options in {"whole": (), "cut": ("--cut", f"shard({UNITS})")}.items():
-        ended = job.program(path, 2, *options, args=(*given, "--name", name)).end()
-        assert ended.code == 0, ended
-        summary = json.loads((job.folder / "runs" / name / "summary.json").read_text())
-        found[name] = summary["results"]
-        assert (summary["workers"], summary["samples"]) == (2, 1600)
-        assert f"{found[name]['error_after']:.3f} after it" in ended.err + ended.out
-    for results in found.values():
-        assert results["error_after"] < 0.6 * results["error_unchanged"] < 0.6 * results["error_before"]
-        assert results == pytest.approx(found["whole"], abs=0.01)
+    ended = job.program(Path(surrogate.__file__), 2, "--cut", f"shard({UNITS})", args=(*given, "--name", "cut")).end()
+    assert ended.code == 0, ended
+    summary = json.loads((job.folder / "runs" / "cut" / "summary.json").read_text())
+    results = summary["results"]
+    assert (summary["workers"], summary["samples"]) == (2, 1600)
+    assert f"{results['error_after']:.3f} after it" in ended.err + ended.out
+    assert results["error_after"] < 0.6 * results["error_unchanged"] < 0.6 * results["error_before"]
 
 
 @pytest.mark.slow
