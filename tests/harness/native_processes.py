@@ -17,7 +17,8 @@ from torch.distributed import TCPStore
 from paceline.comm.native.group import TorchGroup
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "paceline.comm.native.group", "pytest"])
+BODIES = ["tests.comm.native.test_group", "tests.comm.hierarchy.test_group", "tests.comm.p2p.test_network"]
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", *BODIES])  # each process would load what its body is in by itself
 
 
 class Crew:
