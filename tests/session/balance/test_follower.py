@@ -22,7 +22,7 @@ from paceline.session.run import Run
 from tests.harness.pretended_speeds import PretendedSpeed, Speeds, pretended
 from tests.harness.runs import Numbered, alone, distance, parameters, workers
 
-COUNT, BATCH = 250, 12
+COUNT, BATCH, EPOCHS = 250, 12, 4
 
 
 class Named(Dataset[Any]):
@@ -50,7 +50,7 @@ def net() -> torch.nn.Module:
 Outcome = tuple[torch.Tensor, list[Counter[int]], list[int], list[tuple[int, ...]]]
 
 
-def train(speeds: list[PretendedSpeed] | None, *, epochs: int = 6, **options: Any) -> Callable[[Run], Outcome]:
+def train(speeds: list[PretendedSpeed] | None, *, epochs: int = EPOCHS, **options: Any) -> Callable[[Run], Outcome]:
     """Give weights, the samples of each epoch, the parts of this worker, and the shares as they were in each turn."""
 
     def body(run: Run) -> Outcome:
@@ -108,7 +108,7 @@ def test_shares_by_speed_change_no_sample_and_no_weight(size: int, options: dict
     said: list[str] = []
     found = balanced(size, by_rank, said=said, **options)
     one = alone(train(None, **{key: value for key, value in options.items() if key == "accumulate"}))
-    assert whole(found) == [Counter(range(COUNT))] * 6
+    assert whole(found) == [Counter(range(COUNT))] * EPOCHS
     assert all(distance(weights, one[0]) < 1e-9 for weights, *_ in found)
     assert len({tuple(shares) for *_, shares in found}) == 1, "all decide alike"
     slowest = max(FIXED + by_rank(rank, 0) * share for rank, share in enumerate(found[0][3][-1]))
@@ -120,7 +120,7 @@ def test_shares_by_speed_change_no_sample_and_no_weight(size: int, options: dict
 def test_samples_that_differ_are_dealt_by_speed_and_cost(unit: float) -> None:
     """Costs of the samples add up to the parts of workers; each sample counts once, and weights are those of one worker."""
     found = balanced(2, by_rank, cost=lambda sample: unit * (1 + sample[0] % 7), unit=unit)
-    assert whole(found) == [Counter(range(COUNT))] * 6 and distance(found[0][0], alone(train(None))[0]) < 1e-9
+    assert whole(found) == [Counter(range(COUNT))] * EPOCHS and distance(found[0][0], alone(train(None))[0]) < 1e-9
     assert found[0][3][0] == (6, 6) and found[0][3][-1] == (8, 4) and found[0][3] == found[1][3]
 
 
@@ -180,7 +180,7 @@ def test_a_change_in_the_middle_is_followed_and_back() -> None:
 )
 def test_beside_other_strategies(strategy: Any) -> None:
     found = balanced(2, by_rank, strategy=strategy)
-    assert whole(found) == [Counter(range(COUNT))] * 6 and found[0][3][-1] == (8, 4)
+    assert whole(found) == [Counter(range(COUNT))] * EPOCHS and found[0][3][-1] == (8, 4)
     if isinstance(strategy, pl.ParameterServer):
         assert distance(found[0][0], alone(train(None))[0]) < 1e-9
 
@@ -197,7 +197,7 @@ def test_a_cut_model_has_shares_by_replica() -> None:
         4, lambda rank, step: (1.0, 1.0, 1.0, 2.0)[rank], mesh="data=2, tensor=2", cut=pl.tensor({"0": pl.column(), "2": pl.row()})
     )
     assert [shares[-1] for *_, shares in found] == [(8, 4)] * 4
-    assert distance(found[0][0], found[1][0]) >= 0 and whole(found[::2]) == [Counter(range(COUNT))] * 6
+    assert distance(found[0][0], found[1][0]) >= 0 and whole(found[::2]) == [Counter(range(COUNT))] * EPOCHS
 
 
 def test_speeds_are_saved_and_a_resumed_run_begins_with_them(tmp_path: Path) -> None:

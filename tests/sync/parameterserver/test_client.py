@@ -53,10 +53,11 @@ def test_in_float32(kind: str) -> None:
 @pytest.mark.parametrize("kind", [pytest.param("adagrad", marks=pytest.mark.slow), "adam"])
 def test_schedules_and_clipping(kind: str) -> None:
     """By the norm of all: clipped hard, and in some steps only."""
-    for clip in (0.05, 0.6):
+    free = alone(lambda run: train(run, kind, epochs=2))
+    for clip in (0.05, 0.6) if kind == "adam" else (0.6,):
         one = alone(lambda run, clip=clip: train(run, kind, clip=clip, rate=0.7, epochs=2))
         assert distance(served(3, kind=kind, clip=clip, rate=0.7, epochs=2), one) < 1e-9
-        assert distance(one, alone(lambda run: train(run, kind, epochs=2))) > 1e-3
+        assert distance(one, free) > 1e-3
 
 
 def test_micro_batches() -> None:
@@ -65,10 +66,10 @@ def test_micro_batches() -> None:
 
 @pytest.mark.slow
 def test_with_random_delays_repeatedly() -> None:
-    wanted = served(3, kind="adam", epochs=2)
+    wanted = served(3, kind="adam", epochs=1)
     chance = random.Random(1)
-    for _ in range(5):
-        assert torch.equal(served(3, kind="adam", epochs=2, delay=lambda rank: time.sleep(chance.random() * 0.01)), wanted)
+    for _ in range(4):
+        assert torch.equal(served(3, kind="adam", epochs=1, delay=lambda rank: time.sleep(chance.random() * 0.01)), wanted)
 
 
 def loop(each: Any, *, size: int = 3, kind: str = "momentum", strategy: Any = None, model: Any = net) -> list[Tensor]:

@@ -109,11 +109,11 @@ class TestTheSameBitForBit:
     def test_through_a_codec_workers_are_equal_when_replicas_are_looked_at(self) -> None:
         from paceline.notation import parse
 
-        found = same(3, lambda run: train(run, "adam", epochs=2, dtype=torch.float32), codec=parse("error_feedback(topk(0.05))"))
+        found = same(3, lambda run: train(run, "adam", epochs=1, dtype=torch.float32), codec=parse("error_feedback(topk(0.05))"))
         assert all(torch.equal(other, found[0]) for other in found)
 
 
-def turns(each: Any, model: Any = net, *, count: int = 5, kind: str = "momentum") -> Callable[[Run], Tensor]:
+def turns(each: Any, model: Any = net, *, count: int = 3, kind: str = "momentum") -> Callable[[Run], Tensor]:
     """So many steps, after each of which `each(run, model, x, step)` may give something; gives all of it, and the parameters."""
 
     def body(run: Run) -> Tensor:
@@ -400,7 +400,7 @@ def test_modules_that_some_turns_leave_out() -> None:
         always, some = net(), net()
         optimizer = OPTIMIZERS["adam"]([*always.parameters(), *some.parameters()])
         always, some, optimizer, loader = run.prepare(always, some, optimizer, batches())
-        for _ in run.epochs(2):
+        for _ in run.epochs(1):
             for step, (x, y) in enumerate(loader):
                 loss = F.mse_loss(always(x), y)
                 if step % 3 == 1:
@@ -419,7 +419,7 @@ def test_several_optimizers_and_several_forwards_in_a_turn() -> None:
 
     def body(run: Run) -> Tensor:
         one, other, first, second, loader = run.prepare(*two(), batches())
-        for _ in run.epochs(2):
+        for _ in run.epochs(1):
             for step, (x, y) in enumerate(loader):
                 (F.mse_loss(other(one(x).detach()), y) + other(one(-x)).mean()).backward()
                 second.step()
@@ -446,7 +446,7 @@ def test_evaluated_and_saved_in_the_middle_and_resumed(tmp_path: Path) -> None:
         seen: list[Tensor] = []
         if not saves:
             assert run.resume(tmp_path / str(run._parts.strategy.pull) / "test")
-        for _ in run.epochs(3):
+        for _ in run.epochs(2):
             for x, y in loader:
                 F.mse_loss(model(x), y).backward()
                 optimizer.step()
