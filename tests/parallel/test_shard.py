@@ -38,8 +38,7 @@ def test_as_one_process(model: str, zero: Any, size: int, data: int) -> None:
     same(build, step, shard(units, zero=zero), size, data=data)
 
 
-@STAGES
-@pytest.mark.parametrize(("size", "data"), [(4, 1), (8, 2)])
+@pytest.mark.parametrize(("size", "data", "zero"), [(4, 1, 1), (4, 1, 2), (4, 1, 3), (8, 2, 3)])
 def test_after_a_cut_of_layers(zero: Any, size: int, data: int) -> None:
     layers = pl.tensor(
         {

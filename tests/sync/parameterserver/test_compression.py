@@ -119,13 +119,13 @@ def test_workers_are_equal_after_each_step(codec: Any) -> None:
 
 @pytest.mark.slow
 def test_the_loss_is_that_of_exact_gradients() -> None:
-    """100 steps of int8; of topk, that it gets there."""
+    """60 steps of int8; of topk, that it gets there."""
     curves: dict[Any, list[float]] = {None: [], FINE: [], COARSE: []}
     for each, losses in curves.items():
         strategy = served(each, servers=1, bucket_mb=1)  # a message a step: how much is in one is not what is looked at
-        workers(2, lambda run, into=losses: train(run, 20, losses=[] if run.rank else into, lr=0.01), strategy=strategy)
+        workers(2, lambda run, into=losses: train(run, 12, losses=[] if run.rank else into, lr=0.015), strategy=strategy)
     plain = torch.tensor(curves[None])
-    assert len(plain) == 100 and float(plain[-20:].mean()) < 0.2 * float(plain[:5].mean())
+    assert len(plain) == 60 and float(plain[-20:].mean()) < 0.2 * float(plain[:5].mean())
     for codec, off, end in ((FINE, 0.01, 0.2), (COARSE, math.inf, 0.4)):
         coded = torch.tensor(curves[codec])
         assert float((coded - plain).abs().max()) < off * float(plain[:5].mean())
