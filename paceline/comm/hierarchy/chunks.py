@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-NARROW, WIDE = 128 << 10, 512 << 10  # elements that go through the stages together: at both ends, and between
+WIDTH = 2 << 20  # elements that go through the stages together, at most: a bucket of 8 MB is one, as every chunk costs some waits
 
 
 def cut(numel: int) -> list[tuple[int, int]]:
-    """Cut into (start, stop) of chunks: narrow at both ends, where one stage works alone; wide between, as every chunk costs some waits."""
-    if not numel:
-        return []
-    width, front, back = NARROW, [0], [numel]
-    while width < WIDE and back[-1] - front[-1] > 4 * width:
-        front.append(front[-1] + width)
-        back.append(back[-1] - width)
-        width *= 2
-    edges = [*front, *range(front[-1] + width, back[-1], width), *reversed(back)]
+    """Cut into (start, stop) of as few chunks as WIDTH allows, whose lengths differ by one element at most."""
+    count = -(-numel // WIDTH)
+    edges = [numel * at // count for at in range(count + 1)] if count else []
     return list(pairwise(edges))

@@ -28,7 +28,7 @@ from paceline.comm.group import Work
 from paceline.comm.shm.waiting import fine_timer
 from paceline.errors import DeadlineExceeded, PacelineError, UsageError, ViewChanged
 
-AHEAD = 2 << 20  # elements that may be between two stages
+AHEAD = 4 << 20  # elements that may be between two stages
 TICK = 0.1  # seconds after which a wait looks up
 
 Steps = Generator[Work[Any] | None, Any, Any]

@@ -5,7 +5,7 @@
                                                            between   ████ ████ ████ ████
     and each leader hands the result out on its host       out             █    █    █    █
 
-Tensors are cut into chunks that follow each other through the three stages, so that the network, which is the slowest, never waits.
+Tensors follow each other through the three stages, large ones in chunks, so that the network, which is the slowest, never waits.
 Two threads of each rank do it, one sums and the other hands out, so that the next tensor is summed while the one before is on the
 network; each has a group of its own inside the host, in which it alone decides the order. `all_reduce` returns at once.
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from paceline.comm import fingerprint, reduction
 from paceline.comm.collectives import TAG, GeneratorWork, UncheckedExchange, all_gather, all_reduce_agreed
 from paceline.comm.group import Group, Op, Traffic, UncheckedAllReduce, UncheckedReduceScatter, Work, pieces
-from paceline.comm.hierarchy.chunks import NARROW, cut
+from paceline.comm.hierarchy.chunks import WIDTH, cut
 from paceline.comm.hierarchy.executor import Flow, StagedExecutor, StagedJob, Steps
 from paceline.comm.hierarchy.rails import SMALL, Rails, even
 from paceline.comm.schedule import Schedule
@@ -34,7 +34,7 @@ from paceline.comm.shm.memory import fresh
 from paceline.errors import Mismatch, PacelineError, UsageError, ViewChanged
 from paceline.trace import Trace
 
-SHORT = NARROW  # elements of a tensor that the thread which waits for it takes through all stages
+SHORT = WIDTH  # elements of a tensor that the thread which waits for it takes through all stages
 CROSSINGS = 1 << 12  # exchanges by a schedule that may be under way at a time
 GATHERS = 1 << 21  # tags of what all ranks gather at once begin here: those of the network's own calls are below
 

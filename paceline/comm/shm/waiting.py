@@ -1,6 +1,6 @@
 """Waits for the other processes of a host: yields the core at first, sleeps later, and finds dead, gone or stuck ranks early.
 
-    some 200 yields (0.1 ms: the others are near), fewer where other threads want the core
+    up to 200 yields (0.1 ms and more: the others are near), as few as 8 after waits that they did not end, none where others use the core
     sleeps of 2 ms, after 20 ms of 10 ms, that end when another rank posts something
 
 Where work is pending in other groups, sleeps are naps of 50 us, later 200 us, and it is pushed between them: nothing wakes a rank for it.
@@ -23,7 +23,7 @@ from paceline.comm.shm.bell import Bell
 from paceline.comm.waitgraph import GRACE, RankWait, apart, describe
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ViewChanged, WorkerLost
 
-SPINS = 200
+SPINS, FEW_SPINS = 200, 8  # yields, at most and at least
 CROWDED = 50e-6  # seconds that a yield takes where another thread has used the core meanwhile
 NAP, LONG_NAP = 50e-6, 200e-6  # seconds
 LONG = 20e-3  # seconds after which naps are long
@@ -78,6 +78,7 @@ class RankWaiter:
         self.broken: PacelineError | None = None  # why nothing can be waited for any more
         self._notes, self._bell = notes, bell
         self._telling = False
+        self._spins = SPINS  # twice as many after a wait that yields ended, half as many after one that they didn't
         self._pidfds: dict[int, int] = {}
         fine_timer()
 
@@ -126,15 +127,18 @@ class RankWaiter:
         started = time.perf_counter()
         ready = awaited.ready
         try:
-            since = started
-            for _ in range(SPINS):
+            since, spins = started, self._spins
+            for spun in range(spins):
                 if ready():
+                    if spun:
+                        self._spins = min(SPINS, 2 * spins)
                     return
                 os.sched_yield()
                 now = time.perf_counter()
                 if now - since > CROWDED:  # others want this core: they get it, and whoever is awaited may be one of them
                     break
                 since = now
+            self._spins = max(FEW_SPINS, spins // 2)
             self._nap(awaited, started, timeout)
         finally:
             self.waited += time.perf_counter() - started

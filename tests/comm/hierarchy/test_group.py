@@ -28,8 +28,7 @@ DEALT = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 1, 2), (0, 0), (0, 1), (2, 0, 1, 
 @pytest.mark.parametrize("hosts", DEALT)
 @pytest.mark.parametrize("numel", [0, 1, 5, 1000])
 def test_all_reduce_for_any_dealing_of_ranks(hosts: tuple[int, ...], numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "NARROW", 64)  # many chunks
-    monkeypatch.setattr(chunks, "WIDE", 256)
+    monkeypatch.setattr(chunks, "WIDTH", 64)  # many chunks
 
     def data(rank: int) -> torch.Tensor:
         return torch.randn(numel, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
@@ -87,7 +86,7 @@ def test_a_mean_of_halves_may_have_a_sum_that_none_can_hold() -> None:
 
 
 def test_a_result_may_overlap_what_is_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "NARROW", 4)
+    monkeypatch.setattr(chunks, "WIDTH", 4)
 
     def body(group: ThreadGroup) -> torch.Tensor:
         whole = made(group, (0, 0, 1))
@@ -102,8 +101,7 @@ def test_a_result_may_overlap_what_is_reduced(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_later_reduction_is_summed_while_an_earlier_one_is_on_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """The leaders' network stands still: what is between the threads is bounded, and goes on in order."""
-    monkeypatch.setattr(chunks, "NARROW", 64)
-    monkeypatch.setattr(chunks, "WIDE", 64)
+    monkeypatch.setattr(chunks, "WIDTH", 64)
     monkeypatch.setattr(executor, "AHEAD", 640)
     gate = threading.Event()
 
@@ -294,11 +292,13 @@ def test_a_killed_worker_or_leader_is_named_on_every_host(hosts: tuple[int, ...]
     assert results[:3] == [(3,)] * 3
 
 
-def test_the_trace_tells_the_phases_within_and_between_hosts() -> None:
+def test_the_trace_tells_the_phases_within_and_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "WIDTH", 1000)
+
     def body(group: ThreadGroup) -> Counter[str]:
         whole = made(group, (0, 0, 1, 1))
         whole.trace = Trace()
-        whole.all_reduce(torch.ones(3 * chunks.NARROW)).wait()
+        whole.all_reduce(torch.ones(3000)).wait()
         whole.close()
         return Counter(span.kind for span in whole.trace.spans())
 

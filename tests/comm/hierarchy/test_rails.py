@@ -39,8 +39,7 @@ OPS: tuple[Op, ...] = ("sum", "mean", "min", "max", "product")
 @pytest.fixture(autouse=True)
 def _many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SMALL", 1)
-    monkeypatch.setattr(chunks, "NARROW", 32)
-    monkeypatch.setattr(chunks, "WIDE", 128)
+    monkeypatch.setattr(chunks, "WIDTH", 64)
 
 
 def data(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -242,8 +241,8 @@ def test_the_trace_tells_the_phases() -> None:
     def body(group: ThreadGroup) -> Counter[tuple[str, str]]:
         whole = made(group, (0, 0, 1, 1))
         whole.trace = Trace()
-        whole.all_gather(torch.ones(3 * 32)).wait()
-        whole.reduce_scatter(torch.ones(4 * 2 * 32)).wait()
+        whole.all_gather(torch.ones(3 * 64)).wait()
+        whole.reduce_scatter(torch.ones(4 * 2 * 64)).wait()
         whole.close()
         return Counter((span.name, span.kind) for span in whole.trace.spans())
 

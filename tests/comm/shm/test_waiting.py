@@ -4,13 +4,16 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from paceline.cluster.store import Store
+from paceline.comm.shm import waiting
 from paceline.comm.shm.group import SharedGroup
+from paceline.comm.shm.waiting import FEW_SPINS, SPINS, RankWaiter, WaitCondition
 from paceline.comm.waitgraph import GRACE
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ViewChanged, WorkerLost
 from tests.harness.processes import fork, threads
@@ -293,3 +296,22 @@ def test_deaths_at_any_moment(seed: int) -> None:
                     work.wait()
 
     fork(2 + seed % 3, body, mortal=[0])
+
+
+def test_a_wait_yields_less_often_after_waits_that_yields_did_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    yields: list[None] = []
+    monkeypatch.setattr(waiting, "CROWDED", 60.0)
+    monkeypatch.setattr(waiting.os, "sched_yield", lambda: yields.append(None))
+    notes = SimpleNamespace(tell=lambda text: None, told=lambda rank: b"", left=lambda rank: False, leave=lambda: None)
+    waiter, many = RankWaiter(0, [0], notes, deadline=60.0), SPINS + 10
+
+    def yielded(looks: int) -> int:
+        """How often a wait yields that ends at the look after so many."""
+        left = [None] * looks
+        yields.clear()
+        waiter.wait(WaitCondition(lambda: not left or bool(left.pop()), lambda: [], "operations", 0, "a test"))
+        return len(yields)
+
+    assert [yielded(many) for _ in range(7)] == [SPINS, 100, 50, 25, 12, FEW_SPINS, FEW_SPINS]
+    assert yielded(0) == 0 and yielded(many) == FEW_SPINS  # what is there at once tells nothing
+    assert [yielded(5) for _ in range(6)] == [5] * 6 and yielded(many) == SPINS
