@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import hashlib
 import importlib
+import itertools
 import os
 import signal
 from collections import Counter
@@ -30,6 +32,10 @@ hypothesis.settings.load_profile("paceline")
 JOBS = {"job", "launch", "alone"}  # fixtures that start programs
 LAB = {"able"}  # the fixture that all clusters of the lab need
 GROUPS = ("lab", "machine")  # tests of a group run one after another
+
+_ended, _libc = itertools.count(1), ctypes.CDLL(None)
+if hasattr(_libc, "mallopt"):
+    _libc.mallopt(-8, 2)  # M_ARENA_MAX: trainings on threads leave no heap for each thread behind
 
 
 @pytest.hookimpl(optionalhook=True)  # processes of xdist know no such hook
@@ -108,6 +114,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         assert not loose, f"pytest-xdist makes no groups with this pytest, and these run one after another: {loose[:3]}"
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_logfinish() -> None:
+    """Give memory that nobody uses back to the system now and then: what is forked copies the tables of all that a process has."""
+    if next(_ended) % 50 == 0:
+        gc.collect()
+        if hasattr(_libc, "malloc_trim"):
+            _libc.malloc_trim(0)
 
 
 @pytest.fixture(scope="session", autouse=True)
