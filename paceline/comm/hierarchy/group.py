@@ -18,6 +18,7 @@ import atexit
 import struct
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -30,12 +31,14 @@ from paceline.comm.hierarchy.chunks import WIDTH, cut
 from paceline.comm.hierarchy.executor import Flow, StagedExecutor, StagedJob, Steps
 from paceline.comm.hierarchy.rails import SMALL, Rails, even
 from paceline.comm.schedule import Schedule
+from paceline.comm.shm.group import SharedGroup
 from paceline.comm.shm.memory import fresh
 from paceline.errors import Mismatch, PacelineError, UsageError, ViewChanged
 from paceline.trace import Trace
 
 SHORT = WIDTH  # elements of a tensor that the thread which waits for it takes through all stages
 CROSSINGS = 1 << 12  # exchanges by a schedule that may be under way at a time
+HostSum = Callable[[Tensor, Tensor, Op], Work[Tensor]]  # starts the sum of what the ranks of a host have, in a tensor of each
 GATHERS = 1 << 21  # tags of what all ranks gather at once begin here: those of the network's own calls are below
 
 
@@ -83,6 +86,8 @@ class HostsGroup:
         self._crossings = self._gathers = 0  # exchanges by a schedule, and gathers by all at once, as far as their tags tell
         self._deadline = 2 * deadline  # a backstop: the groups beneath find out who is missing
         self._hands = inner.sub(range(inner.size)) if inner.size > 1 else None  # in which sums are handed out
+        if isinstance(inner, SharedGroup) and isinstance(self._hands, SharedGroup):
+            self._hands.reach(inner)
         self._rails: Rails | None = None  # which all ranks have, or none
         self._line = StagedExecutor("hosts", 2, self._spread)
         atexit.register(self.close)  # a thread that is inside torch while Python ends takes the process down with it
@@ -124,6 +129,11 @@ class HostsGroup:
         self._compare(fingerprint.reducing("all_reduce", x, op, name, out))
         return self.all_reduce_agreed(x, op=op, out=out)
 
+    def all_reduce_moving(self, x: Tensor, *, op: Op = "sum", may_move: bool) -> Work[Tensor]:
+        """Reduce in place. The memory of `x` is moved to where all ranks of this host reach it, if all of them allow that."""
+        self._compare(fingerprint.reducing("all_reduce", x, op, None, x))
+        return self._reduce(x, op, x, may_move=may_move)
+
     def all_reduce_agreed(
         self, x: Tensor, *, op: Op = "sum", out: Tensor | None = None, across: Schedule | None = None, soon: bool = False
     ) -> Work[Tensor]:
@@ -131,6 +141,12 @@ class HostsGroup:
 
         `across`: the schedule between hosts, the same on all ranks. `soon`: this rank will do nothing more before it waits for the result.
         """
+        return self._reduce(x, op, out, across=across, soon=soon)
+
+    def _reduce(
+        self, x: Tensor, op: Op, out: Tensor | None, *, across: Schedule | None = None, soon: bool = False, may_move: bool | None = None
+    ) -> Work[Tensor]:
+        """Reduce what all ranks agree on. `may_move`: whether the memory of `x` may move, where all reduce in place in a moving call."""
         reduction.admit(op, x.dtype)
         x = x.detach()
         target = fresh(x.shape, x.dtype) if out is None else out.detach()
@@ -142,8 +158,11 @@ class HostsGroup:
             source = x.reshape(-1)
             if reduction.crossing(source, flat):
                 source = source.clone()
+            moving = may_move is not None and held == x.dtype and isinstance(self.inner, SharedGroup)
             for start, stop in cut(flat.numel()):
-                yield Flow(self._chunk(source[start:stop], flat[start:stop], (held, op, added), across), stop - start)
+                mine, end = source[start:stop], flat[start:stop]
+                inside = partial(self._sum_there, flat if may_move and straight and not start else None) if moving else self._sum
+                yield Flow(self._chunk(mine, end, (held, op, added), inside, across), stop - start)
 
         def conclude() -> Tensor:
             if not straight:
@@ -153,11 +172,15 @@ class HostsGroup:
         what = f"all_reduce of {x.numel()} elements over {len(set(self.hosts))} hosts"
         return self._line.start(StagedJob(flows, conclude, what, self._deadline), soon=soon and flat.numel() <= SHORT)
 
-    def _chunk(self, mine: Tensor, end: Tensor, how: tuple[torch.dtype, Op, Op], across: Schedule | None) -> Steps:
+    def _chunk(self, mine: Tensor, end: Tensor, how: tuple[torch.dtype, Op, Op], inside: HostSum, across: Schedule | None) -> Steps:
         """Take a chunk from `mine` to `end` through the stages; halves are added, and travel, in float32."""
         held, op, added = how
         room = end if held == end.dtype else torch.empty(end.numel(), dtype=held)
-        self._gather(mine, room, added)
+        if self.inner.size > 1:
+            with self.trace.span("sum", "within"):
+                inside(room.copy_(mine) if mine.dtype != room.dtype else mine, room, added).wait()
+        elif mine.data_ptr() != room.data_ptr():
+            room.copy_(mine)
         begun, crossing = time.perf_counter_ns(), self._cross(room, added, across)
         yield crossing
         if crossing is not None:
@@ -169,13 +192,16 @@ class HostsGroup:
         if room is not end:
             end.copy_(room)
 
-    def _gather(self, mine: Tensor, room: Tensor, op: Op) -> None:
+    def _sum(self, mine: Tensor, room: Tensor, op: Op) -> Work[Tensor]:
         """Sum the parts of this host, in `room` of its ranks."""
-        if mine.dtype != room.dtype or (self.inner.size == 1 and mine.data_ptr() != room.data_ptr()):
-            mine = room.copy_(mine)
-        if self.inner.size > 1:
-            with self.trace.span("sum", "within"):
-                self.inner.all_reduce(mine, op=op, out=room).wait()
+        return self.inner.all_reduce(mine, op=op, out=room)
+
+    def _sum_there(self, whole: Tensor | None, mine: Tensor, room: Tensor, op: Op) -> Work[Tensor]:
+        """Sum the parts of this host where they lie; `whole` is what moves before, if it may, of which `mine` is the first part."""
+        assert isinstance(self.inner, SharedGroup)
+        if mine.data_ptr() != room.data_ptr():
+            room.copy_(mine)
+        return self.inner.all_reduce_moving(room, op=op, may_move=whole is not None, whole=whole)
 
     def _cross(self, chunk: Tensor, op: Op, across: Schedule | None) -> Work[Tensor] | None:
         """Start the leaders' exchange of a chunk."""

@@ -133,33 +133,37 @@ class SharedGroup:
         yield from reductions.all_reduce_registered(self.segment, x, plan, op)
         return out
 
-    def all_reduce_moving(self, x: Tensor, *, op: Op = "sum", may_move: bool) -> Work[Tensor]:
-        """Reduce in place. The memory of `x` is moved to where all ranks reach it, if all of them allow that: see `moving.movable`."""
+    def all_reduce_moving(self, x: Tensor, *, op: Op = "sum", may_move: bool, whole: Tensor | None = None) -> Work[Tensor]:
+        """Reduce in place. The memory of `x` is moved to where all ranks reach it, if all of them allow that: see `moving.movable`.
+
+        `whole`: the tensor that `x` is a part of, as long on all ranks, which is moved then.
+        """
         nbytes = x.numel() * x.element_size()
         if nbytes <= SMALL:
             return self.all_reduce(x, op=op, out=x)
         call = _here(reducing("all_reduce", x, op, None, x), x)._replace(place=MOVING)
         self._count_all_reduce(nbytes)
-        return self._queue.start(call, self._reduce_moving(x, op, call, may_move))
+        return self._queue.start(call, self._reduce_moving(x, op, call, (x if whole is None else whole) if may_move else None))
 
-    def _reduce_moving(self, x: Tensor, op: Op, call: CallFingerprint, may_move: bool) -> Steps:
+    def _reduce_moving(self, x: Tensor, op: Op, call: CallFingerprint, whole: Tensor | None) -> Steps:
         try:
-            return (yield from self._reduce_there(x, op, call, may_move))
+            return (yield from self._reduce_there(x, op, call, whole))
         except (Mismatch, UsageError):  # on all ranks at the same place
             raise
         except BaseException:  # the end of the group, too: others may be about to write to x, or in the middle of it
             self._moved.withdraw(x)
             raise
 
-    def _reduce_there(self, x: Tensor, op: Op, call: CallFingerprint, may_move: bool) -> Steps:
+    def _reduce_there(self, x: Tensor, op: Op, call: CallFingerprint, whole: Tensor | None) -> Steps:
         moved = None if call.flaw or not plain(x) else self._moved.find(x)
         lies = None if moved is None or moved.place is None else [moved.place.number, x.data_ptr() - moved.place.start]
-        moves = may_move and not call.flaw and moved is None and not self._moved.refused and not self.segment.named and movable(x)
+        free = not call.flaw and moved is None and not self._moved.refused and not self.segment.named
+        moves = whole is not None and free and movable(whole)
         if moved is None and not moves:
             return (yield from self._reduce(x, x, op, call, self._meet_moving(call)))
         sides = yield from self.segment.meet(call, [lies, moves])
-        if all(other for _, other in sides):
-            moved = yield from self._moved.move(self.segment, x, call)
+        if whole is not None and all(other for _, other in sides):
+            moved = yield from self._moved.move(self.segment, whole, call)
         elif any(other != lies for other, _ in sides):
             moved = None
         if moved is None:
@@ -238,8 +242,7 @@ class SharedGroup:
         call = _here(rooted(x, root, self.size, name), x)
         outgoing = self._outgoing(call, [(ALL, x)] if self.rank == root else [])
         nbytes = x.numel() * x.element_size()
-        place = self._registered.place(x) if nbytes > SMALL and plain(x) and not call.flaw else None
-        where = None if place is None else [place.number, x.data_ptr() - place.start]
+        place, where = self._lies(x) if nbytes > SMALL and plain(x) and not call.flaw else (None, None)
         landing = x.detach() if plain(x) else fresh(x.shape, x.dtype)
         places: list[Any] = []  # where every rank's lies, if it is registered
 
@@ -261,6 +264,12 @@ class SharedGroup:
             return x
 
         return self._queue.start(call, steps())
+
+    def _lies(self, x: Tensor) -> tuple[RegisteredMemory | None, list[int | bool] | None]:
+        """Return the memory that all ranks reach and `x` lies in, if any, and what tells on each rank where that is."""
+        place, moved = self._registered.place(x), self._moved.find(x)
+        found = place if place is not None or moved is None else moved.place
+        return found, None if found is None else [place is None, found.number, x.data_ptr() - found.start]
 
     def all_to_all(self, xs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
         call = _here(dealing(xs, self.size, name), *xs)
@@ -316,6 +325,10 @@ class SharedGroup:
         everyone = list(ranks) == list(range(self.size))  # whose regions lie in the same order
         registered = self._registered if everyone else None
         return SharedGroup(segment, view=self.view, relatives=self._queue.relatives, registered=registered)
+
+    def reach(self, other: SharedGroup) -> None:
+        """Have broadcasts find what `other`, a group of the same ranks, has moved; this one itself moves nothing then."""
+        self._moved = other._moved
 
     def global_rank(self, rank: int) -> int:
         return self.segment.names[rank]

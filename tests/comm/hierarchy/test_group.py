@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.cluster.store import Store
 from paceline.comm import collectives, schedule
 from paceline.comm.group import Group
 from paceline.comm.hierarchy import chunks, executor
@@ -18,9 +19,10 @@ from paceline.comm.solo import SoloGroup
 from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import Mismatch, UsageError, ViewChanged, WorkerLost
 from paceline.trace import Trace
-from tests.harness.hierarchies import made
+from tests.harness.hierarchies import made, networked
 from tests.harness.jobs import wait_for
 from tests.harness.native_processes import Crew, heard, run, say
+from tests.harness.processes import fork
 
 DEALT = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 1, 2), (0, 0), (0, 1), (2, 0, 1, 2, 0)]
 
@@ -304,3 +306,43 @@ def test_the_trace_tells_the_phases_within_and_between_hosts(monkeypatch: pytest
 
     leader, other = {"within": 6, "between": 3}, {"within": 6}
     assert spawn(4, body) == [leader, other, leader, other]
+
+
+@pytest.mark.parametrize("unlike", ["nobody", "a rank may not", "a rank has it in pieces"])
+@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 1, 1, 0)])
+def test_memory_that_may_move_is_summed_and_handed_out_where_it_lies(
+    hosts: tuple[int, ...], unlike: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "WIDTH", 100_000)
+    numel, size = 300_001, len(hosts)
+
+    def data(rank: int, turn: int) -> torch.Tensor:
+        """Whole numbers, so that sums are the same in any order."""
+        return torch.randint(0, 1000, (numel,), generator=torch.Generator().manual_seed(100 * turn + rank)).float()
+
+    def refuse(*_: Any) -> int:
+        raise AssertionError("a copy goes through the windows of the host")
+
+    def body(rank: int, size: int, store: Store) -> None:
+        whole = networked(store, rank, hosts)
+        odd = rank == 1 and unlike != "nobody"
+        room = torch.zeros(2 * numel)[::2] if odd and unlike == "a rank has it in pieces" else torch.zeros(numel)
+        still = hosts[rank] == hosts[1] and unlike != "nobody"
+        view, places = room[1000:2000], []
+        for turn in range(5):
+            room.copy_(data(rank, turn))
+            if turn == 3 and not still:
+                for group in (whole.inner, whole._hands):
+                    monkeypatch.setattr(group.segment, "stage_at", refuse)  # type: ignore[union-attr]
+            assert whole.all_reduce_moving(room, may_move=turn > 0 and not odd).wait() is room
+            expected = sum((data(other, turn) for other in range(1, size)), data(0, turn))
+            assert torch.equal(room, expected) and torch.equal(view, expected[1000:2000])
+            places.append(room.data_ptr())
+        assert len(set(places)) == (1 if still else 2) and places[1:] == places[1:2] * 4, "it moves once, when it may"
+        assert room.untyped_storage().is_shared() != still
+        mean = whole.all_reduce_moving(room, op="mean", may_move=True).wait()
+        assert torch.equal(mean, expected)
+        whole.barrier().wait()
+        whole.close()
+
+    fork(size, body)
