@@ -3,6 +3,7 @@
 All programs live in the same worker processes, with models of their own that begin equal, and take turns round by round. The best of DDP's
 bucket sizes is the one with the least median, chosen after all rounds, in DDP's favour. Hosts of a lab share the cores of one machine, so
 processor seconds of a step (of all workers, the kernel's included) are counted as well: they are what a link that is fast enough leaves.
+So are those of the threads that exchange beside the training.
 The cluster is measured first, and paceline is given the file, by which it chooses its way between hosts.
 
     python benchmarks/hosts.py [--bandwidth 10gbit 1gbit] [--models gpt-19m gpt-0.9m cnn] [--buckets 1 5 25 200]
@@ -60,6 +61,7 @@ def serve(options: argparse.Namespace) -> None:
     programs = {f"ddp-{mb:g}": ddp(name, options, mb) for mb in options.buckets} | {"nothing": alone(name, options), "paceline": ours}
     used: dict[str, list[float]] = {variant: [] for variant in programs}
     switches: dict[str, list[float]] = {variant: [] for variant in programs}
+    beside: dict[str, list[float]] = {variant: [] for variant in programs}
 
     def turn(variant: str) -> float:
         _, program = programs[variant]
@@ -76,20 +78,23 @@ def serve(options: argparse.Namespace) -> None:
         dist.all_reduce(counts, group=meet)
         used[variant].append(counts[0].item() / steps)
         switches[variant].append(counts[1].item() / steps)
+        beside[variant].append(counts[2].item() / steps)
         return float(figures[0]) / steps
 
     samples = interleave({variant: (lambda variant=variant: turn(variant)) for variant in programs}, options.rounds, warmup=2)
     _inspect({variant: model for variant, (model, _) in programs.items()})
     if dist.get_rank() == 0:
-        found = {"samples": samples, "used": {v: u[2:] for v, u in used.items()}, "switches": {v: u[2:] for v, u in switches.items()}}
+        counted = {"used": used, "switches": switches, "beside": beside}
+        found = {"samples": samples} | {what: {v: u[2:] for v, u in each.items()} for what, each in counted.items()}
         (options.serve / "found.json").write_text(json.dumps(found))
     dist.barrier(meet)
 
 
-def _used() -> tuple[float, float]:
-    """Processor seconds of this process, the kernel's for it included, and how often one of its threads went to sleep."""
+def _used() -> tuple[float, float, float]:
+    """Processor seconds of this process, with the kernel's for it; how often a thread went to sleep; the seconds of all but this thread."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime, float(usage.ru_nvcsw)
+    whole = usage.ru_utime + usage.ru_stime
+    return whole, float(usage.ru_nvcsw), whole - time.thread_time()
 
 
 def _inspect(models: dict[str, Any]) -> None:
@@ -129,10 +134,10 @@ def judge(name: str, bandwidth: str, found: dict[str, Any]) -> list[Row]:
     what = f"{name}, {bandwidth}, {HOSTS} hosts x {WORKERS}"
     bar = LEAST if (bandwidth, name) in BARRED else None
     rows = [Row(what, medians, f"step: {best} / paceline", ratio(samples[best], samples["paceline"]), least=bar)]
-    for counted, word in (("used", "processor"), ("switches", "sleeps")):
+    for counted, word in (("used", "processor"), ("beside", "processor of other threads"), ("switches", "sleeps")):
         each = {variant: statistics.median(taken) for variant, taken in found[counted].items()}
         compared: Interval = ratio(found[counted][best], found[counted]["paceline"])
-        times, unit = (1e3, " ms") if counted == "used" else (1.0, "")
+        times, unit = (1.0, "") if counted == "switches" else (1e3, " ms")
         shown = ", ".join(f"{variant} {value * times:.0f}{unit}" for variant, value in each.items())
         rows.append(Row(what, {}, f"{word} of a step: {best} / paceline ({shown})", compared))
     return rows

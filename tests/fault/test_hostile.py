@@ -350,7 +350,7 @@ def hurt(path: Path, draw: random.Random) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.soak)])
 def test_any_change_is_used_rightly_or_passed_over(tmp_path: Path, count: int) -> None:
     path, draw, used = two(tmp_path), random.Random(20), 0
     clean = {file.name: file.read_bytes() for file in path.iterdir()}

@@ -38,8 +38,8 @@ from paceline.trace import Trace
 
 SHORT = WIDTH  # elements of a tensor that the thread which waits for it takes through all stages
 CROSSINGS = 1 << 12  # exchanges by a schedule that may be under way at a time
-HostSum = Callable[[Tensor, Tensor, Op], Work[Tensor]]  # starts the sum of what the ranks of a host have, in a tensor of each
 GATHERS = 1 << 21  # tags of what all ranks gather at once begin here: those of the network's own calls are below
+HostSum = Callable[[Tensor, Tensor, Op], Work[Tensor]]  # starts the sum of what the ranks of a host have, in a tensor of each
 
 
 @runtime_checkable

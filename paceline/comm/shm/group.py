@@ -244,7 +244,7 @@ class SharedGroup:
         nbytes = x.numel() * x.element_size()
         place, where = self._lies(x) if nbytes > SMALL and plain(x) and not call.flaw else (None, None)
         landing = x.detach() if plain(x) else fresh(x.shape, x.dtype)
-        places: list[Any] = []  # where every rank's lies, if it is registered
+        places: list[Any] = []  # where every rank's lies, if all ranks reach it
 
         def land(metas: list[Any]) -> Landing:
             places[:] = metas
