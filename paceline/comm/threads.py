@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -325,6 +326,7 @@ def spawn(
     segment = _ThreadBoard(range(size), deadline)
     results: dict[int, T] = {}
     failures: list[_Failure] = []
+    ends = SimpleQueue[int]()
 
     def run(rank: int) -> None:
         group = ThreadGroup(segment, rank, hosts=hosts, delay=delay)
@@ -337,11 +339,13 @@ def spawn(
             group.leave(f"it ended with {type(error).__name__}: {error}")
         else:
             group.leave("its body has returned")
+        finally:
+            ends.put(rank)
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
-    _join(threads, failures, deadline)
+    _join(threads, ends, failures, deadline)
     if failures:  # a rank that aborts the group for its own error may come here after those that it has ended
         raise next((each.error for each in failures if not isinstance(each.error, ViewChanged)), failures[0].error)
     return [results[rank] for rank in range(size)]
@@ -354,14 +358,16 @@ def _stacks(threads: Sequence[threading.Thread]) -> str:
     return "\n".join(f"{name} is at\n{''.join(traceback.format_stack(frame)[-6:])}" for name, frame in stacks)
 
 
-def _join(threads: Sequence[threading.Thread], failures: Sequence[_Failure], deadline: float) -> None:
-    """Wait for all threads; once one has failed, for the others no longer than their waits may last."""
-    limit = float("inf")
-    while any(thread.is_alive() for thread in threads) and time.monotonic() < limit:
-        if failures and limit == float("inf"):
+def _join(threads: Sequence[threading.Thread], ends: SimpleQueue[int], failures: Sequence[_Failure], deadline: float) -> None:
+    """Wait for all threads, each of which tells its end; once one has failed, for the others no longer than their waits may last."""
+    limit = None
+    for _ in threads:
+        if failures and limit is None:
             limit = time.monotonic() + deadline + 5 * TICK
-        for thread in threads:
-            thread.join(TICK / 10)
+        try:
+            threads[ends.get(timeout=None if limit is None else max(limit - time.monotonic(), 0.0))].join()
+        except Empty:
+            return
 
 
 def _reduced(op: str, parts: list[tuple[Tensor, Tensor | None]]) -> list[Tensor]:

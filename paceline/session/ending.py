@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from paceline.cluster.control import events
@@ -53,8 +53,8 @@ class RunConclusion:
         """
         totals, book = self.log.totals(work=False), self.log.book
         assert totals is not None and book is not None, "the first worker keeps the book"
-        fields, cluster, everyone = asdict(totals), self.view.cluster, self.axes.everyone
-        del fields["rank_work"]
+        cluster, everyone = self.view.cluster, self.axes.everyone
+        fields = {name: value for name, value in vars(totals).items() if name != "rank_work"}
         late, latest = None, book.latest
         if latest is not None and latest.workers == everyone.origins:  # else ranks have become others since
             found = latest.late
@@ -110,7 +110,7 @@ class RunConclusion:
             served,
             history.results,
             self.links.found,
-            settings(self.view.worker.place, self.view.worker.device, history.seed, self.prepared),
+            settings(self.view.worker.place, self.view.worker.device, history.seed, self.prepared) if self.view.is_first else {},
         )
         conclude(outcome, self.axes, self.folder, self.log)
 

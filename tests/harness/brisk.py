@@ -28,6 +28,10 @@ if left_out:  # what those modules would have done besides: there are no generat
 for name in left_out:
     del sys.modules[name]
 
+for devices in (torch.cuda, torch.xpu, torch.mtia):
+    if not devices.is_available():  # each seed would be kept for them, with the stack of its caller as text: a millisecond
+        devices.manual_seed_all = lambda seed: None
+
 gc.freeze()
 gc.enable()
 

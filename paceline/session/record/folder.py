@@ -18,7 +18,7 @@ import os
 import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -202,8 +202,8 @@ class RunSummary:
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of the file, those of `totals` among them."""
-        fields = asdict(self)
-        totals = fields.pop("totals")
+        fields = dict(vars(self))  # `asdict` would copy all that is in them
+        totals = vars(fields.pop("totals"))
         return {"sync": self.sync, "workers": self.workers, "hosts": self.hosts, **totals, **fields}
 
     def write(self, folder: RunFolder) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 import re
 import sys
@@ -83,6 +84,7 @@ def _dealt(loaders: Iterable[ShareLoader]) -> dict[str, Any]:
     return {"batch": terms.loader.batch_size, "accumulate": terms.accumulate if terms.accumulate > 1 else None, "shares": asked}
 
 
+@functools.cache
 def _version(name: str) -> str | None:
     try:
         return metadata.version(name)
