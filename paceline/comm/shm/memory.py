@@ -60,19 +60,22 @@ def keep_writes(address: int, nbytes: int, descriptor: int) -> None:
 
 
 class SharedSegment:
-    """A stretch of `nbytes` shared bytes, all zero at first. Its tensors keep it mapped."""
+    """A stretch of `nbytes` shared bytes, all zero at first. Its tensors keep it mapped.
 
-    def __init__(self, fd: int, nbytes: int, path: str | None) -> None:
+    `at_once`: whether this process maps all pages now. If not, each is mapped when it is first touched, and what stays unused is free.
+    """
+
+    def __init__(self, fd: int, nbytes: int, path: str | None, *, at_once: bool = True) -> None:
         self.nbytes = nbytes
         self._path, self._fd = path, fd
         self.named = path is not None  # a file that others find by its name, where memory without one can't be had
         self._storage: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", True, nbytes)
         self.start = self._storage.data_ptr()  # address of the first byte
-        # All pages at once. A kernel that can't (before 5.14) makes the first touch of each page slower, nothing else.
-        _advise(self.start, nbytes, POPULATE)
+        if at_once:  # a kernel that can't (before 5.14) makes the first touch of each page slower, nothing else
+            _advise(self.start, nbytes, POPULATE)
 
     @classmethod
-    def create(cls, nbytes: int, *, folder: str | None = None) -> SharedSegment:
+    def create(cls, nbytes: int, *, folder: str | None = None, at_once: bool = True) -> SharedSegment:
         """Make a new segment; `folder` asks for a file there instead of a memfd. `ResourceError` when there is no room."""
         fd, path = -1, None
         try:
@@ -81,7 +84,7 @@ class SharedSegment:
             else:
                 fd, path = tempfile.mkstemp(prefix="paceline-", dir=folder or SHM)
             os.posix_fallocate(fd, 0, nbytes)  # reserve now: a page missing later would be a SIGBUS
-            return cls(fd, nbytes, path)
+            return cls(fd, nbytes, path, at_once=at_once)
         except (OSError, RuntimeError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
             room = _room(folder or SHM) if path is not None else ""
@@ -100,14 +103,14 @@ class SharedSegment:
         return self._path or f"/proc/{os.getpid()}/fd/{self._fd}"
 
     @classmethod
-    def open(cls, address: str, nbytes: int, *, alone: bool = False) -> SharedSegment:
+    def open(cls, address: str, nbytes: int, *, alone: bool = False, at_once: bool = True) -> SharedSegment:
         """Map a segment that another process has made; its name, if it has one, goes if no other process is to map it (`alone`)."""
         fd = -1
         try:
             fd = os.open(address, os.O_RDWR | os.O_CLOEXEC)
             if os.fstat(fd).st_size != nbytes:
                 raise ResourceError(f"the shared memory {address} has another size than the {nbytes} bytes agreed on")
-            segment = cls(fd, nbytes, None)
+            segment = cls(fd, nbytes, None, at_once=at_once)
             segment.named = not address.startswith("/proc/")
             if alone and segment.named:
                 os.unlink(address)
@@ -154,7 +157,7 @@ class SharedSegment:
 
 
 def share(
-    nbytes: int, me: int, leader: int, meet: Callable[[str], Sequence[str]], *, inside: bool, folder: str | None
+    nbytes: int, me: int, leader: int, meet: Callable[[str], Sequence[str]], *, inside: bool, folder: str | None, at_once: bool = True
 ) -> SharedSegment | None:
     """Make a new segment: `leader` makes it, all who are `inside` map it (None for the others).
 
@@ -166,10 +169,10 @@ def share(
         segment, error = None, ""
         try:
             if me == leader:
-                segment, error = _attempt(lambda place=place: SharedSegment.create(nbytes, folder=place))  # type: ignore[misc]
+                segment, error = _attempt(lambda place=place: SharedSegment.create(nbytes, folder=place, at_once=at_once))  # type: ignore[misc]
             address = meet(segment.address if segment is not None else "")[leader]
             if inside and me != leader and address:
-                segment, error = _attempt(lambda address=address: SharedSegment.open(address, nbytes))  # type: ignore[misc]
+                segment, error = _attempt(lambda address=address: SharedSegment.open(address, nbytes, at_once=at_once))  # type: ignore[misc]
             errors = [word for word in meet(error) if word]
         finally:
             if segment is not None:

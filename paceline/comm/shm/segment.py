@@ -130,7 +130,7 @@ class ControlSegment:
             store.put(f"shared/{turn}/{rank}", word)
             return [store.take(f"shared/{turn}/{r}", deadline) for r in range(len(names))]
 
-        segment = share(len(names) * SPAN, rank, 0, meet, inside=True, folder=folder)
+        segment = share(len(names) * SPAN, rank, 0, meet, inside=True, folder=folder, at_once=False)
         assert segment is not None
         return cls(segment, rank, names, deadline=deadline, folder=folder, cancel_scope=cancel_scope)
 
@@ -287,7 +287,8 @@ class ControlSegment:
 
     def sub(self, ranks: Sequence[int], call: CallFingerprint) -> ControlSegment | None:
         """Make the control segment of some ranks, all different; all ranks call it with the same list. None on the others."""
-        segment = share(len(ranks) * SPAN, self.rank, ranks[0], self._words(call), inside=self.rank in ranks, folder=self.folder)
+        words, inside = self._words(call), self.rank in ranks
+        segment = share(len(ranks) * SPAN, self.rank, ranks[0], words, inside=inside, folder=self.folder, at_once=False)
         if segment is None:
             return None
         names = [self.names[r] for r in ranks]

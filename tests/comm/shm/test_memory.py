@@ -145,7 +145,7 @@ def test_an_error_of_one_is_raised_by_all(monkeypatch: pytest.MonkeyPatch, tmp_p
     def body(rank: int, size: int, store: Store) -> None:
         for folder in (str(tmp_path), str(tmp_path / "missing")):
             if rank == 1 and not folder.endswith("missing"):
-                monkeypatch.setattr(SharedSegment, "open", lambda *_: (_ for _ in ()).throw(ResourceError("not here")))
+                monkeypatch.setattr(SharedSegment, "open", lambda *_, **__: (_ for _ in ()).throw(ResourceError("not here")))
             with pytest.raises(ResourceError, match=r"not here|No such file"):
                 meet = meeting(store.sub(folder), rank, size)
                 share(8192, rank, 0, meet, inside=True, folder=folder)  # type: ignore[arg-type]
