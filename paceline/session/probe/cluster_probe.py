@@ -105,6 +105,7 @@ class _Probe:
         if held:
             seconds = max(seconds, SOME_PERIODS)
         mine, clock, copies = self._topology.where()[self._group.rank], machine.ProcessorClock(0.0, 0.0, ""), list[float]()
+        pair = compute.copied_pair(self._device)  # for all turns: a system takes longer to give such memory than a copy in it takes
         tries: dict[str, list[tuple[DeviceSpeed, float]]] = {dtype: [] for dtype in self._dtypes}
         for wave in turns:
             for dtype, side in zip(self._dtypes, sides, strict=True):
@@ -114,7 +115,8 @@ class _Probe:
                     clock = machine.clock()
             self._meter.meet()
             if mine in wave:
-                copies.append(compute.copy_rate(self._device, seconds))
+                copies.append(compute.copy_rate(pair, seconds))
+        del pair  # before anybody asks how much memory is free
         self._meter.meet()
         best = [max(each, key=lambda found: found[0].flops) for each in tries.values()]  # what disturbs makes slower, never faster
         return self._found([speed for speed, _ in best], max(copies), statistics.median(used for _, used in best), clock)

@@ -52,11 +52,16 @@ def product_speed(device: torch.device, dtype: str, length: int, seconds: float)
     return DeviceSpeed(dtype, 2.0 * length**3 * found.rate, found.spread), found.attended
 
 
-def copy_rate(device: torch.device, seconds: float) -> float:
-    """Measure copies in the memory of the device, in bytes a second that are read or written."""
+def copy_rate(pair: tuple[Tensor, Tensor], seconds: float) -> float:
+    """Measure copies from one tensor to the other, in bytes a second that are read or written."""
+    source, target = pair
+    return 2.0 * source.nbytes * measure(lambda: target.copy_(source), source.device, seconds).rate
+
+
+def copied_pair(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return two tensors in the memory of the device, larger than caches if there is room: `copy_rate` copies one to the other."""
     nbytes = min(COPIED, max(1 << 20, free_memory(device).free // 8) // 4 * 4)
-    source, target = torch.zeros(nbytes // 4, device=device), torch.zeros(nbytes // 4, device=device)
-    return 2.0 * nbytes * measure(lambda: target.copy_(source), device, seconds).rate
+    return torch.zeros(nbytes // 4, device=device), torch.zeros(nbytes // 4, device=device)
 
 
 def free_memory(device: torch.device) -> machine.MemorySize:

@@ -100,7 +100,7 @@ import signal
 with pl.start(folder="runs") as run:
     if run.rank == 1:
         from paceline.session.probe import compute
-        compute.copy_rate = lambda device, seconds: os.kill(os.getpid(), signal.SIGKILL)
+        compute.copy_rate = lambda pair, seconds: os.kill(os.getpid(), signal.SIGKILL)
     pl.probe(run)
 """
     ended = job.run(dying, 2).end()

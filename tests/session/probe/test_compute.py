@@ -80,9 +80,9 @@ def test_the_side_is_the_first_that_takes_long_enough(monkeypatch: pytest.Monkey
 def test_copies_are_measured_in_bytes_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compute, "measure", lambda act, device, seconds: compute.Measured(10.0, 0.0, 1.0))
     monkeypatch.setattr(compute, "free_memory", lambda device: compute.machine.MemorySize(1 << 40, 1 << 40))
-    assert compute.copy_rate(CPU, 0.1) == 2 * compute.COPIED * 10
+    assert compute.copy_rate(compute.copied_pair(CPU), 0.1) == 2 * compute.COPIED * 10
     monkeypatch.setattr(compute, "free_memory", lambda device: compute.machine.MemorySize(1 << 40, 1 << 24))
-    assert compute.copy_rate(CPU, 0.1) == 2 * (1 << 21) * 10  # little memory is left for it
+    assert compute.copy_rate(compute.copied_pair(CPU), 0.1) == 2 * (1 << 21) * 10  # little memory is left for it
 
 
 def test_memory_of_a_processor_is_the_machines() -> None:
@@ -96,4 +96,4 @@ def test_a_gpu_is_measured() -> None:
     device = torch.device("cuda", 0)
     side = compute.side(device, "float32")
     assert compute.product_speed(device, "float32", side, 0.1)[0].flops > 1e11
-    assert compute.copy_rate(device, 0.1) > 1e10 and compute.free_memory(device).free > 0
+    assert compute.copy_rate(compute.copied_pair(device), 0.1) > 1e10 and compute.free_memory(device).free > 0
