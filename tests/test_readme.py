@@ -61,9 +61,12 @@ def test_the_script_of_the_readme_is_the_example() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_examples_run_alone(path: Path, tmp_path: Path) -> None:
-    answer = run_script(path, tmp_path)
+    script, folder = tmp_path / path.name, tmp_path / "alone"
+    script.write_text(path.read_text().replace("count=60 * 16", "count=6 * 16"))  # solving takes most of the time
+    folder.mkdir()
+    answer = run_script(script, folder)
     assert answer.returncode == 0, answer.stderr
-    assert [folder.name for folder in tmp_path.iterdir()] == ["runs"]
+    assert [made.name for made in folder.iterdir()] == ["runs"]
 
 
 @pytest.mark.jobs

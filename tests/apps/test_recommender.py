@@ -82,7 +82,7 @@ def summary_of(folder: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_the_program_survives(job: Jobs) -> None:
     """A worker and a server are killed: the loss and the AUC are those of a run that nobody disturbed."""
-    common = ("--rows", "2000", "--steps", "150", "--batch", "256", "--held-out", "2000")
+    common = ("--rows", "2000", "--steps", "150", "--batch", "64", "--held-out", "2000")
     options = (*common, "--servers", "1", "--replicas", "2", "--name", "x")
     launched = job.program(Path(recommender.__file__), 2, "--min-workers", "1", args=options)
     lines = job.folder / "runs" / "x" / "metrics.jsonl"
