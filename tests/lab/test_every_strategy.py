@@ -15,11 +15,15 @@ pytestmark = pytest.mark.slow
 STEPS = 9  # more than twice the longest round, and than `after` begins
 
 
+INSIDE = {"half", "int8", "int4", "topk", "randomk", "powersgd", "diloco-plain"}  # on processes, and part of others here
+
+
 def test_on_hosts(build: Callable[..., Cluster], tmp_path: Path) -> None:
+    ways = {name: notation for name, notation in every_strategy.WAYS.items() if name not in INSIDE}
     cluster = build(hosts=2, workers=2, bandwidth="1gbit")
-    outcome = cluster.run(every_strategy.__file__, str(tmp_path), every_strategy.ask(tmp_path, steps=STEPS), deadline=200)
+    outcome = cluster.run(every_strategy.__file__, str(tmp_path), every_strategy.ask(tmp_path, ways, steps=STEPS), deadline=200)
     assert outcome.code == 0, outcome.output
-    every_strategy.check(tmp_path, 4, STEPS)
+    every_strategy.check(tmp_path, 4, STEPS, ways)
 
 
 COUNTED = {

@@ -202,12 +202,12 @@ class TestCommand:
     @pytest.mark.slow
     def test_the_example_on_two_hosts(self, started):
         options = ("--name", "mine", "--fault", "cut(host=1, seconds=0.2, step=9)")
-        ended = lab(started, "two-hosts", EXAMPLE.read_text(), *options).end()
+        ended = lab(started, "two-hosts", EXAMPLE.read_text().replace("rand(4096, 2)", "rand(1024, 2)"), *options).end()
         assert ended.code == 0, ended.err
         assert "paceline: 4 workers on 2 hosts, AllReduce(), global batch 64 = 4 x 16" in ended.err
         assert ended.err.splitlines()[-1] == "paceline: the run's folder is runs/mine"
         summary = json.loads((started.folder / "runs" / "mine" / "summary.json").read_text())
-        assert (summary["workers"], summary["hosts"], summary["steps"]) == (4, 2, 192)
+        assert (summary["workers"], summary["hosts"], summary["steps"]) == (4, 2, 48)
         assert summary["bytes_sent"]["between"] > 0
         assert [event["what"] for event in summary["events"]][:1] == ["cut(host=1, seconds=0.2, step=9)"]
 

@@ -35,10 +35,10 @@ def train(
 
 
 def test_a_minority_that_was_cut_off_stops_and_comes_back(tmp_path: Path, alone: Callable[..., Outcome]) -> None:
-    ended, found = train(tmp_path, "cut(host=2, step=6, seconds=5)", epochs=5, nap=until(2))
+    ended, found = train(tmp_path, "cut(host=2, step=6, seconds=5)", each=1, epochs=5, nap=until(2))
     check(found, alone(epochs=5))
     assert "was cut off from the other hosts" in ended.output and "looks for the other hosts" in ended.output
-    assert found.size == 6, ended.output
+    assert found.size == 3, ended.output
 
 
 @pytest.mark.soak
@@ -119,9 +119,9 @@ SERVED = "ParameterServer(replicas={copies}, bucket_mb=0.001)"
 @pytest.mark.parametrize("host", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_host_crashes_with_its_servers_and_comes_back(tmp_path: Path, alone: Callable[..., Outcome], host: int) -> None:
     faults = [lab.crash(host=host, step=4), lab.join(host=host, step=8)]
-    ended, found = train(tmp_path, faults, epochs=5, nap=until(2), sync=SERVED.format(copies=2))
+    ended, found = train(tmp_path, faults, each=1, epochs=5, nap=until(2), sync=SERVED.format(copies=2))
     check(found, alone(epochs=5))
-    assert found.size == 6 and f"server {host} on host{host}" in found.events[0], (found.events, ended.output)
+    assert found.size == 3 and f"server {host} on host{host}" in found.events[0], (found.events, ended.output)
 
 
 @pytest.mark.soak
