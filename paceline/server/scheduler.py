@@ -263,8 +263,8 @@ class SampleScheduler:
         return self._clocks.slowest(self._running)
 
     def may(self, worker: int, bound: float) -> bool:
-        """Whether a worker may begin its next turn: it is at most `bound` turns ahead of the slowest."""
-        return worker not in self._active or self._clocks.lead(worker, self._running) <= bound
+        """Whether a worker may begin its next turn: it takes none here, or is within the bound of staleness."""
+        return worker not in self._active or self._clocks.may(worker, self._running, bound)
 
     def went(self, worker: int, now: float = 0.0) -> None:
         """Note that the worker may go on, and knows it."""

@@ -53,6 +53,10 @@ class WorkerClocks:
         """Return how many turns a worker is ahead of the slowest."""
         return self.of[worker] - self.slowest(running)
 
+    def may(self, worker: int, running: Collection[int], bound: float) -> bool:
+        """Whether a worker may begin its next turn: it is at most `bound` turns ahead of the slowest."""
+        return self.lead(worker, running) <= bound
+
     def behind(self, worker: int, running: Collection[int]) -> list[tuple[int, int]]:
         """Return the workers that this one waits for, and the turns that those have completed."""
         slowest = self.slowest(running)

@@ -12,6 +12,7 @@ def test_a_worker_is_ahead_of_the_slowest_that_runs() -> None:
     clocks = WorkerClocks({0: 4, 1: 3, 2: 2})
     assert clocks.slowest({0, 1, 2}) == 2 and clocks.lead(0, {0, 1, 2}) == 2
     assert clocks.lead(0, {0, 1}) == 1, "a worker that takes no turns holds nobody"
+    assert clocks.may(0, {0, 1, 2}, 2) and not clocks.may(0, {0, 1, 2}, 1)
     assert clocks.behind(0, {0, 1, 2}) == [(2, 2)] and clocks.behind(2, {0, 1, 2}) == []
     assert clocks.slowest(()) == 4, "all are where the first one is, if none runs"
 
