@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.errors import CheckpointError, UsageError
 from paceline.fault import catalogue
-from paceline.fault.inherit import inherit
+from paceline.fault.earlier_best import inherit
 from paceline.fault.manifest import Best, Metric
 from paceline.formatting import unknown
 

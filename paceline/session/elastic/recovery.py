@@ -25,8 +25,8 @@ from paceline.comm.cancellation import CancelScope
 from paceline.comm.group import Group
 from paceline.errors import LOSSES, DeadlineExceeded, Mismatch, PacelineError, ServerLost, ViewChanged, WorkerLost
 from paceline.fault.recover import RecoveryPlan, WorkerProgress, decide
-from paceline.session.elastic.catch_up import CatchUp
 from paceline.session.elastic.handover import WholeState, hand_over_result, hand_over_state
+from paceline.session.elastic.missed_turns import MissedTurns
 from paceline.session.elastic.view_store import moved, open_store, serve
 from paceline.session.groups import WorkerContext, everyone
 
@@ -115,7 +115,7 @@ class Recovery:
         self.fresh = place.joining  # this worker has no state yet
         self.pending = 0  # the view in which a worker waits to be let in, as all know; 0: none
         self._worker_context, self._agreement, self._heart = worker_context, agreement, heart
-        self.catch_up = CatchUp(lambda: agreement.calls, answer=int(place.joining))  # as of when it is let in
+        self.missed_turns = MissedTurns(lambda: agreement.calls, answer=int(place.joining))  # as of when it is let in
         self._server = serve(place)
         self._before = self.members  # as of the last event
 
@@ -161,7 +161,7 @@ class Recovery:
         group = everyone(worker_context)
         self._found(ViewGroups(worker_context, group, plan.members, plan.origins, plan.turn))
         self.pending = roster.number if plan.admits else 0
-        self.catch_up.begin(plan.asked if self.worker in plan.behind else 0)
+        self.missed_turns.begin(plan.asked if self.worker in plan.behind else 0)
         return hand_over_result(group, plan, self._agreement.last)
 
     def _found(self, founded: ViewGroups) -> None:
@@ -176,7 +176,7 @@ class Recovery:
         """
         agreement, keys = self._agreement, [f"reach/{worker}" for worker in roster.workers]
         origin = -1 if self.fresh else agreement.origins[agreement.group.rank]
-        mine = WorkerProgress(origin, agreement.calls, self._heart.turn(), self.catch_up.asked, self.catch_up.admits)
+        mine = WorkerProgress(origin, agreement.calls, self._heart.turn(), self.missed_turns.asked, self.missed_turns.admits)
         here.put(f"reach/{self.worker}", mine.dump())
         word, end = "", time.monotonic() + self._worker_context.deadline
         while not word:
@@ -241,7 +241,7 @@ class Recovery:
 
     def admit(self, prepare: Callable[[], None]) -> None:
         """Let waiting workers in, between two turns, after `prepare`, which makes calls of all. Collective."""
-        with self.catch_up.admission():
+        with self.missed_turns.admission():
             prepare()
             self._agreement.attempt(self._admit)
 

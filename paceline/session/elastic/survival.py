@@ -59,8 +59,8 @@ class Survival:
     def generation(self, loader: ShareLoader) -> int:
         """Return how often the group of workers has changed. Between two turns of training, waiting workers are let in."""
         recovery, dynamic = self.recovery, self._collector.sample_queue is not None
-        if recovery.catch_up.behind:
-            return recovery.catch_up.repeat()
+        if recovery.missed_turns.behind:
+            return recovery.missed_turns.repeat()
         leaves = self._leaving.goes or (recovery.orders.leaving and dynamic)
         if leaves and loader.terms.training and self._loop.turn is None:
             self._depart(recovery.depart)
@@ -72,7 +72,7 @@ class Survival:
                 self._wait_for_others()
             if recovery.pending:
                 recovery.admit(self._loop.abilities.converge)
-        return recovery.generation if dynamic else recovery.catch_up.answer(recovery.generation)
+        return recovery.generation if dynamic else recovery.missed_turns.answer(recovery.generation)
 
     def step_ended(self, *_: Any) -> None:
         """Have a host leave that wants to, where all workers are at the same step."""

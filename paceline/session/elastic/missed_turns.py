@@ -16,7 +16,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 
-class CatchUp:
+class MissedTurns:
     """How often the loaders of one worker have asked since it completed its last call, and how often they are still told what was before.
 
     `calls` returns how many calls this worker has completed; `answer` is what counts as the last answer before there is one.

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.errors import CheckpointError
 from paceline.fault import catalogue, checkpoint, disk
-from paceline.fault.inherit import inherit
+from paceline.fault.earlier_best import inherit
 from tests.harness.measured_checkpoints import names, save
 
 
