@@ -9,7 +9,6 @@ import os
 import pickle
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from paceline.fault.checkpoint import Checkpoint, load, save
 from paceline.fault.manifest import sealed
 from paceline.state.snapshot import Snapshot, pack
 from paceline.state.versioned import Randomness, Versioned
+from tests.harness import nursery
 
 
 def state(value: float = 1.0, size: int = 10) -> Snapshot:
@@ -354,7 +354,7 @@ def test_what_a_killed_process_left_is_ignored_and_removed(tmp_path: Path) -> No
 
 
 KILLED = """
-import sys, tests.harness.brisk, torch
+import sys, torch
 from pathlib import Path
 from paceline.state.snapshot import pack
 from paceline.fault.checkpoint import save
@@ -367,15 +367,16 @@ for step in range(1, 100_000):
 
 @pytest.mark.slow
 def test_killed_at_any_moment(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(KILLED)
     for turn in range(3):
         folder = tmp_path / str(turn)
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen([sys.executable, "-c", KILLED, str(folder)], stdout=subprocess.PIPE, env=environ)
-        assert process.stdout is not None
-        with process.stdout:
-            assert process.stdout.readline() == b"ready\n"
+        process = nursery.launcher([sys.executable, str(script), str(folder)], cwd=tmp_path, env=os.environ)
+        assert process.stdout is not None and process.stderr is not None
+        with process.stdout, process.stderr:
+            assert process.stdout.readline() == "ready\n"
             time.sleep(0.013 * (turn + 1))
-            process.send_signal(signal.SIGKILL)
+            process.kill()
             process.wait()
         found = load(folder, say=silent)
         assert torch.equal(found.snapshot.unpack()["x"], torch.full((50_000,), float(found.step)))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-SAMPLES, BATCH, EPOCHS = 503, 64, 2
+SAMPLES, BATCH, EPOCHS = 251, 64, 2  # two epochs of four batches, the last one of 59
 
 
 class Case(NamedTuple):

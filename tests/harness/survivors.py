@@ -140,9 +140,10 @@ def check(outcome: Outcome, wanted: Outcome, *, close: float = 1e-12) -> None:
     assert outcome.logged == list(range(1, len(wanted.samples) + 1))
 
 
-def until(events: int, nap: float = 0.3) -> str:
-    """A nap (seconds) in each turn, until so much has happened in the run."""
-    return f"0 if len(run.events) >= {events} else {nap}"
+def until(events: int | str, nap: float = 0.3) -> str:
+    """A nap (seconds) in each turn, until so much has happened in the run, or something that is told in these words."""
+    happened = f"len(run.events) >= {events}" if isinstance(events, int) else f"any({events!r} in event['what'] for event in run.events)"
+    return f"0 if {happened} else {nap}"
 
 
 def trains(job: Job, out: Path, workers: int) -> None:

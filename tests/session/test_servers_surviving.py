@@ -34,7 +34,7 @@ def begun(job: Jobs, sync: str, workers: int = 3, *options: str, **parts: object
     """A training whose workers and servers are all there."""
     out = job.folder / "killed"
     out.mkdir()
-    text = script(**({"start": "name='run', folder='killed/runs'", "epochs": 6} | parts))
+    text = script(**({"start": "name='run', folder='killed/runs'"} | parts))
     launched = job.run(text, workers, *SURVIVES, sync, *options, OUT=str(out))
     trains(launched, out, workers)
     return launched
@@ -49,8 +49,8 @@ def until_there(launched: Job, count: int) -> None:
 @pytest.mark.parametrize("which", [0, *(pytest.param(which, marks=SOAK) for which in (1, 2, 3))])
 def test_a_server_is_killed(job: Jobs, alone: Callable[..., Outcome], which: int) -> None:
     """A primary, or a copy: nothing is lost, and there are as many again soon."""
-    wanted = alone(epochs=6)
-    launched = begun(job, TWICE, nap=until(1))
+    wanted = alone()
+    launched = begun(job, TWICE, nap=until(1, 0.6))
     pause(random.Random(which), 0.3)
     before = servers(launched)
     assert len(before) == 4
@@ -72,8 +72,8 @@ def test_a_server_without_a_copy_ends_the_run(job: Jobs) -> None:
 
 @SOAK
 def test_a_server_that_is_stopped_for_ever_is_lost(job: Jobs, alone: Callable[..., Outcome]) -> None:
-    wanted = alone(epochs=6)
-    launched = begun(job, TWICE, nap=until(1))
+    wanted = alone()
+    launched = begun(job, TWICE, nap=until(1, 0.6))
     servers(launched)[0].suspend()
     found = ended(job, launched)
     check(found, wanted)
@@ -83,9 +83,9 @@ def test_a_server_that_is_stopped_for_ever_is_lost(job: Jobs, alone: Callable[..
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SOAK) for seed in range(1, 30))])
 def test_a_worker_and_a_server_at_once_and_both_come_back(job: Jobs, alone: Callable[..., Outcome], seed: int) -> None:
-    wanted = alone(epochs=6)
+    wanted = alone()
     chance = random.Random(seed)
-    launched = begun(job, TWICE, 3, "--restarts", "2", nap=until(2))
+    launched = begun(job, TWICE, 3, "--restarts", "2", nap=until("has come", 0.6))
     pause(chance, 0.3)
     server, worker = chance.choice(servers(launched)), chance.choice(launched.workers())
     for process in chance.sample([server, worker], 2):
@@ -149,9 +149,9 @@ def test_fifty_kills_of_primaries(job: Jobs, alone: Callable[..., Outcome]) -> N
 def test_through_a_codec_workers_stay_equal(job: Jobs, alone: Callable[..., Outcome]) -> None:
     """What a lost worker had kept is lost with it; a worker that comes, and a copy that is made anew, know what was told."""
     coded = TWICE.replace(")", ", codec=error_feedback(int8()))")
-    launched = begun(job, coded, 3, "--restarts", "1", start="name='run', folder='killed/runs', compare=5", nap=until(2))
+    launched = begun(job, coded, 3, "--restarts", "1", start="name='run', folder='killed/runs', compare=5", nap=until("has come", 0.6))
     servers(launched)[0].kill()
     launched.workers()[-1].kill()
     found = ended(job, launched)
-    assert found.samples == alone(epochs=6).samples and found.size == 3
-    assert apart(found, alone(epochs=6)) < 0.05
+    assert found.samples == alone().samples and found.size == 3
+    assert apart(found, alone()) < 0.05

@@ -23,7 +23,7 @@ def begun(job: Jobs, *options: str, workers: int = 3, replicas: int = 2, **more:
     """A training whose workers and servers are all there."""
     out = job.folder / "killed"
     out.mkdir()
-    text = script(**parts(replicas, **({"start": "name='run', folder='killed/runs'", "epochs": 6} | more)))
+    text = script(**parts(replicas, **({"start": "name='run', folder='killed/runs'"} | more)))
     launched = job.run(text, workers, *SURVIVES, *options, OUT=str(out))
     trains(launched, out, workers)
     return launched
@@ -51,7 +51,7 @@ TOLD = "run.is_first and (out / 'c').write_text(f'{len(run._prepared.tables._lib
 @pytest.mark.parametrize("which", [0, *(pytest.param(which, marks=SOAK) for which in (1, 2, 3))])
 def test_a_server_is_killed_and_then_its_copy(job: Jobs, alone: Callable[..., Outcome], which: int) -> None:
     """Nothing is lost, and there are as many again soon: in the end the one that was made anew has the only rows that are asked for."""
-    launched = begun(job, nap=until(2), after=TOLD)
+    launched = begun(job, nap=until(2, 0.6), after=TOLD)
     pause(random.Random(which), 0.3)
     before = servers(launched)
     assert len(before) == 4
@@ -59,7 +59,7 @@ def test_a_server_is_killed_and_then_its_copy(job: Jobs, alone: Callable[..., Ou
         until_told(launched, job.folder / "killed" / "c", f"4 {count}")
         victim.kill()
     found = ended(job, launched)
-    check(found, alone(**parts(epochs=6)))
+    check(found, alone(**parts()))
     assert found.size == 3 and len(found.events) == 2, found.events
     assert all(f"table server {which % 2} on" in event for event in found.events), found.events
     assert gap(job.folder / "killed") < 60
@@ -77,13 +77,13 @@ def test_a_server_without_a_copy_ends_the_run(job: Jobs) -> None:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SOAK) for seed in range(1, 30))])
 def test_a_worker_and_a_server_at_once_and_both_come_back(job: Jobs, alone: Callable[..., Outcome], seed: int) -> None:
     chance = random.Random(seed)
-    launched = begun(job, "--restarts", "2", *(SERVED if seed % 3 == 1 else ()), nap=until(2))
+    launched = begun(job, "--restarts", "2", *(SERVED if seed % 3 == 1 else ()), nap=until("has come", 0.6))
     pause(chance, 0.3)
     found = servers(launched)[:4]  # the dense part's is the youngest
     for process in chance.sample([chance.choice(found), chance.choice(launched.workers())], 2):
         process.kill()
     ends = ended(job, launched)
-    check(ends, alone(**parts(epochs=6)))
+    check(ends, alone(**parts()))
     assert ends.size == 3 and "has come" in ends.events[-1], ends.events
 
 

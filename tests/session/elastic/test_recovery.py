@@ -82,14 +82,14 @@ def test_some_begin_to_meet_before_they_hear_that_somebody_comes_and_some_after(
     out = job.folder / "killed"
     out.mkdir()
     prepared = LATE.strip().replace("\n", "\n    ")
-    text = script(start="name='run', folder='killed/runs'", epochs=8, nap=until(2), prepared=prepared)
+    text = script(start="name='run', folder='killed/runs'", nap=until("has come", 0.8), prepared=prepared)
     launched = job.run(text, 3, "--min-workers", "1", "--restarts", "1", OUT=str(out))
     trains(launched, out, 3)
     launched.workers()[-1].kill()
     ended = launched.end()
     assert ended.code == 0, ended
     found = outcome(out, out)
-    check(found, alone(epochs=8))
+    check(found, alone())
     assert found.size == 3 and gap(out) < 60, found.events
 
 
@@ -126,10 +126,10 @@ def test_a_complaint_that_crosses_a_new_view_is_made_again(monkeypatch: pytest.M
 
 @pytest.mark.slow
 def test_a_worker_comes_back(job: Jobs, alone: Callable[..., Outcome]) -> None:
-    wanted = alone(epochs=8)
+    wanted = alone()
     out = job.folder / "killed"
     out.mkdir()
-    text = script(start="name='run', folder='killed/runs'", epochs=8, nap=until(2))
+    text = script(start="name='run', folder='killed/runs'", nap=until("has come", 0.8))
     launched = job.run(text, 3, "--min-workers", "1", "--restarts", "1", "--mesh", "data=3", OUT=str(out))
     trains(launched, out, 3)
     kill(launched, random.Random(1))
@@ -208,7 +208,7 @@ def test_other_strategies_go_on(job: Jobs, sync: str) -> None:
     out.mkdir()
     options = ("--min-workers", "1", "--restarts", "2", "--sync", sync)
     start = "name='run', folder='killed/runs', replicate=1"
-    launched = job.run(script(start=start, epochs=8, nap=0.04), 4, *options, OUT=str(out))
+    launched = job.run(script(start=start, epochs=5, nap=0.06), 4, *options, OUT=str(out))
     trains(launched, out, 4)
     for _ in range(2):
         pause(chance, 0.6)
@@ -216,7 +216,7 @@ def test_other_strategies_go_on(job: Jobs, sync: str) -> None:
     ended = launched.end()
     assert ended.code == 0, ended
     found = outcome(out, out)
-    assert found.logged == list(range(1, 8 * SAMPLES // BATCH + 1))
+    assert found.logged == list(range(1, 5 * SAMPLES // BATCH + 1))
     assert found.size >= 2 and sum("lost" in event for event in found.events) >= 1
 
 
@@ -454,8 +454,8 @@ def test_a_worker_dies_while_it_is_healed(job: Jobs, alone: Callable[..., Outcom
     """The others go on, and the next one in its place is healed."""
     out = job.folder / "killed"
     out.mkdir()
-    slowly = "0 if (out / 'go').exists() else 0.5"
-    parts = {"model": NET + MORTAL, "prepared": "run.keep('mortal', Mortal())", "epochs": 8, "nap": slowly}
+    slowly = "0 if (out / 'go').exists() else 1.0"
+    parts = {"model": NET + MORTAL, "prepared": "run.keep('mortal', Mortal())", "nap": slowly}
     launched = job.run(script(start="name='run', folder='killed/runs'", **parts), 3, "--min-workers", "1", "--restarts", "3", OUT=str(out))
     trains(launched, out, 3)
     launched.workers()[1].kill()
@@ -464,5 +464,5 @@ def test_a_worker_dies_while_it_is_healed(job: Jobs, alone: Callable[..., Outcom
     ended = launched.end()
     assert ended.code == 0, ended
     found = outcome(out, out)
-    check(found, alone(epochs=8))
+    check(found, alone())
     assert (out / "while it is healed").exists() and found.size == 3 and gap(out) < 60, found.events

@@ -69,7 +69,9 @@ def test_workers_that_ask_for_other_dtypes_are_told(brief: None) -> None:
 
 SCRIPT = """
 from paceline.session.probe import cluster_probe
-cluster_probe.COMPUTING = 0.6  # seconds: how exact it is doesn't matter here
+cluster_probe.COMPUTING = 0.1  # seconds: how exact it is doesn't matter here
+cluster_probe.INSIDE = cluster_probe.CROWDED = 0.01
+cluster_probe.compute.SHORTEST_PRODUCT, cluster_probe.compute.COPIED = 1e-6, 1 << 16
 with pl.start(folder="runs") as run:
     model, optimizer, loader = parts(run)
     topology = pl.probe(run, dtypes=["float32"])
