@@ -49,10 +49,19 @@ class _Utils:
         return getattr(importlib.import_module(f"{NAME}.utils"), name)
 
 
+class _Config:
+    """What `torch.utils.checkpoint` asks: the default."""
+
+    error_on_nested_fx_trace = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(f"{NAME}.config"), name)
+
+
 class _StandIn(ModuleType):
     """What torch asks of its compiler where nothing is compiled."""
 
-    utils = _Utils()
+    utils, config = _Utils(), _Config()
     trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)
 
     @staticmethod

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._dynamo import config  # noqa: F401  first, as a stand-in for that module would load it in the middle of the next ones
+from torch._dynamo import eval_frame  # noqa: F401  first, as a stand-in for that module would load it in the middle of the next ones
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
