@@ -64,7 +64,6 @@ class TestCommand:
         assert ended.err.startswith("paceline: ") and ended.err.count("paceline: ") == 1 and words in ended.err, ended.err
         assert "Traceback" not in ended.err
 
-    @pytest.mark.real_processes
     def test_a_strategy_is_checked_with_its_arguments(self, job):
         job.write("raise SystemExit('a worker was started')")
         ended = job.start([sys.executable, *job.launcher, "run", "--sync", "AllReduce(via='rign')", "script.py"]).end()

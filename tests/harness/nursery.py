@@ -51,6 +51,7 @@ USUAL = (  # what many jobs load as they go: here it is there for all
     "paceline.session.probe.cluster_probe",
     "paceline.sync.localsgd.strategy",
     "paceline.sync.parameterserver.strategy",
+    "tests.harness.pipelines",
     "torch.fx.experimental.symbolic_shapes",  # of a backward that is given gradients: sympy
     "torch.utils.serialization.config",
 )
@@ -385,7 +386,11 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[2])
     preloaded.load("paceline.server.main", "paceline.cli", *USUAL)
     probing = importlib.import_module("paceline.session.probe.cluster_probe")
-    probing.COMPUTING, probing.compute.COPIED = 1.0, 1 << 22  # what jobs measure is asked for, and not whether it is exact
+    probing.COMPUTING, probing.TURNS, probing.compute.COPIED = (
+        1.0,
+        2,
+        1 << 22,
+    )  # what jobs measure is asked for, and not whether it is exact
     commands = typer.main.get_command(importlib.import_module("paceline.cli").app)
     commands.commands["run"].make_context("run", ["script.py"])  # loads what words are read with
     typer.main.get_command = lambda app: commands  # a launcher would make it anew in more time than it works
