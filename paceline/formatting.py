@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import inspect
 from collections.abc import Iterable, Iterator
 from types import UnionType
@@ -34,8 +35,8 @@ def spell(value: object) -> str:
 def _arguments(value: Any) -> Iterator[str]:
     """Yield the arguments between the brackets: positional while every argument before it was required, by name after."""
     factories = {f.name: f.default_factory for f in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else {}
-    positional = True
-    for name, parameter in inspect.signature(type(value)).parameters.items():
+    positional, kind = True, value.__class__
+    for name, parameter in _parameters(kind):
         given, factory = getattr(value, name), factories.get(name)
         required = parameter.default is parameter.empty
         if not required and _same(given, factory() if callable(factory) else parameter.default):
@@ -43,6 +44,12 @@ def _arguments(value: Any) -> Iterator[str]:
             continue
         positional = positional and required and parameter.kind is not parameter.KEYWORD_ONLY
         yield spell(given) if positional else f"{name}={spell(given)}"
+
+
+@functools.lru_cache(256)
+def _parameters(kind: type) -> tuple[tuple[str, inspect.Parameter], ...]:
+    """Return the parameters of a constructor by name."""
+    return tuple(inspect.signature(kind).parameters.items())
 
 
 def _same(one: object, other: object) -> bool:

@@ -28,7 +28,7 @@ from paceline.cluster.launcher import request
 from paceline.errors import PacelineError, ResourceError
 from paceline.lab.chaos import Crash, Cut, Fault, Join, Kill, Link, Slow, Stop, absent
 from paceline.lab.description import Description, Rate
-from paceline.session.record.folder import RunFolder, tame, write_whole
+from paceline.session.record.folder import RunFolder, strict_json, write_whole
 
 _TICK_SECONDS: Final = 0.005
 _EVENTS: Final = "events.json"  # beside a summary that was never written
@@ -280,7 +280,7 @@ def record(folder: Path, events: Iterable[dict[str, Any]]) -> Path:
     """Write events into the summary of a run's folder, by time among its own; without a summary, into events.json. Returns the file."""
     run, recorded = RunFolder(folder), list(events)
     if not run.summary.exists():
-        write_whole(folder / _EVENTS, json.dumps(tame(recorded), indent=2) + "\n")
+        write_whole(folder / _EVENTS, strict_json(recorded, indent=2) + "\n")
         return folder / _EVENTS
     summary = json.loads(run.summary.read_text(encoding="utf-8"))
     summary["events"] = sorted([*summary.get("events", []), *recorded], key=lambda event: float(event["time"]))

@@ -42,15 +42,24 @@ def meet(group: GroupBackend) -> None:
 
 
 def on_threads(size: int, body: Body) -> list[Any]:
-    return spawn(size, lambda group: body(backend(group)))
+    def run(group: Group) -> Any:
+        mine = backend(group)
+        try:
+            return body(mine)
+        finally:
+            mine.shutdown()
+
+    return spawn(size, run)
 
 
 def on_shared_memory(size: int, body: Body, *, cores: float = math.inf) -> list[Any]:
     def run(rank: int, size: int, store: Store) -> Any:
         group = SharedGroup.from_store(store, rank, size, deadline=20)
+        mine = backend(group, cores=cores)
         try:
-            return body(backend(group, cores=cores))
+            return body(mine)
         finally:
+            mine.shutdown()
             group.close()
 
     return threads(size, run)

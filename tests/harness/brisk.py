@@ -8,9 +8,11 @@ into telling torch what its operators give for tensors without values (device="m
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import sys
+import typing
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -31,6 +33,9 @@ for name in left_out:
 for devices in (torch.cuda, torch.xpu, torch.mtia):
     if not devices.is_available():  # each seed would be kept for them, with the stack of its caller as text: a millisecond
         devices.manual_seed_all = lambda seed: None
+
+if sys.version_info < (3, 12):  # from then on it remembers: what a protocol asks for would be looked up for each object it is asked of
+    typing._get_protocol_attrs = functools.cache(typing._get_protocol_attrs)
 
 gc.freeze()
 gc.enable()

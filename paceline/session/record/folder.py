@@ -208,7 +208,15 @@ class RunSummary:
 
     def write(self, folder: RunFolder) -> None:
         """Write the file in full or not at all."""
-        write_whole(folder.summary, json.dumps(tame(self.fields()), indent=2) + "\n")
+        write_whole(folder.summary, strict_json(self.fields(), indent=2) + "\n")
+
+
+def strict_json(value: Any, *, indent: int | None = None) -> str:
+    """Write `value` as strict JSON, with the names of nan and infinities in their place."""
+    try:
+        return json.dumps(value, indent=indent, allow_nan=False)
+    except ValueError:
+        return json.dumps(tame(value), indent=indent)
 
 
 def tame(value: Any) -> Any:

@@ -12,7 +12,6 @@ run goes on, and says so once.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ from typing import Any, Final
 
 from paceline.cluster import machine
 from paceline.cluster.control.progress import birth
-from paceline.session.record.folder import RunFolder, tame
+from paceline.session.record.folder import RunFolder, strict_json
 
 EVENTS: Final = 200  # that are told while a run is under way, the last ones
 _LONGEST: Final = 300  # characters of the error that has ended a run
@@ -65,7 +64,7 @@ class LiveRecord:
         fields["live"] |= {**state, "time": time.time(), "writer": self._writer}
         try:
             with self._temporary.open("w", encoding="utf-8") as file:
-                file.write(json.dumps(tame(fields)) + "\n")
+                file.write(strict_json(fields) + "\n")
             self._temporary.replace(self._path)  # nothing waits for the disk: it need not outlast a loss of power
         except OSError as error:
             with contextlib.suppress(OSError):

@@ -27,6 +27,7 @@ from paceline.session.record.folder import KINDS
 from paceline.sync.abilities import RemoteOptimizer
 from paceline.sync.base import Slot
 
+_KEPT: dict[tuple[Any, ...], int | None] = {}  # what `_tried` has found
 OptimizerBytes = Callable[[Optimizer], dict[int, int] | None]  # by the id of each parameter; None where it isn't known
 
 
@@ -61,31 +62,51 @@ def nbytes(tensor: Tensor) -> int:
 
 
 def optimizer_nbytes(optimizer: Optimizer) -> dict[int, int] | None:
-    """Return the bytes that an optimizer will keep for each parameter, by a step of a copy of it without memory; None where that fails."""
-    found: dict[int, int] = {}
-    probes: dict[int, Parameter] = {}  # by the id of each parameter; one for all of a group that are alike
-    groups = []
+    """Return the bytes that an optimizer will keep for each parameter, by steps of a copy of it without memory; None where that fails."""
+    found: dict[int, int | None] = {}
     for group in optimizer.param_groups:
-        alike: dict[tuple[torch.Size, torch.dtype], Parameter] = {}
+        settings = {key: value for key, value in group.items() if key != "params"}
+        if "fused" in settings:
+            settings["fused"] = None  # fused steps need memory, and keep what others keep
+        alike: dict[tuple[torch.Size, torch.dtype], int | None] = {}
         for parameter in group["params"]:
             if parameter in optimizer.state:
                 found[id(parameter)] = sum(map(nbytes, _tensors(optimizer.state[parameter])))
             elif parameter.requires_grad:
                 mine = local(parameter)
-                probes[id(parameter)] = alike.setdefault((mine.shape, mine.dtype), _probe(mine))
-        settings = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
-        if "fused" in settings:
-            settings["fused"] = None  # fused steps need memory, and keep what others keep
-        groups.append({**settings, "params": list(alike.values())})
+                if (mine.shape, mine.dtype) not in alike:
+                    alike[mine.shape, mine.dtype] = _tried(optimizer, settings, mine)
+                found[id(parameter)] = alike[mine.shape, mine.dtype]
+    known = {key: kept for key, kept in found.items() if kept is not None}
+    return known if len(known) == len(found) else None
+
+
+def _tried(optimizer: Optimizer, settings: dict[str, Any], parameter: Tensor) -> int | None:
+    """Return what an optimizer keeps for such a parameter; what one of torch's own has been seen to keep isn't tried again."""
+    key = type(optimizer), parameter.shape, parameter.dtype, *settings.items()
+    plain = all(isinstance(value, bool | float | str | tuple | None) for value in settings.values())
+    if not plain or not type(optimizer).__module__.startswith("torch.optim."):
+        return _try(optimizer, settings, parameter)
+    if key not in _KEPT:
+        if len(_KEPT) >= 1024:
+            _KEPT.clear()
+        _KEPT[key] = _try(optimizer, settings, parameter)
+    return _KEPT[key]
+
+
+def _try(optimizer: Optimizer, settings: dict[str, Any], parameter: Tensor) -> int | None:
+    """Return what an optimizer keeps for such a parameter, by a step of a copy of it; None where that fails."""
+    probe = _probe(parameter)
+    group = {key: value.clone() if isinstance(value, Tensor) else value for key, value in settings.items()}
     copied = copy.copy(optimizer)
-    copied.__dict__.update(param_groups=groups, state=defaultdict(dict))
+    copied.__dict__.update(param_groups=[{**group, "params": [probe]}], state=defaultdict(dict))
     step = inspect.unwrap(type(optimizer).step)  # without the hooks on steps
     try:
         with torch.no_grad():
             step(copied)
     except Exception:  # noqa: BLE001  a script's own optimizer may look at numbers, and raise anything
         return None
-    return found | {key: sum(map(nbytes, _tensors(copied.state[probe]))) for key, probe in probes.items()}
+    return sum(map(nbytes, _tensors(copied.state[probe])))
 
 
 def _probe(parameter: Tensor) -> Parameter:

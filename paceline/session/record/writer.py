@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from paceline.session.logged.media import MediaItem
 from paceline.session.logged.metric import MetricValues
 from paceline.session.logged.record import LogRecord
 from paceline.session.logged.values import RESERVED
-from paceline.session.record.folder import PARTS, SENT, RunFolder, RunTotals, tame
+from paceline.session.record.folder import PARTS, SENT, RunFolder, RunTotals, strict_json
 from paceline.session.record.jsonl import JsonLines
 from paceline.session.record.lateness import LatenessTotals, RankLateness, lateness, stacked, worst
 from paceline.session.record.outcome.members import RunMembers
@@ -226,6 +225,6 @@ class MetricsWriter:
         if self.stands_by:
             self._recent = lines
             return
-        self._lines.append([json.dumps(tame(line)) for line in lines])
+        self._lines.append([strict_json(line) for line in lines])
         if self.feed is not None:
             self.feed.write(lines, self.lateness.of)

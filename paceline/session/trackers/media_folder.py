@@ -8,14 +8,13 @@ runs/NAME/
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
 from paceline.session.logged.image import Pixels
 from paceline.session.logged.media import MediaItem
-from paceline.session.record.folder import RunFolder, tame
+from paceline.session.record.folder import RunFolder, strict_json
 from paceline.session.record.jsonl import JsonLines
 from paceline.session.trackers.tracker import TrackedEnd, TrackedEvent, TrackedRun, TrackedStep
 
@@ -46,7 +45,7 @@ class MediaFolder:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(item.content.png())
                 fields["file"] = file.as_posix()
-            lines.append(json.dumps(tame(fields)))
+            lines.append(strict_json(fields))
         self._lines.append(lines)
 
     def event(self, event: TrackedEvent) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -46,22 +48,23 @@ def test_workers_that_cannot_share_memory_use_the_network(monkeypatch: pytest.Mo
 
     def body(rank: int, size: int, store: object, meeting: bool) -> bool:
         group = TorchGroup.from_store(store, rank, size)  # type: ignore[arg-type]
-        setting = PairSetting(
-            rank,
-            (0, 1),
-            (0, 0),
-            ("a", "a"),
-            60.0,
-            lambda word: [answer.decode() for answer in group.agree(word.encode())],
-            lambda: group.broken,
-            meeting=group.reserve() if meeting else None,
-        )
-        both = ProcessPairs(setting, torch.device("cpu"))
-        both.send(1 - rank, 0, {}, [torch.full((100,), float(rank))])
-        assert both.receive(1 - rank, 0).wait().tensors[0].tolist() == [1.0 - rank] * 100
-        found = both._network is not None
-        both.close()
-        return found
+        with contextlib.closing(group):
+            setting = PairSetting(
+                rank,
+                (0, 1),
+                (0, 0),
+                ("a", "a"),
+                60.0,
+                lambda word: [answer.decode() for answer in group.agree(word.encode())],
+                lambda: group.broken,
+                meeting=group.reserve() if meeting else None,
+            )
+            both = ProcessPairs(setting, torch.device("cpu"))
+            both.send(1 - rank, 0, {}, [torch.full((100,), float(rank))])
+            assert both.receive(1 - rank, 0).wait().tensors[0].tolist() == [1.0 - rank] * 100
+            found = both._network is not None
+            both.close()
+            return found
 
     assert processes.threads(2, lambda *place: body(*place, True)) == [False, False]
     monkeypatch.setattr("paceline.comm.p2p.shared.share", refuse)

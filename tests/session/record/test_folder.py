@@ -15,7 +15,7 @@ import pytest
 from paceline.comm.agreement import Agreement
 from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import PacelineError, ResourceError, UsageError
-from paceline.session.record.folder import RunFolder, RunSummary, RunTotals, write_whole
+from paceline.session.record.folder import RunFolder, RunSummary, RunTotals, strict_json, write_whole
 
 
 def silent(text: str) -> None:
@@ -191,3 +191,11 @@ def test_the_folder_of_a_job_that_starts_again(tmp_path: Path) -> None:
     assert RunFolder.again(second.path, "run") == second and second.earlier == (first.path,)
     assert RunFolder.again(third.path, "run") == third
     assert RunFolder.again(third.path, None) == RunFolder(third.path, (), named=False)
+
+
+def test_json_is_strict() -> None:
+    plain = {"a": [1, 2.5, None], "b": {"c": (True, "d")}}
+    assert strict_json(plain) == '{"a": [1, 2.5, null], "b": {"c": [true, "d"]}}'
+    found = strict_json({**plain, "e": ({"f": -math.inf}, math.nan)}, indent=1)
+    assert json.loads(found, parse_constant=pytest.fail) == {"a": [1, 2.5, None], "b": {"c": [True, "d"]}, "e": [{"f": "-inf"}, "nan"]}
+    assert found.count("\n") > 10

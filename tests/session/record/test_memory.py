@@ -15,6 +15,7 @@ from paceline.cluster.mesh import read
 from paceline.parallel.shard import shard
 from paceline.parallel.tensor.cut import tensor
 from paceline.parallel.tensor.styles import column, row
+from paceline.session.record.memory import optimizer_nbytes
 from paceline.session.run import Run
 from paceline.sync.parameterserver.strategy import ParameterServer
 from tests.harness.jobs import Jobs
@@ -29,6 +30,20 @@ class Peeking(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
+
+
+class Counting(torch.optim.Optimizer):
+    """An optimizer of a script's own that keeps a copy of each parameter, and counts its steps."""
+
+    steps = 0
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Any = None) -> Any:
+        Counting.steps += 1
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["copy"] = torch.empty_like(parameter)
 
 
 def train(kind: type[torch.optim.Optimizer], cuts: list[Any], **options: Any) -> Any:
@@ -79,6 +94,21 @@ def test_padding_is_measured_and_not_predicted(tmp_path: Path) -> None:
 def test_an_optimizer_with_a_step_of_its_own_is_not_predicted(tmp_path: Path) -> None:
     (each,) = held(tmp_path, Peeking, [], lr=0.1, momentum=0.9)
     assert each["predicted"] == {"parameters": P, "gradients": P, "optimizer": None} and each["measured"]["optimizer"] == P
+
+
+def test_what_was_tried_is_not_tried_again_and_other_settings_are() -> None:
+    def kept(shape: int, kind: type[torch.optim.Optimizer] = torch.optim.RMSprop, **options: Any) -> list[int]:
+        found = optimizer_nbytes(kind([nn.Parameter(torch.zeros(shape)), nn.Parameter(torch.zeros(2, shape))], lr=0.25, **options))
+        return [*(found or {}).values()]
+
+    squares = [4 * 3 + STEPS, 4 * 6 + STEPS]
+    for _ in range(2):
+        assert kept(3) == squares
+        assert kept(3, momentum=0.5) == [2 * count - STEPS for count in squares]
+        assert kept(3, momentum=0.5, centered=True) == [3 * count - 2 * STEPS for count in squares]
+        assert kept(3, Counting) == [4 * 3, 4 * 6]
+    assert Counting.steps == 4  # a script's own may do otherwise each time
+    assert kept(5) == [4 * 5 + STEPS, 4 * 10 + STEPS]
 
 
 def test_what_servers_keep_is_not_here(tmp_path: Path) -> None:
