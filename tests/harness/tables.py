@@ -27,7 +27,7 @@ def data(count: int = 44) -> TensorDataset:
     return TensorDataset(first, second, torch.randn(count, 2, generator=generator, dtype=torch.float64))
 
 
-def loader(count: int = 44, batch: int = 8) -> DataLoader[Any]:
+def loader(count: int = 28, batch: int = 8) -> DataLoader[Any]:
     return DataLoader(data(count), batch, shuffle=True, generator=torch.Generator().manual_seed(3))
 
 
@@ -98,7 +98,7 @@ def train(
     rate: float = 1.0,
     mode: str = "mean",
     dtype: torch.dtype = torch.float64,
-    count: int = 44,
+    count: int = 28,
     **options: Any,
 ) -> Tensor:
     model = Net(make, dtype, mode)

@@ -243,7 +243,7 @@ def test_planted_causes_are_told_apart(tmp_path: Path, cause: str) -> None:
         loader = DataLoader(Slow(0.03 if here and cause == "reading" else 0.0), batch_size=6)
         model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.001), loader)
         with crowded() if here and cause == "stolen" else contextlib.nullcontext():
-            for _ in run.epochs(3):
+            for _ in run.epochs(2):
                 for x in loader:
                     burn()
                     if here and cause == "compute":

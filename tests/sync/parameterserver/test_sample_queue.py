@@ -51,12 +51,12 @@ class TestWhatIsTrained:
 
     def test_parts_of_an_epoch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Indices that are too many are drawn in parts: the same samples."""
-        monkeypatch.setattr("paceline.data.dynamic.PART", 24)
+        monkeypatch.setattr("paceline.data.dynamic.PART", 12)
         for strategy in (ASP, REQUEUE):
-            found = epoch(strategy, count=63, epochs=2)
-            assert {*chain(*(ids for ids, _, _ in found))} == {*range(63)}
+            found = epoch(strategy, count=31, epochs=2)
+            assert {*chain(*(ids for ids, _, _ in found))} == {*range(31)}
             if strategy is ASP:
-                assert sum(len(ids) for ids, _, _ in found) == 126
+                assert sum(len(ids) for ids, _, _ in found) == 62
 
     def test_batches_of_the_users_own(self) -> None:
         def body(run: Run) -> list[int]:
