@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from paceline.comm.agreement import Agreement
 from paceline.comm.axes import Sender
 from paceline.comm.axis_meter import AxisMeter
@@ -17,6 +19,11 @@ from paceline.sync.codec_cost import CodecAccount
 from paceline.sync.route_choice import RouteChoice, RouteFacts
 from paceline.timings import DEFAULTS, Timings
 from paceline.trace import Trace
+
+UNSHARED = (
+    "gradients that were added up under run.no_sync() would be lost: this worker has no samples in the turn that exchanges them, by which "
+    "this strategy weighs it; let that turn be of a whole batch (drop_last=True), or use AllReduce"
+)
 
 
 class WeighedTurn(Protocol):
@@ -39,13 +46,20 @@ class WeighedTurn(Protocol):
 class StepState:
     """Where training is, as strategies need it; the session keeps it up to date."""
 
-    step: int = 0
+    step: int = 0  # the last one that all workers have come to: out of lockstep it stands still for an epoch
+    turn: int = 0  # the steps of this worker: the same in lockstep
     scale: float = 1.0  # what my gradient counts in the mean: my weight / the weight of the global batch
     ghost: bool = False  # my share is empty: my gradients count as zeros
     scalers: list[Any] = field(default_factory=list)  # GradScalers, which multiply the loss before its gradients are taken
     share_of_step: float = 1.0  # mine of the weights of the step, over all workers and micro-batches
     exchange_closed: bool = False  # a worker was lost: what of this turn has not been exchanged can't be any more
     defer_exchange: bool = False  # this backward is not exchanged yet (no_sync, or a micro-batch before the last)
+
+    def place(self, step: int, *, apart: bool = False) -> None:
+        """Stand at this step. `apart`: it is one of this worker's own, out of lockstep."""
+        self.turn = step
+        if not apart:
+            self.step = step
 
     def enter(self, turn: WeighedTurn, share: float, *, silent: bool) -> None:
         """Be in a turn of a loader, with this share of the step. `silent`: passes are not exchanged yet."""
@@ -56,6 +70,17 @@ class StepState:
         """Be outside of loops, where each worker counts `scale`."""
         self.scale = self.share_of_step = scale
         self.ghost, self.defer_exchange = False, silent
+
+    def local_factor(self, grad: Tensor, scale: float) -> float:
+        """Return what a gradient that counts `scale` in the global batch counts among this worker's samples of the step.
+
+        Raises `UsageError` where it has none but the gradient is of earlier turns.
+        """
+        if self.share_of_step:
+            return scale / self.share_of_step
+        if scale and bool(grad.any()):
+            raise UsageError(UNSHARED)
+        return 0.0
 
     def close_exchange(self, *, closed: bool) -> None:
         """Exchange nothing more of this turn, or let the next one be exchanged."""

@@ -252,8 +252,7 @@ class TrainingLoop:
             self.backward.transaction.rollback()
         elif turn.last_micro:
             steps = self.steps = self.context.trace.step = self.steps + 1
-            if not self.apart:
-                self.context.step_state.step = steps  # by which all are at the same call
+            self.context.step_state.place(steps, apart=self.apart)  # by which all are at the same call
             if self._page is not None:
                 self._page.passed(steps)
             began = time.perf_counter()
@@ -417,7 +416,8 @@ class TrainingLoop:
 
     def place(self, steps: int) -> None:
         """Go to step number `steps`, after a resume."""
-        self.steps = self.context.step_state.step = self.context.trace.step = steps
+        self.steps = self.context.trace.step = steps
+        self.context.step_state.place(steps)
 
     def part(self) -> None:
         """Begin to take steps that are not those of all workers."""

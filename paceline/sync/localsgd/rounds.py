@@ -107,9 +107,7 @@ class LocalSGDSync:
         if self._warm is not None:
             self._warm.ready(number, grad, scale)
             return
-        part = self._context.step_state.share_of_step
-        factor = scale / part if part else 0.0
-        value = weighted(grad, factor)
+        value = weighted(grad, self._context.step_state.local_factor(grad, scale))
         self._grads[number] = self._grads[number] + value if number in self._grads else value
 
     def overwrites(self, number: int, grad: Tensor) -> bool:

@@ -108,8 +108,7 @@ class ParameterServerSync:
     # ---- backward: what is complete leaves
 
     def ready(self, number: int, grad: Tensor, scale: float) -> None:
-        share = self.link.weigh()
-        factor = scale / share if share else 0.0
+        factor = self.link.factor(grad, scale)
         value = torch.zeros_like(grad) if factor == 0.0 else grad if factor == 1.0 else grad * factor
         at = self._at.get(number, ~number)  # what no optimizer steps stays here
         self._grads[at] = self._grads[at] + value if at in self._grads else value

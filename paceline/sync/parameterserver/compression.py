@@ -120,7 +120,7 @@ class PushPullCodec:
         """
         if not unit.ways:
             return unit.flat
-        began, key, turn = time.thread_time(), (unit.server, unit.number), self._context.step_state.step
+        began, key, turn = time.thread_time(), (unit.server, unit.number), self._context.step_state.turn
         phase, base = at(unit.ways, turn), self._stepped.get(key, self._kept.get(key)) if counts else None
         self._pushed.pop(key, None)
         held = None  # the part of the residual that stays here, as its piece is not used
@@ -145,7 +145,7 @@ class PushPullCodec:
 
     def _code(self, phase: CodingPhase, given: Tensor, index: int, *, spare: bool) -> tuple[Tensor, Tensor | None]:
         """Return the message, and the residual if one is kept. `spare`: `given` isn't needed afterwards."""
-        coding, turn = phase.coding, self._context.step_state.step
+        coding, turn = phase.coding, self._context.step_state.turn
         assert coding is not None
         whole, message = room(coding, given.numel())
         coding.encode(given, message, seeded(turn, index, self._context.group.rank))
@@ -167,7 +167,7 @@ class PushPullCodec:
         """Return the last three fields of `PullUnit`: whether a unit comes through the codec, the number of the copy here, and my turn."""
         if not unit.ways:
             return False, None, None
-        return True, self._has.get((unit.server, unit.number)), self._context.step_state.step if self._apart else None
+        return True, self._has.get((unit.server, unit.number)), self._context.step_state.turn if self._apart else None
 
     def decode(self, unit: TransferUnit, reply: UnitValues) -> Tensor:
         """Return the parameters of a unit, from the reply. Raises `Mismatch` for a reply that doesn't fit."""

@@ -47,6 +47,7 @@ class ServerLink:
         self._dense = 0  # the first of the optimizers have parameters on servers, the others nothing but sparse tables
         self._replicated = False  # servers are replaced where they are lost
         self._share = 0.0  # this worker's part of the step that its gradients are for
+        self._owed: int | None = None  # the step for which I last pushed what I had added up, having no samples in its turn
         self._lost: PacelineError | None = None  # the loss of a server in a backward of this turn
         context.extra_groups.append(ServerTraffic(self.connections))
 
@@ -102,10 +103,23 @@ class ServerLink:
 
     # ---- gradients go
 
-    def weigh(self) -> float:
-        """Let what is pushed from now on count for my share of the step under way, and return that share."""
-        self._share = self.context.step_state.share_of_step
-        return self._share
+    def weigh(self) -> None:
+        """Let what is pushed from now on count for my share of the step under way."""
+        self._share = 1.0 if self._owed is not None else self.context.step_state.share_of_step
+
+    def factor(self, grad: Tensor, scale: float) -> float:
+        """Return by what a gradient that counts `scale` in the step is multiplied before it is pushed, for the share that it counts for.
+
+        What was added up under `run.no_sync()` counts for 1 where I have no samples in the turn that exchanges it, as all else of mine
+        is zero there. Out of lockstep, where a push has one weight, that is refused.
+        """
+        state = self.context.step_state
+        if self._owed != state.turn:
+            self._owed = None
+        if self.lockstep and not state.share_of_step and scale and bool(grad.any()):
+            self._owed = state.turn
+        self.weigh()
+        return state.local_factor(grad, scale) if self._owed is None else scale
 
     def push_early(self, unit: TransferUnit, grads: Mapping[int, Tensor | None]) -> None:
         """Push a unit while backward runs. After a loss nothing more is pushed until the turn is dealt again."""
@@ -125,7 +139,7 @@ class ServerLink:
         used = unit.pack(self.slots, grads, weight)
         sent = self.codec.encode(unit, used, counts=weight > 0 or self.lockstep)
         step = self.steps_taken[unit.optimizer] + 1
-        turn, keep = self.context.step_state.step, not self.lockstep and not self.drops
+        turn, keep = self.context.step_state.turn, not self.lockstep and not self.drops
         push = PushGradient(unit.number, step, turn, used, keep, self.drops, sent)
         unit.sent.extend(send(caller, push, self.seconds) for caller in self.connections.of[unit.server])
 
@@ -147,6 +161,11 @@ class ServerLink:
         for unit in units:
             grads = {piece.slot: self.slots[piece.slot].parameter.grad for piece, _ in unit.members}
             if unit.changed(grads):
+                if self._owed is not None and unit.pushed:
+                    raise UsageError(
+                        "p.grad was changed where this worker has no samples, but pushed what it had added up under run.no_sync(): let the "
+                        "turn that exchanges it be of a whole batch (drop_last=True), use run.clip, or AllReduce"
+                    )
                 if optimizer in self.factors:
                     raise UsageError(
                         "p.grad was changed after run.clip, when servers have the sum of all workers already: change it before that"

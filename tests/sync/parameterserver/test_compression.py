@@ -484,3 +484,25 @@ class TestNotInLockstep:
                 assert before and all(torch.equal(wrapper._kept[key], x) for key, x in before.items())
 
         workers(2, body, strategy=served(COARSE))
+
+
+@pytest.mark.parametrize("options", [{}, {"staleness": 2}, {"staleness": math.inf}, {"backup_workers": 1}], ids=str)
+def test_what_is_drawn_is_drawn_anew_in_each_turn(options: Any) -> None:
+    """Of 140 parameters a turn takes a fifth: all turns of an epoch together come to nearly all."""
+
+    def small() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 14), nn.Tanh(), nn.Linear(14, 3, bias=False))
+
+    def body(run: Run) -> int:
+        torch.manual_seed(0)
+        model = small()
+        model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.05), batches(160))
+        before = parameters(model)
+        for x, y in loader:
+            F.mse_loss(model(x.float())[:, :2], y.float()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return int((parameters(model) != before).sum())
+
+    strategy = ParameterServer(servers=1, codec=error_feedback(randomk(0.2)), **options)
+    assert min(workers(2, body, strategy=strategy)) > 100

@@ -1,0 +1,95 @@
+"""Gradients added up under `run.no_sync()`, and exchanged in a turn in which some workers have no samples."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from paceline.codec.codec import error_feedback
+from paceline.codec.sparse import topk
+from paceline.errors import UsageError
+from paceline.session.run import Run
+from paceline.sync.allreduce import AllReduce
+from paceline.sync.gossip.strategy import Gossip
+from paceline.sync.localsgd.strategy import LocalSGD
+from paceline.sync.parameterserver.strategy import ParameterServer
+from paceline.sync.per_axis import Sequence
+from tests.harness.runs import Numbered, alone, distance, parameters, workers
+
+BATCH = 6
+
+
+def net() -> nn.Module:
+    made = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in made.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) * 0.3)
+    return made
+
+
+def train(run: Run, count: int, *, halves: bool = False, by_hand: bool = False, clip: float | None = None) -> Tensor:
+    """A step for each epoch, of whole batches and a last one of `count % BATCH` samples; with `halves` the last reaches one layer alone."""
+    model = net()
+    model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(Numbered(count), batch_size=BATCH))
+    for _ in range(2):
+        for number, (x, y) in enumerate(loader, 1):
+            last = number == len(loader)
+            with contextlib.nullcontext() if last else run.no_sync():
+                out = model[2](model[1](model[0](x)).detach()) if last and halves else model(x)
+                F.mse_loss(out, y).backward()
+            if last:
+                if by_hand:
+                    for p in model.parameters():
+                        p.grad += 0.1 * p.detach()
+                if clip is not None:
+                    run.clip(model.parameters(), clip)
+                optimizer.step()
+                optimizer.zero_grad()
+    return parameters(model)
+
+
+STRATEGIES: list[Any] = [
+    AllReduce(),
+    AllReduce(codec=error_feedback(topk(1.0))),
+    ParameterServer(servers=2, bucket_mb=0.0002),
+    ParameterServer(),
+    ParameterServer(codec=error_feedback(topk(1.0))),
+]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+@pytest.mark.parametrize("options", [{}, {"halves": True}, {"clip": 0.1}], ids=["whole", "halves", "clipped"])
+def test_what_a_worker_without_samples_had_added_up_counts(strategy: Any, options: Any) -> None:
+    near = 1e-5 if strategy.codec is not None else 1e-9
+    for count in (13, 14, 15):  # of three workers two have no sample in the last batch, one has none, and all have one
+        one = alone(lambda run, count=count: train(run, count, **options))
+        assert all(distance(found, one) < near for found in workers(3, lambda run, n=count: train(run, n, **options), strategy=strategy))
+
+
+REFUSING: list[Any] = [LocalSGD(2), Sequence((AllReduce(), "local"), (LocalSGD(2), "host"))]
+
+
+@pytest.mark.parametrize("strategy", REFUSING, ids=repr)
+def test_it_is_refused_where_workers_are_weighed_by_their_samples(strategy: Any) -> None:
+    with pytest.raises(UsageError, match=r"no_sync\(\) would be lost: this worker has no samples"):
+        workers(3, lambda run: train(run, 13), strategy=strategy, hosts=(0, 1, 1))
+
+
+def test_gossip_weighs_gradients_themselves() -> None:
+    found = workers(3, lambda run: train(run, 13), strategy=Gossip())
+    assert all(torch.isfinite(x).all() for x in found)
+
+
+def test_gradients_that_are_changed_by_hand_then_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"p\.grad was changed where this worker has no samples"):
+        workers(3, lambda run: train(run, 14, by_hand=True), strategy=ParameterServer())
+    one = alone(lambda run: train(run, 15, by_hand=True))
+    found = workers(3, lambda run: train(run, 15, by_hand=True), strategy=ParameterServer())
+    assert all(distance(x, one) < 1e-9 for x in found), "where all have samples it counts as on one worker"
