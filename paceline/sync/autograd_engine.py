@@ -36,6 +36,7 @@ class PassListener(Protocol):
 
 
 STEPPED: Final = "_paceline_stepped"  # an attribute of losses that nothing is left to go back from
+_THREAD: Final = threading.local()  # its `mark` is this thread's alone: the system gives the number of an ended thread to the next one
 _REGISTRY: Final = threading.RLock()  # of listeners; and a pass begins in one thread at a time
 
 
@@ -44,13 +45,13 @@ class AnnouncingEngine(torch._C._ImperativeEngine):
 
     def __init__(self, before: Any) -> None:
         self.before = before
-        self.listeners: tuple[tuple[int, weakref.ref[PassListener]], ...] = ()  # with the thread of each
-        self.running: list[int] = []  # the threads of announced passes under way
+        self.listeners: tuple[tuple[object, weakref.ref[PassListener]], ...] = ()  # with the mark of the thread of each
+        self.running: list[object] = []  # the marks of the threads of announced passes under way
 
     def run_backward(self, *args: Any, **options: Any) -> Any:
         if any(getattr(tensor, STEPPED, False) for tensor in args[0]):
             raise UsageError("this loss is what run.step returned, which has gone back from it already: leave out loss.backward()")
-        here = threading.get_ident()
+        here = _mark()
         with _REGISTRY:
             known = [(thread, listener) for thread, ref in self.listeners if (listener := ref()) is not None]
             own = [listener for thread, listener in known if thread == here]
@@ -65,9 +66,16 @@ class AnnouncingEngine(torch._C._ImperativeEngine):
         finally:
             self.running.remove(here)
 
-    def without(self, listener: PassListener) -> tuple[tuple[int, weakref.ref[PassListener]], ...]:
+    def without(self, listener: PassListener) -> tuple[tuple[object, weakref.ref[PassListener]], ...]:
         """Return the listeners that live, but for this one."""
         return tuple((thread, ref) for thread, ref in self.listeners if ref() not in (None, listener))
+
+
+def _mark() -> object:
+    """Return the mark of this thread."""
+    if not hasattr(_THREAD, "mark"):
+        _THREAD.mark = object()
+    return _THREAD.mark
 
 
 def listen(listener: PassListener) -> AnnouncingEngine:
@@ -76,7 +84,7 @@ def listen(listener: PassListener) -> AnnouncingEngine:
         engine = Variable._execution_engine
         if not isinstance(engine, AnnouncingEngine):
             engine = Variable._execution_engine = AnnouncingEngine(engine)
-        engine.listeners = (*engine.without(listener), (threading.get_ident(), weakref.ref(listener)))
+        engine.listeners = (*engine.without(listener), (_mark(), weakref.ref(listener)))
         return engine
 
 

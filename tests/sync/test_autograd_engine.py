@@ -68,6 +68,20 @@ def test_a_pass_in_another_thread_may_be_of_any_listener() -> None:
     assert (recorder.seen, recorder.elsewhere) == ([], 1)
 
 
+def test_a_thread_that_has_the_number_of_an_ended_one_is_another() -> None:
+    """The system gives the number to the next thread, so that most of these have the same."""
+    x = torch.ones(2, requires_grad=True)
+    kept = Recorder(x)
+    try:
+        for act in (lambda: listen(kept), *[x.sum().backward] * 5):
+            thread = threading.Thread(target=act)
+            thread.start()
+            thread.join()
+    finally:
+        leave(kept)
+    assert (kept.seen, kept.elsewhere) == ([], 5)
+
+
 def passes(x: Tensor, own: Recorder | None) -> None:
     if own is not None:
         listen(own)
