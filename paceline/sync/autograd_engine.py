@@ -36,8 +36,17 @@ class PassListener(Protocol):
 
 
 STEPPED: Final = "_paceline_stepped"  # an attribute of losses that nothing is left to go back from
-_THREAD: Final = threading.local()  # its `mark` is this thread's alone: the system gives the number of an ended thread to the next one
 _REGISTRY: Final = threading.RLock()  # of listeners; and a pass begins in one thread at a time
+
+
+class _ThreadMark(threading.local):
+    """What is this thread's alone. A number isn't: the system gives that of an ended thread to the next one."""
+
+    def __init__(self) -> None:
+        self.mark = object()
+
+
+_HERE: Final = _ThreadMark()
 
 
 class AnnouncingEngine(torch._C._ImperativeEngine):
@@ -51,7 +60,7 @@ class AnnouncingEngine(torch._C._ImperativeEngine):
     def run_backward(self, *args: Any, **options: Any) -> Any:
         if any(getattr(tensor, STEPPED, False) for tensor in args[0]):
             raise UsageError("this loss is what run.step returned, which has gone back from it already: leave out loss.backward()")
-        here = _mark()
+        here = _HERE.mark
         with _REGISTRY:
             known = [(thread, listener) for thread, ref in self.listeners if (listener := ref()) is not None]
             own = [listener for thread, listener in known if thread == here]
@@ -71,20 +80,13 @@ class AnnouncingEngine(torch._C._ImperativeEngine):
         return tuple((thread, ref) for thread, ref in self.listeners if ref() not in (None, listener))
 
 
-def _mark() -> object:
-    """Return the mark of this thread."""
-    if not hasattr(_THREAD, "mark"):
-        _THREAD.mark = object()
-    return _THREAD.mark
-
-
 def listen(listener: PassListener) -> AnnouncingEngine:
     """Tell `listener` of passes from now on, as long as it lives; this thread is its own. Calling it twice is harmless."""
     with _REGISTRY:
         engine = Variable._execution_engine
         if not isinstance(engine, AnnouncingEngine):
             engine = Variable._execution_engine = AnnouncingEngine(engine)
-        engine.listeners = (*engine.without(listener), (_mark(), weakref.ref(listener)))
+        engine.listeners = (*engine.without(listener), (_HERE.mark, weakref.ref(listener)))
         return engine
 
 
