@@ -45,7 +45,7 @@ ASSIGNED: dict[str, int] = {  # module: assignments to attributes of objects tha
     "paceline.session.groups": 1,
     "paceline.session.loop.idle_epochs": 6,
     "paceline.session.loop.step_clock": 1,
-    "paceline.session.loop.turns": 14,
+    "paceline.session.loop.turns": 12,
     "paceline.session.prepare.optimizers": 1,
     "paceline.session.tables": 2,
     "paceline.sync.compressed": 4,
