@@ -104,6 +104,7 @@ OF_MORE = {  # test file without a module of its name: what it is about instead
     "session/test_adagrad_cut": "an optimizer that has state from its start, and cut models",
     "session/test_tables_cut": "sparse tables beside cut layers",
     "session/test_tables_surviving": "losses of table servers",
+    "sync/test_accumulated": "gradients added up under no_sync, through every strategy",
     "sync/test_dtypes": "every dtype through every strategy",
     "parallel/test_pipeline_equality": "how near pipelines come to one process",
     "parallel/test_pipeline_checkpoints": "layers on several workers in checkpoints, out of any layout into any",
