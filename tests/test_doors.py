@@ -214,14 +214,14 @@ def train(during: Callable[[list[str]], Callable[[float], None]]) -> list[Tensor
                     told.append(during(addresses))
                 seen += 1
                 met.wait(60)
-                told[0](seen / 12)
+                told[0](seen / (2 * len(data)))
                 loss = ((model(a, b) - y) ** 2).mean()
                 loss.backward()
                 for optimizer in (tables, dense):
                     optimizer.step()
                     optimizer.zero_grad()
                 losses.append(loss.detach())
-        assert seen == 12
+        assert seen == 2 * len(data)
         return torch.cat(
             [*(p.detach().reshape(-1) for p in model.dense.parameters()), model.first(torch.arange(60)[:, None]).detach().reshape(-1)]
         )

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import paceline as pl
 from paceline.cluster.discover import JobStart
 from paceline.errors import CheckpointError, Mismatch, UsageError
-from paceline.fault import inherit
+from paceline.fault import earlier_best
 from paceline.fault.manifest import Best, Metric
 from paceline.session.checkpoint.best import agreed, asked
 from paceline.session.run import Run
@@ -185,7 +185,7 @@ def test_what_cannot_be_taken_along_is_said(tmp_path: Path, monkeypatch: pytest.
     def refuse(source: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(inherit, "_link", refuse)
+    monkeypatch.setattr(earlier_best, "_link", refuse)
     workers(1, training(saving(None, None, 0.3), resume=True), folder=tmp_path, said=said)
     assert kept(tmp_path / "test-2") == ["step-00000003"]
     assert [text for text in said if "best checkpoint so far" in text and "No space left" in text]
