@@ -7,6 +7,7 @@ optimizer     predicted: what a copy of it keeps, which has stepped parameters w
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import resource
@@ -84,14 +85,20 @@ def optimizer_nbytes(optimizer: Optimizer) -> dict[int, int] | None:
 def _tried(optimizer: Optimizer, settings: dict[str, Any], parameter: Tensor) -> int | None:
     """Return what an optimizer keeps for such a parameter; what one of torch's own has been seen to keep isn't tried again."""
     key = type(optimizer), parameter.shape, parameter.dtype, *settings.items()
-    plain = all(isinstance(value, bool | float | str | tuple | None) for value in settings.values())
-    if not plain or not type(optimizer).__module__.startswith("torch.optim."):
+    if not all(map(_plain, settings.values())) or not type(optimizer).__module__.startswith("torch.optim."):
         return _try(optimizer, settings, parameter)
-    if key not in _KEPT:
-        if len(_KEPT) >= 1024:
-            _KEPT.clear()
-        _KEPT[key] = _try(optimizer, settings, parameter)
-    return _KEPT[key]
+    with contextlib.suppress(KeyError):
+        return _KEPT[key]
+    kept = _try(optimizer, settings, parameter)
+    if len(_KEPT) >= 1024:
+        _KEPT.clear()  # perhaps by another thread than one that has just looked
+    _KEPT[key] = kept
+    return kept
+
+
+def _plain(value: Any) -> bool:
+    """Whether a setting of an optimizer is a number, a word, or some of them: equal ones mean the same."""
+    return all(map(_plain, value)) if isinstance(value, tuple) else isinstance(value, int | float | str | None)
 
 
 def _try(optimizer: Optimizer, settings: dict[str, Any], parameter: Tensor) -> int | None:
