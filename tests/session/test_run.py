@@ -24,18 +24,10 @@ from paceline.session.record.folder import RunFolder
 from paceline.session.record.writer import MetricsWriter
 from paceline.session.run import Run
 from paceline.state.snapshot import pack
+from tests.harness.models import net
 from tests.harness.runs import Numbered, alone, batches, distance, parameters, workers
 
 SHARES = [(2, None), (2, [1, 7]), (2, [0, 8]), (3, [3, 3, 2])]
-
-
-def net() -> nn.Module:
-    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).double()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.3)
-    return model
 
 
 def ready(run: Run, loader: Any = None, **options: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from paceline.codec.codec import error_feedback
@@ -16,29 +16,22 @@ from paceline.codec.sparse import topk
 from paceline.errors import UsageError
 from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce
+from paceline.sync.context import StepState
 from paceline.sync.gossip.strategy import Gossip
 from paceline.sync.localsgd.strategy import LocalSGD
 from paceline.sync.parameterserver.strategy import ParameterServer
 from paceline.sync.per_axis import Sequence
+from tests.harness.models import net, sgd
 from tests.harness.runs import Numbered, alone, distance, parameters, workers
 
 BATCH = 6
 
 
-def net() -> nn.Module:
-    made = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for p in made.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) * 0.3)
-    return made
-
-
-def train(run: Run, count: int, *, halves: bool = False, by_hand: bool = False, clip: float | None = None) -> Tensor:
+def train(run: Run, count: int, *, epochs: int = 2, halves: bool = False, by_hand: bool = False, clip: float | None = None) -> Tensor:
     """A step for each epoch, of whole batches and a last one of `count % BATCH` samples; with `halves` the last reaches one layer alone."""
     model = net()
-    model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(Numbered(count), batch_size=BATCH))
-    for _ in range(2):
+    model, optimizer, loader = run.prepare(model, sgd(model), DataLoader(Numbered(count), batch_size=BATCH))
+    for _ in range(epochs):
         for number, (x, y) in enumerate(loader, 1):
             last = number == len(loader)
             with contextlib.nullcontext() if last else run.no_sync():
@@ -82,9 +75,21 @@ def test_it_is_refused_where_workers_are_weighed_by_their_samples(strategy: Any)
         workers(3, lambda run: train(run, 13), strategy=strategy, hosts=(0, 1, 1))
 
 
+def test_a_gradient_without_samples_is_refused_unless_it_is_zero() -> None:
+    """As out of lockstep, where a push has one weight."""
+    state = StepState(share_of_step=0.25)
+    assert state.local_factor(torch.ones(2), 0.5) == 2.0
+    state.share_of_step = 0.0
+    assert state.local_factor(torch.ones(2), 0.0) == state.local_factor(torch.zeros(2), 1.0) == 0.0
+    with pytest.raises(UsageError, match=r"no_sync\(\) would be lost"):
+        state.local_factor(torch.ones(2), 1.0)
+
+
 def test_gossip_weighs_gradients_themselves() -> None:
-    found = workers(3, lambda run: train(run, 13), strategy=Gossip())
-    assert all(torch.isfinite(x).all() for x in found)
+    """The mean of all replicas is that of one process after a step, as mixing leaves it as it is."""
+    for count in (13, 14):
+        found = workers(3, lambda run, n=count: train(run, n, epochs=1), strategy=Gossip())
+        assert distance(torch.stack(found).mean(0), alone(lambda run, n=count: train(run, n, epochs=1))) < 1e-9
 
 
 def test_gradients_that_are_changed_by_hand_then_are_refused() -> None:
