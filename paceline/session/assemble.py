@@ -130,7 +130,7 @@ class _Assembly:
         self.loop = TrainingLoop(self.sync, context, self.abilities, worker.page)
         arguments = f"seed={seed}, sync={spell(strategy)}, {comparison}, replicate={worker.replicate!r}"
         self.history = RunHistory(collectives.seed(axes.everyone, seed, arguments), began, context.announce)
-        cuts = ModelCuts(axes, self.history.seed, worker.place.cut, self.history.note)
+        cuts = ModelCuts(axes, self.history.seed, worker.place.cut, self.history.note, self._rounds_parts)
         self.prepared = Prepared(axes, self.loop.backward, self.loop, worker.device, subgroups, cuts=cuts, shares=worker.place.shares)
         self.layout = StateLayout(axes.mesh, axes.everyone.group.rank, cuts.placements, cuts.renewed, cuts.splits, cuts.level)
         check_comparison(comparison, self.sync, self.abilities.replicated)
@@ -139,6 +139,10 @@ class _Assembly:
         self.folder, self.log = open_records(self.history, self.abilities.sample_queue is not None)
         self._watch()
         self._conclude(comparison)
+
+    def _rounds_parts(self) -> bool:
+        """Whether parts of a model that are the same on two stages may be changed in different ways: by codecs, or between replicas."""
+        return self.loop.backward.replicas_diverge or bool(self.context.accounts)
 
     def _watch(self) -> None:
         """Build what follows the training."""

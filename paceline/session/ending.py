@@ -147,6 +147,7 @@ class RunEnding:
         self._hints.ended()
         try:
             self._loop.finish()
+            self._prepared.cuts.level_ties()
             self._conclusion.write()
             self._context.agreement.tell("the end of the run", self._saving.last)
             self._live.end()

@@ -43,6 +43,7 @@ class ModelInference:
         with torch.no_grad():
             stages = self._cuts.pipeline_of(model)
             if stages is not None:
+                self._cuts.level_ties()
                 return stages.forward(Share(tuple(args), options, None, None), lambda out: _pytree.tree_map(_whole, out))
             return _pytree.tree_map(_whole, model(*args, **options))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -128,6 +128,28 @@ def test_values_are_carried_over_stages() -> None:
 
 def test_masks_and_dtypes_are_there_on_all_stages() -> None:
     same("stage=2", pipeline("embed, blocks.*, head", micro_batches=2), build=lambda: fill(Masked(vocab=11).double()))
+
+
+def test_answers_values_and_checkpoints_are_of_the_same_tied_weights() -> None:
+    """Rounded steps are made equal before anything looks at them, after the last step too."""
+
+    def body(run: Run) -> list[torch.Tensor]:
+        model = short()
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), cut=pipeline(LAYERS, micro_batches=2))
+        tied = next(p for name, p in model.named_parameters() if name == "tokens.weight")
+
+        def rounded() -> float:
+            tied.data.add_(run.rank / 1000)  # as a codec of each stage's own would
+            return 0.0
+
+        with torch.no_grad():
+            looks: list[Callable[[], Any]] = [lambda: run.forward(model, X), lambda: run.step(model, X, Y, loss=next_tokens), run.save]
+            seen = [(rounded(), look(), tied.detach().clone())[2] for look in looks]
+        rounded()
+        return [*seen, tied.detach()]  # the last as the run leaves it
+
+    first, second = workers(2, body, mesh="stage=2", strategy=AllReduce(codec=pl.int8()))
+    assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
 
 
 def test_int8_between_replicas_keeps_tied_weights_tied() -> None:

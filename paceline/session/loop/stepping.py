@@ -57,8 +57,7 @@ class SteppedModels:
         weight = None if turn is None or turn.ghost or weigh is not None or counted is None else turn.weight
         scale = self._loss_scale(next(model.parameters()).device) if torch.is_grad_enabled() else 1.0
         share = Share(tuple(inputs), options, target, loss, reduction, weigh or counted, scale, weight)
-        if torch.is_grad_enabled() and (loop.backward.replicas_diverge or loop.context.accounts):
-            self._cuts.level_ties(found)
+        self._cuts.level_ties()
         return _stepped(torch.tensor(found.step(share, loop.backward.joined), dtype=torch.float64))
 
     def _here(self, batch: StepBatch, loss: Loss, weigh: Weigh | None) -> Tensor:

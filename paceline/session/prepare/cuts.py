@@ -36,11 +36,18 @@ ORDER = ("tensor", "stage", "shard")  # layers are cut first, then dealt, and wh
 class ModelCuts:
     """Applies cuts, and keeps what became of each parameter. `override`: those of `paceline run --cut`, in the place of the script's.
 
-    `note` is told of what happens while models train.
+    `note` is told of what happens while models train. `parting`: whether stages that share a weight may come to have different ones.
     """
 
-    def __init__(self, axes: RunAxes, seed: int, override: str | None = None, note: Callable[[str], None] = lambda what: None) -> None:
-        self._axes, self._note_event = axes, note
+    def __init__(
+        self,
+        axes: RunAxes,
+        seed: int,
+        override: str | None = None,
+        note: Callable[[str], None] = lambda what: None,
+        parting: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._axes, self._note_event, self._parting = axes, note, parting
         self._override = None if override is None else read(override)
         self.placements = Placements()
         self.seed = seed
@@ -209,10 +216,13 @@ class ModelCuts:
         """Return the models whose layers are all here."""
         return [model for model in models if self.pipeline_of(model) is None]
 
-    def level_ties(self, found: PipelinedModel) -> None:
+    def level_ties(self) -> None:
         """Give all stages that have a tied weight the same values, in all places where parts of them are. Collective."""
-        found.level_ties()
-        for follow in self._followers if any(tie.group is not None for tie in found.ties) else ():
+        if not self._parting():
+            return
+        for _, found in self.pipelines:
+            found.level_ties()
+        for follow in self._followers if any(tie.group is not None for _, found in self.pipelines for tie in found.ties) else ():
             follow()
 
     def splits(self) -> list[list[int]]:
@@ -221,6 +231,7 @@ class ModelCuts:
 
     def level(self) -> None:
         """Let all workers know what only those of a stage do, and a state has of all: buffers. Collective."""
+        self.level_ties()
         for model, found in self.pipelines:
             found.share_buffers(self.copies.of(model))
 
