@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import traceback
 from collections.abc import Iterable, Iterator
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
@@ -113,3 +114,14 @@ def spoken(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def message(error: BaseException | None) -> list[str]:
+    """Return the lines of an error's message, and of its notes, as Python shows them: an error that can't tell its message has one, too.
+
+    There is at least one line, which is empty if the error says nothing.
+    """
+    shown = [] if error is None else "".join(traceback.format_exception_only(error)).splitlines()
+    first = next((index for index, line in enumerate(shown) if not line.startswith(" ")), len(shown))  # a SyntaxError begins with its place
+    head, *rest = shown[first:] or [""]
+    return [head.partition(": ")[2], *rest]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from paceline.formatting import choices, counted, nearest, sized, spell
+from paceline.formatting import choices, counted, message, nearest, sized, spell
 
 
 @dataclass(frozen=True)
@@ -65,3 +65,21 @@ def test_numbers_of_things(number: int, text: str) -> None:
 @pytest.mark.parametrize(("number", "text"), [(12, "12 bytes"), (999, "999 bytes"), (1e3, "1.0 KB"), (7.5e6, "7.5 MB"), (2e9, "2.0 GB")])
 def test_numbers_of_bytes(number: float, text: str) -> None:
     assert sized(number) == text
+
+
+class Mute(Exception):
+    """An error whose message can't be made, as of a script that has a fault in `__str__`."""
+
+    def __str__(self) -> str:
+        raise AttributeError
+
+
+def test_messages_of_errors() -> None:
+    noted = ValueError("one: 1\ntwo")
+    noted.add_note("three")
+    assert message(noted) == ["one: 1", "two", "three"]
+    assert message(KeyError()) == message(None) == [""]
+    assert message(Mute()) == ["<exception str() failed>"]
+    with pytest.raises(SyntaxError, match="'return' outside function") as raised:
+        compile("return", "script.py", "exec")
+    assert message(raised.value) == ["'return' outside function"]

@@ -13,6 +13,7 @@ from typing import Any
 from paceline.cluster.control.commands import STACK
 from paceline.cluster.discover import Place
 from paceline.errors import DeadlineExceeded, Mismatch, ReplicasDiffer, UsageError, ViewChanged, WorkerLost
+from paceline.formatting import message
 
 # What a worker raises because another one failed: never the cause while something else could be.
 ECHOES = (Mismatch, WorkerLost, DeadlineExceeded, ViewChanged)
@@ -93,7 +94,8 @@ def report_failure(place: Place, kind: type[BaseException], error: BaseException
     """Report the uncaught exception that ends this worker; call it as soon as the error is known, before peers can notice."""
     if issubclass(kind, KeyboardInterrupt) or leaves_well(error):
         return
-    record = {"event": "failed", "type": kind.__name__, "message": str(error or "")[:_LONGEST]}
+    lines = message(error)
+    record = {"event": "failed", "type": kind.__name__, "message": "\n".join(lines)[:_LONGEST], "more": len(lines) - 1}
     _tell(place, {**record, "is_echo": issubclass(kind, ECHOES), "is_final": issubclass(kind, FINAL)})
 
 

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+from paceline.cluster.launcher.last_words import CHAINED, TRACEBACK
 from paceline.status.live_bar import LiveBar
 from paceline.status.run_status import RunStatus
 
@@ -21,8 +22,8 @@ _TAIL_BYTES = 1 << 16
 _COMPLAINT = b"TCPStoreLibUvBackend.cpp:"  # where torch's store reads what clients send
 _STACK, _STACK_LINES = (b"Exception raised from ", b"frame #"), 64
 _NOT_SHOWN = b" (somebody sends to torch's store what no worker does: that ends its connection; more of the kind is not shown)"
-_TRACEBACK, _IGNORED = b"Traceback (most recent call last):", b"Exception ignored "
-_CHAINED = (b"During handling of the above exception", b"The above exception was the direct cause")
+_TRACEBACK, _IGNORED = TRACEBACK.encode(), b"Exception ignored "
+_CHAINED = tuple(line.encode() for line in CHAINED)
 _IDLE_SECONDS = 0.25  # a line without an end is shown after this time (prompts, dots)
 
 
@@ -309,18 +310,3 @@ def screens(*, bare: bool = False, bar: LiveBar | None = None) -> tuple[Screen, 
     alike = (out.st_dev, out.st_ino) == (err.st_dev, err.st_ino)
     last = Screen(2, prefix, at_once=bare, bar=bar)
     return (last if alike else Screen(1, prefix, at_once=bare)), last
-
-
-def last_words(tail: str) -> str:
-    """Return the traceback at the end of the text, chained ones included; where there is none, its last lines."""
-    lines = tail.splitlines()
-    starts = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last):")]
-    if not starts:
-        return "\n".join(lines[-20:])
-    start = starts[-1]
-    for earlier in reversed(starts[:-1]):
-        between = "\n".join(lines[earlier:start])
-        if "\nDuring handling of the above exception" not in between and "\nThe above exception was the direct cause" not in between:
-            break
-        start = earlier
-    return "\n".join(lines[start:])

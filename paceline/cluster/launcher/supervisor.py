@@ -255,7 +255,7 @@ class Supervisor:
         if verdict is not None and self._asked is None:
             if self._told is not None:
                 self._told(verdict)
-            if verdict.tail and self._err.last != verdict.rank:
+            if verdict.tail and not self._said_last(verdict):
                 self._err.say(f"paceline: what rank {verdict.rank} said last:")
                 for line in verdict.tail.splitlines():
                     self._err.put(-1 if verdict.rank is None else verdict.rank, line.encode(errors="replace") + b"\n")
@@ -265,6 +265,12 @@ class Supervisor:
         if self._job_end.line is not None:
             self._err.say(self._job_end.line)
         _flush({self._out, self._err}, wake, self._timings, lambda: self._asked is not None or bool(self._signals))
+
+    def _said_last(self, verdict: Failure) -> bool:
+        """Whether the last words of the worker that failed are the last that is shown."""
+        said = [worker.streams[1].tail().splitlines() for worker in self._workers if worker.rank == verdict.rank]
+        words = verdict.tail.splitlines()
+        return self._err.last == verdict.rank and all(lines[-len(words) :] == words for lines in said)
 
     def _final(self) -> Failure | None:
         """Return the verdict, with the exit code and the last output of the worker now that it has ended."""

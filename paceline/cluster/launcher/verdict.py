@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from paceline.cluster.hosts.peers import Failure
-from paceline.cluster.launcher.output import last_words
+from paceline.cluster.launcher.last_words import last_words
 from paceline.cluster.launcher.worker import WorkerProcess, ending
 from paceline.timings import DEFAULTS, SupervisorTimings
 
@@ -55,18 +55,20 @@ class FailureSearch:
         now = time.time()
         age = 0.0 if worker.ended is None else now - worker.ended + self._timings.slack
         code = 0 if worker.was_sent or worker.ended is None else worker.code
-        failure = Failure(worker.rank, self._host, code or 1, "", False, age, last_words(worker.streams[1].tail()))
+        failure = Failure(worker.rank, self._host, code or 1, "", age=age)
         record = next((record for record in worker.records if record["event"] == "failed"), None)
         if record is not None:
             words = f"failed with exit code {failure.code} ({record['type']})"
-            return replace(failure, words=words, is_echo=bool(record["is_echo"]), age=now - float(str(record["time"])))
+            age = now - float(str(record["time"]))
+            return replace(failure, words=words, is_echo=bool(record["is_echo"]), age=age, tail=_tail(worker, record))
         if code:
             # SIGABRT is how libraries answer to another's failure, so it gets no start over records.
-            return replace(failure, words=ending(code), age=age - (self._timings.slack if code == 128 + signal.SIGABRT else 0.0))
+            start = self._timings.slack if code == 128 + signal.SIGABRT else 0.0
+            return replace(failure, words=ending(code), age=age - start, tail=_tail(worker))
         silent = worker.ended is not None and not worker.was_sent and worker.said("joined") and not worker.said("closed")
         if silent and self._trains(worker):
             words = "left in the middle (exit code 0) while others were training: it joined the run and never closed it"
-            return replace(failure, words=words)
+            return replace(failure, words=words, tail=_tail(worker))
         return None
 
     def _suspects(self) -> list[Failure]:
@@ -82,6 +84,13 @@ class FailureSearch:
         since = leaver.ended if others else max(ends)
         running = len(ends) < len(self._workers)
         return (bool(others) or not running) and time.time() - since > self._timings.left
+
+
+def _tail(worker: WorkerProcess, record: Mapping[str, object] | None = None) -> str:
+    """Return the last words of a worker that has failed, with the error of this record."""
+    given = {} if record is None else record
+    kind, more = given.get("type"), given.get("more")
+    return last_words(worker.streams[1].tail(), None if kind is None else str(kind), more if isinstance(more, int) else None)
 
 
 def cause(suspects: list[Failure], slack: float) -> Failure:

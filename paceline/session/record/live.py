@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from paceline.cluster import machine
 from paceline.cluster.control.progress import birth
+from paceline.formatting import message
 from paceline.session.record.folder import RunFolder, strict_json
 
 EVENTS: Final = 200  # that are told while a run is under way, the last ones
@@ -47,7 +48,7 @@ class LiveRecord:
     def fail(self, kind: type[BaseException], error: BaseException | None) -> None:
         """Write that the run has ended in an error. The file stays, as there will be no summary."""
         if not self._over and self._writes():
-            words = " ".join(str(error or "").split())
+            words = " ".join(" ".join(message(error)).split())
             self._put({"state": "failed", "why": f"{kind.__name__}: {words}"[:_LONGEST] if words else kind.__name__})
         self._over = True
 
