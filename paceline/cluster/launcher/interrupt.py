@@ -6,10 +6,13 @@ All workers get SIGINT then, and what a script doesn't catch is a `KeyboardInter
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from paceline.cluster.hosts.restart_messages import JobStopped
 from paceline.cluster.launcher.worker import WorkerProcess
 from paceline.formatting import counted
 
@@ -39,13 +42,33 @@ class JobEnd:
         """The launcher's own last line; None where the end wasn't asked for, or where nobody reads any more."""
         if self._signum is None or self._signum == signal.SIGPIPE:
             return None
-        asked = "interrupted" if self._signum == signal.SIGINT else f"asked to end by {signal.Signals(self._signum).name}"
+        asked = words(self._signum)
         if not self._workers:
             return f"paceline: {asked} before its workers started"
         killed = sum(signal.SIGKILL in worker.was_sent for worker in self._workers)
         by_force = f" ({killed} by SIGKILL)" if killed else ""
         ended = f"{counted(len(self._workers), 'worker')} ended{by_force}"
         return f"paceline: {asked}: {ended}{'' if self._folder is None else _where(self._folder)}"
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Have signals that ask for the end of the job raise `JobStopped` where no supervisor handles them: other hosts may wait for this one."""
+
+    def stop(signum: int, frame: object) -> None:
+        raise JobStopped(signum, socket.gethostname(), here=True)
+
+    before = {signum: signal.signal(signum, stop) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def words(signum: int) -> str:
+    """Say by which signal a job was asked to end."""
+    return "interrupted" if signum == signal.SIGINT else f"asked to end by {signal.Signals(signum).name}"
 
 
 def _where(folder: Path) -> str:

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from paceline.cluster.hosts.membership import HostSeat, View
 from paceline.cluster.hosts.peers import NoPeers, Offer, Peers
 from paceline.cluster.hosts.rendezvous import Admission, Meeting, assemble, seek
 from paceline.cluster.hosts.restart_messages import JobStopped, Links
-from paceline.cluster.launcher import bar, hints
+from paceline.cluster.launcher import bar, hints, interrupt
 from paceline.cluster.launcher.replacement import Replacement
 from paceline.cluster.launcher.request import PLACEMENTS, LaunchRequest, check, deal, meeting_point
 from paceline.cluster.launcher.restarts import JobRestarts
@@ -89,10 +89,10 @@ def run(job: LaunchRequest, environ: Mapping[str, str] | None = None, watcher: R
         _say(str(error))
         return USAGE
     except JobStopped as stop:
-        if not stop.here:
-            _say(str(stop))
+        _say(f"{interrupt.words(stop.number)} before its workers started" if stop.here else str(stop))
         return 128 + stop.number
     except KeyboardInterrupt:
+        _say(interrupt.words(signal.SIGINT))
         return 128 + signal.SIGINT
 
 
@@ -104,7 +104,7 @@ def _say(text: str | None) -> None:
 def _work_again(job: LaunchRequest, surroundings: dict[str, str], restarts: JobRestarts, watcher: RunWatcher | None) -> int:
     """Take part in a job that starts again as a whole, until its last end; the exit code."""
     code, links = 0, None
-    with _stoppable() if job.hosts > 1 else nullcontext():
+    with interrupt.stoppable():
         while True:
             try:
                 code, links = _start(job, surroundings, restarts, links, watcher)
@@ -119,21 +119,6 @@ def _work_again(job: LaunchRequest, surroundings: dict[str, str], restarts: JobR
                 raise
             if not restarts.take():
                 return code
-
-
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    """Have signals that ask for the end of the job raise `JobStopped` where no supervisor handles them: the other hosts are told."""
-
-    def stop(signum: int, frame: object) -> None:
-        raise JobStopped(signum, socket.gethostname(), here=True)
-
-    before = {signum: signal.signal(signum, stop) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 def _start(
@@ -173,8 +158,9 @@ def _work(
     """
     surroundings["PACELINE_JOB_START"] = ""
     with ExitStack() as held, ExitStack() as inherited:
-        mine = _bring(job, surroundings, held, inherited)
-        ready = _prepare(job, surroundings, mine, points, ranks)
+        with interrupt.stoppable():
+            mine = _bring(job, surroundings, held, inherited)
+            ready = _prepare(job, surroundings, mine, points, ranks)
         assembly = ready.peers if isinstance(ready.peers, ElasticPeers) else None
         mending = None if assembly is None else partial(_mending, job, assembly, ready.again, mine.timings)
         shown, told = bar.screens(surroundings, bare=job.bare), calls.judge(job.call)

@@ -307,9 +307,11 @@ class TestLaunchers:
         code, _, err = launch(script(""), 1, hosts=2, join=f"127.0.0.1:{free_port()}", deadline=1.0, **ENVIRON).end()
         assert code == 2 and "1 of 2 hosts came" in err
 
-    def test_ctrl_c_while_waiting(self, script, launch):
+    @pytest.mark.parametrize(("number", "asked"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "asked to end by SIGTERM")])
+    def test_a_signal_while_waiting(self, script, launch, number, asked):
         port = free_port()
         launched = launch(script(""), 1, hosts=2, join=f"127.0.0.1:{port}", **ENVIRON)
         wait_for(lambda: port in listening({launched.process.pid}))
-        launched.process.send_signal(signal.SIGINT)
-        assert launched.end()[0] == 130
+        launched.process.send_signal(number)
+        code, _, err = launched.end()
+        assert (code, err.splitlines()[-1]) == (128 + number, f"paceline: {asked} before its workers started")
