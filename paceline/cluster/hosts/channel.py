@@ -82,12 +82,16 @@ class Channel:
         return True
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send one message, as soon as the network takes it."""
+        """Send one message, as soon as the network takes it. Raises `PlaceError` for one that tells of too many hosts."""
         line = json.dumps(message).encode()
         if self._session is not None:
             line = secrets.sign(self._session, self.side.encode(), str(self._sent).encode(), line).hex().encode() + line
-            self._sent += 1
-        assert len(line) < _LONGEST
+        if len(line) >= _LONGEST:
+            raise PlaceError(
+                f"a launcher has {len(line):,} bytes to tell another one, and {_LONGEST - 1:,} is the most: the job has too many hosts "
+                "(some 500 can take part) or workers; start fewer hosts with more workers each"
+            )
+        self._sent += self._session is not None
         self._out += line + b"\n"
         self.flush()
 

@@ -70,6 +70,12 @@ class TestAssemble:
         assert isinstance(first.exception(), DeadlineExceeded) and "came with another secret" in str(first.exception())
         assert len(said) == len({*said}) and sum("came with another secret" in line for line in said) == 1
 
+    def test_more_hosts_than_launchers_can_tell_of(self):
+        port = free_port()
+        offers = [replace(invitation(name, port).offer, name=name * 70_000) for name in "ab"]  # two hosts for hundreds
+        for future in gather(*(invitation("", port, offer=offer) for offer in offers), pause=0.1):
+            assert isinstance(future.exception(), PlaceError) and "the job has too many hosts" in str(future.exception())
+
     def test_who_does_not_come_is_missed(self):
         with pytest.raises(DeadlineExceeded, match=r"1 of 2 hosts came .* \(a\).*loopback"):
             assemble(invitation("a", free_port(), deadline=0.5))
