@@ -22,7 +22,7 @@ from torch import Tensor
 from paceline import callsite
 from paceline.comm import fingerprint, reduction
 from paceline.comm.fingerprint import CallFingerprint
-from paceline.comm.group import Group, Op, Work, pieces
+from paceline.comm.group import Group, Op, Work, as_begun, begun, pieces
 from paceline.comm.schedule import Schedule, carried
 from paceline.errors import PacelineError
 
@@ -51,10 +51,10 @@ class ChunkMessage(NamedTuple):
 
 
 class GeneratorWork:
-    """The Work of a generator that yields a Work whenever it has to wait; `wait` and `done` push it forward."""
+    """The Work of a generator that yields a Work whenever it has to wait; `wait` and `done` push it forward. It writes to `written`."""
 
-    def __init__(self, steps: Steps) -> None:
-        self._steps = steps
+    def __init__(self, steps: Steps, written: Sequence[Tensor] = ()) -> None:
+        self._steps, self._inference = steps, begun(*written)
         self._pending: Work[None] | None = None
         self._result: Any = None
         self._error: BaseException | None = None
@@ -87,7 +87,7 @@ class GeneratorWork:
         """Run the generator to its next wait; the error of the last wait is raised inside it."""
         try:
             error = self._pending.exception() if self._pending is not None else None
-            with torch.no_grad():
+            with as_begun(self._inference):
                 self._pending = next(self._steps) if error is None else self._steps.throw(error)
         except StopIteration as stop:
             self._result, self._ended = stop.value, True
@@ -121,7 +121,7 @@ def all_reduce_agreed(
 ) -> Work[Tensor]:
     """Reduce as `all_reduce` does what all ranks are known to agree on. Its rounds have the tags from `tag` on."""
     reduction.admit(op, x.dtype)
-    return GeneratorWork(_run(group, x.detach(), (schedule, op, tag), out))
+    return GeneratorWork(_run(group, x.detach(), (schedule, op, tag), out), [] if out is None else [out])
 
 
 class ScheduleQueue:
@@ -138,7 +138,7 @@ class ScheduleQueue:
         """Reduce as `all_reduce_agreed` does, after all that the queue holds; when one of those fails, so does this."""
         reduction.admit(op, x.dtype)
         steps = _run(self._group, x.detach(), (schedule, op, TAG), out)
-        self._last = GeneratorWork(steps if self._last is None else _after(self._last, steps))
+        self._last = GeneratorWork(steps if self._last is None else _after(self._last, steps), [] if out is None else [out])
         return self._last
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
+import torch
 from torch import Tensor, dtype
 
 Op = Literal["sum", "mean", "min", "max", "product"]
@@ -204,6 +206,25 @@ class MovesMemory(Protocol):
         Its memory may move where `may_move` is true on all ranks: nobody else has its address.
         """
         ...
+
+
+def begun(*written: Tensor) -> bool:
+    """Whether an operation that begins here, and writes to these tensors, has to go on in inference mode.
+
+    It may go on in another thread, or in a wait after the mode has ended; torch lets nothing write to tensors of that mode outside of it.
+    """
+    return torch.is_inference_mode_enabled() or any(x.is_inference() for x in written)
+
+
+def as_begun(inference: bool) -> AbstractContextManager[Any]:
+    """Go on with an operation, without gradients, in the mode that `begun` gave: what is new belongs to that mode, too."""
+    return torch.no_grad() if inference == torch.is_inference_mode_enabled() else _in_mode(inference)
+
+
+@contextmanager
+def _in_mode(inference: bool) -> Iterator[None]:
+    with torch.inference_mode(inference), torch.no_grad():  # in this order: the first alone brings gradients back
+        yield
 
 
 def gather_into(group: Group, x: Tensor, outs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:

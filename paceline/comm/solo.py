@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.fingerprint import choosing, compare, dealing, exchanging, matching, objects, parcel, reducing, rooted, rows
-from paceline.comm.group import Finished, Group, Op, Traffic, Work
+from paceline.comm.group import Finished, Group, Op, Traffic, Work, as_begun, begun
 from paceline.comm.reduction import admit
 from paceline.errors import UsageError
 
@@ -30,8 +30,9 @@ class SoloGroup:
         compare([(str(call), call.flaw)])
         matching([[[(to, parcel(x)) for to, x in sends], [(source, parcel(x)) for source, x in recvs]]], (self._global,))
         arrived = [x.detach().clone(memory_format=torch.contiguous_format) for _, x in sends]
-        for (_, into), x in zip(recvs, arrived, strict=True):
-            into.detach().copy_(x.view(into.shape))
+        with as_begun(begun(*(into for _, into in recvs))):
+            for (_, into), x in zip(recvs, arrived, strict=True):
+                into.detach().copy_(x.view(into.shape))
         return Finished()
 
     def all_reduce(self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None) -> Work[Tensor]:
@@ -40,7 +41,8 @@ class SoloGroup:
         admit(op, x.dtype)
         if out is None:
             return Finished(x.detach().clone(memory_format=torch.contiguous_format))
-        return Finished(out if out is x else out.copy_(x.detach()))
+        with as_begun(begun(out)):
+            return Finished(out if out is x else out.copy_(x.detach()))
 
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
         """Return all of `x`, flattened."""
@@ -81,7 +83,8 @@ class SoloGroup:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Allocate ordinary memory."""
-        return torch.empty(tuple(shape), dtype=dtype)
+        with torch.inference_mode(False):  # it may outlive an evaluation that it is first used in
+            return torch.empty(tuple(shape), dtype=dtype)
 
     def close(self) -> None: ...
 

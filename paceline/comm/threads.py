@@ -19,10 +19,11 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from paceline.comm import fingerprint, reduction
 from paceline.comm.fingerprint import CallFingerprint
-from paceline.comm.group import Op, Traffic, Work, pieces
+from paceline.comm.group import Op, Traffic, Work, as_begun, begun, pieces
 from paceline.comm.traffic import TrafficMeter
 from paceline.comm.waitgraph import GRACE, RankWait, apart, describe, late
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, UsageError, ViewChanged, WorkerLost
@@ -37,6 +38,7 @@ class _ThreadCall:
     def __init__(self, number: int, names: Sequence[int]) -> None:
         self.number = number
         self.parts: dict[int, tuple[CallFingerprint, Any]] = {}
+        self.inference = False  # on any rank
         self.names = names
         self.ended = False
         self.results: list[Any] = []
@@ -47,7 +49,7 @@ class _ThreadCall:
         parts = [self.parts[rank] for rank in range(len(self.names))]
         try:
             fingerprint.compare([(str(call), call.flaw) for call, _ in parts], self.names)
-            with torch.no_grad():
+            with as_begun(self.inference):
                 self.results = finish([data for _, data in parts])
         except (PacelineError, RuntimeError) as error:
             self.error = error
@@ -67,13 +69,16 @@ class _ThreadBoard:
         self.left: dict[int, str] = {}
         self.broken: BaseException | None = None
 
-    def post(self, rank: int, channel: str, call: CallFingerprint, data: Any, finish: Callable[[list[Any]], list[Any]]) -> _ThreadCall:
+    def post(
+        self, rank: int, channel: str, call: CallFingerprint, data: Any, finish: Callable[[list[Any]], list[Any]], *, inference: bool
+    ) -> _ThreadCall:
         """Make the next call of rank `rank` on `channel`."""
         with self.changed:
             number = self.made[rank].get(channel, 0)
             self.made[rank][channel] = number + 1
             slot = self.slots.setdefault((channel, number), _ThreadCall(number, self.names))
             slot.parts[rank] = (call, data)
+            slot.inference = slot.inference or inference
             last = len(slot.parts) == self.size
             if last:
                 del self.slots[channel, number]
@@ -186,7 +191,8 @@ class ThreadGroup:
 
     def _post(self, call: CallFingerprint, data: Any, finish: Callable[[list[Any]], list[Any]], channel: str = "calls") -> Work[Any]:
         self.pause()
-        return _ThreadWork(self, channel, call, self.segment.post(self.rank, channel, call, data, finish))
+        inference = begun(*(x for x in tree_leaves(data) if isinstance(x, Tensor)))
+        return _ThreadWork(self, channel, call, self.segment.post(self.rank, channel, call, data, finish, inference=inference))
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
         for to, x in sends:
@@ -284,7 +290,8 @@ class ThreadGroup:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         self._post(CallFingerprint("empty", None, tuple(shape), dtype), None, lambda parts: parts).wait()
-        return torch.empty(tuple(shape), dtype=dtype)
+        with torch.inference_mode(False):
+            return torch.empty(tuple(shape), dtype=dtype)
 
     def close(self) -> None:
         self.leave("it has closed the group")

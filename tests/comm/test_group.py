@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import pytest
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from paceline.cluster.store import Store
-from paceline.comm.group import Group, gather_into
+from paceline.comm.collectives import all_reduce
+from paceline.comm.group import Group, Work, gather_into
+from paceline.comm.native.group import TorchGroup
+from paceline.comm.schedule import ring
 from paceline.comm.shm.group import SharedGroup
 from paceline.comm.threads import spawn
-from tests.harness.processes import threads
+from tests.harness.hierarchies import made
+from tests.harness.processes import fork, threads
+
+T = TypeVar("T")
 
 
 def test_what_is_gathered_lies_where_it_was_asked_for_if_the_group_can_write_there() -> None:
@@ -26,3 +38,67 @@ def test_what_is_gathered_lies_where_it_was_asked_for_if_the_group_can_write_the
 
     assert threads(2, shared) == [[True, True]] * 2
     assert spawn(2, body) == [[False, False]] * 2
+
+
+def _on_threads(size: int, body: Callable[[Group], T]) -> list[T]:
+    return spawn(size, body)
+
+
+def _on_hosts(size: int, body: Callable[[Group], T]) -> list[T]:
+    return spawn(size, lambda group: body(made(group, (0, 1, 0, 1))))
+
+
+def _in_shared_memory(size: int, body: Callable[[Group], T]) -> list[T]:
+    def run(rank: int, size: int, store: Store) -> T:
+        group = SharedGroup.from_store(store, rank, size, deadline=20)
+        try:
+            return body(group)
+        finally:
+            group.close()
+
+    return threads(size, run)
+
+
+def _over_gloo(size: int, body: Callable[[Group], T]) -> list[T]:
+    def run(rank: int, size: int, store: Store) -> T:
+        group = TorchGroup.from_store(store, rank, size, deadline=20)
+        try:
+            return body(group)
+        finally:
+            group.close()
+
+    return fork(size, run)
+
+
+def _calls(group: Group, numel: int) -> Iterator[Callable[[Tensor], Work[Any]]]:
+    """Calls that write: to new tensors, to their own, to some that don't lie in one stretch, by rounds of a schedule."""
+    right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    yield group.all_reduce
+    yield lambda x: group.all_reduce(x, out=x)
+    yield lambda x: group.all_reduce(x[::2], op="mean", out=x[::2])
+    yield lambda x: all_reduce(group, x, ring(group.size), out=x)
+    yield group.reduce_scatter
+    yield group.all_gather
+    yield lambda x: group.all_to_all([x] * group.size)
+    yield lambda x: group.broadcast(x[::2], root=1)
+    yield lambda x: group.exchange([(right, torch.ones(len(x[::2])))], [(left, x[::2])])
+    yield lambda x: group.all_reduce(group.empty((numel,), torch.float32).copy_(x))
+
+
+@pytest.mark.parametrize("run", [_on_threads, _on_hosts, _in_shared_memory, _over_gloo])
+def test_what_is_begun_in_inference_mode_or_writes_to_tensors_of_it_ends_well_outside_and_the_other_way_round(run: Any) -> None:
+    def body(group: Group) -> None:
+        for numel in (7, 9_003):
+            for call in _calls(group, numel):
+                with torch.inference_mode():
+                    x, same = (torch.arange(numel, dtype=torch.float32) + group.rank for _ in range(2))
+                    begun_inside = call(x)
+                found = tree_leaves(begun_inside.wait())
+                call(same).wait()  # made in inference mode, and used outside of it
+                begun_outside = call(torch.arange(numel, dtype=torch.float32) + group.rank)
+                with torch.inference_mode():
+                    again = tree_leaves(begun_outside.wait())
+                for one, other in zip(found, again, strict=True):
+                    assert one is None or (torch.equal(one, other) and not other.is_inference())
+
+    run(4 if run is _on_hosts else 2, body)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paceline.comm.group import Group, Work
+from paceline.comm.group import Group, Work, as_begun, begun
 from paceline.comm.shm.group import SharedGroup
 from paceline.comm.solo import SoloGroup
 from paceline.errors import DeadlineExceeded, PacelineError, ViewChanged, WorkerLost
@@ -114,6 +114,7 @@ class IssuedWork:
 
     def __init__(self, call: Callable[[Group], Work[Any]]) -> None:
         self._call: Callable[[Group], Work[Any]] | None = call
+        self._inference = begun()
         self._begun = threading.Event()
         self._work: Work[Any] | None = None
         self._error: BaseException | None = None
@@ -121,7 +122,8 @@ class IssuedWork:
     def issue(self, group: Group) -> None:
         """Begin the operation."""
         assert self._call is not None
-        self._work, self._call = self._call(group), None
+        with as_begun(self._inference):
+            self._work, self._call = self._call(group), None
         self._begun.set()
 
     def fail(self, error: BaseException) -> None:

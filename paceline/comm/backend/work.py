@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work as TorchWork
@@ -18,7 +19,7 @@ else:
     from torch.distributed import Work as TorchWork
 
 from paceline.comm.backend import backward
-from paceline.comm.group import Work
+from paceline.comm.group import Work, as_begun, begun
 from paceline.errors import DeadlineExceeded, PacelineError, WorkerLost
 
 LOOK = 5e-3  # seconds between two looks for operations whose callers have gone on
@@ -47,6 +48,7 @@ class BackendWork(TorchWork):
         super().__init__()
         self._work, self._finish, self._outputs, self._seconds = work, finish, outputs, seconds
         self.completer, self._locate = completer, locate
+        self._inference = begun(*(x for x in tree_leaves(outputs) if isinstance(x, torch.Tensor)))
         self._lock = threading.Lock()
         self.ended = False
         self._error: BaseException | None = None
@@ -72,9 +74,10 @@ class BackendWork(TorchWork):
             if self.ended:
                 return
             try:
-                result = self._work.wait(self._seconds if seconds is None else seconds)
-                if self._finish is not None:
-                    self._finish(result)
+                with as_begun(self._inference):
+                    result = self._work.wait(self._seconds if seconds is None else seconds)
+                    if self._finish is not None:
+                        self._finish(result)
             except BaseException as error:
                 self._locate(error)
                 if self._work.exception() is None and seconds is not None:

@@ -18,13 +18,14 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from paceline.comm.group import Work
+from paceline.comm.group import Work, as_begun, begun
 from paceline.comm.shm.waiting import fine_timer
 from paceline.errors import DeadlineExceeded, PacelineError, UsageError, ViewChanged
 
@@ -42,10 +43,16 @@ class Flow(NamedTuple):
 
 
 class StagedJob:
-    """The Work of one request: its flows, made as the first stage comes to them, and what is done after the last one's end."""
+    """The Work of one request: its flows, made as the first stage comes to them, and what is done after the last one's end.
 
-    def __init__(self, flows: Callable[[], Iterable[Flow]], conclude: Callable[[], Any], what: str, deadline: float) -> None:
+    They write to `written`.
+    """
+
+    def __init__(
+        self, flows: Callable[[], Iterable[Flow]], conclude: Callable[[], Any], what: str, deadline: float, written: Sequence[Tensor] = ()
+    ) -> None:
         self.flows, self.conclude, self.what, self.deadline = flows, conclude, what, deadline
+        self.inference = begun(*written)
         self._ended = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
@@ -290,7 +297,8 @@ class StagedExecutor:
         if job.ended:
             return
         try:
-            act(subject)
+            with as_begun(job.inference):
+                act(subject)
         except (UsageError, RuntimeError, ValueError, TypeError) as error:
             job.cancel(error)
         except PacelineError as error:

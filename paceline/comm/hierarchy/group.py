@@ -170,7 +170,9 @@ class HostsGroup:
             return target if out is None else out
 
         what = f"all_reduce of {x.numel()} elements over {len(set(self.hosts))} hosts"
-        return self._line.start(StagedJob(flows, conclude, what, self._deadline), soon=soon and flat.numel() <= SHORT)
+        return self._line.start(
+            StagedJob(flows, conclude, what, self._deadline, () if out is None else [out]), soon=soon and flat.numel() <= SHORT
+        )
 
     def _chunk(self, mine: Tensor, end: Tensor, how: tuple[torch.dtype, Op, Op], inside: HostSum, across: Schedule | None) -> Steps:
         """Take a chunk from `mine` to `end` through the stages; halves are added, and travel, in float32."""
@@ -279,7 +281,7 @@ class HostsGroup:
         start, stop = pieces(x.numel(), self.size)[self.rank]
         piece = fresh((stop - start,), x.dtype) if out is None else out
         what = f"reduce_scatter of {x.numel()} elements over {len(set(self.hosts))} hosts"
-        return self._line.start(StagedJob(lambda: rails.reduce(x, piece, op), lambda: piece, what, self._deadline))
+        return self._line.start(StagedJob(lambda: rails.reduce(x, piece, op), lambda: piece, what, self._deadline, [piece]))
 
     def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
         return self._all_gather(x, None, name)
@@ -300,7 +302,7 @@ class HostsGroup:
             return self._gather_flat(x, [(count, *x.shape[1:]) if x.dim() else () for count in rows], outs)
         places = [fresh(x.shape, x.dtype) for _ in rows] if outs is None else outs
         what = f"all_gather of {x.numel()} elements over {len(set(self.hosts))} hosts"
-        return self._line.start(StagedJob(lambda: rails.gather(x, places), lambda: places, what, self._deadline))
+        return self._line.start(StagedJob(lambda: rails.gather(x, places), lambda: places, what, self._deadline, places))
 
     def _gather_flat(self, x: Tensor, shapes: Sequence[Sequence[int]], outs: list[Tensor] | None) -> Work[list[Tensor]]:
         """Gather from all ranks at once, which have agreed on it."""
@@ -367,4 +369,4 @@ def _written(work: Work[Any], outs: list[Tensor], result: Any) -> Work[Any]:
             out.detach().copy_(part)
         return result
 
-    return GeneratorWork(steps())
+    return GeneratorWork(steps(), outs)

@@ -66,7 +66,7 @@ class Rails:
     def gather(self, x: Tensor, outs: Sequence[Tensor]) -> Iterator[Flow]:
         """Yield the flows of an all-gather of `x` into `outs`, contiguous tensors of its shape."""
         if outs[self._rank].data_ptr() != x.data_ptr():
-            _put(outs[self._rank], x)
+            outs[self._rank].detach().copy_(x)
         flats = [out.detach().view(-1) for out in outs]
         for start, stop in cut(x.numel()):
             yield Flow(self._gather([flat[start:stop] for flat in flats]), stop - start)
@@ -82,7 +82,7 @@ class Rails:
             for room, work in [(room, gather_into(self._hands, room[number], room)) for room in rooms]:
                 for part, found in zip(room, work.wait(), strict=True):
                     if found.data_ptr() != part.data_ptr():
-                        _put(part, found)
+                        part.copy_(found)
 
     # ---- reduce-scatter
 
@@ -107,7 +107,7 @@ class Rails:
         total, *terms = [came.get(host, sums[host]) for host in range(self.rail.size)]
         for term in terms:
             reduction.combine(op, total, term)
-        _put(out, reduction.finish(op, total, self._size)[: out.numel()])
+        out.detach().copy_(reduction.finish(op, total, self._size)[: out.numel()])
 
     def _sum(self, parts: Sequence[Tensor], total: Tensor, op: Op) -> None:
         """Reduce the parts for the workers of one host inside this one, into `total` of the worker whose rail leads there."""
@@ -122,7 +122,8 @@ class Rails:
         """Lay parts one after another, each as long as `like`; in memory that the next ones reuse."""
         nbytes = len(parts) * like.numel() * like.element_size()
         if self._staged.numel() < nbytes:
-            self._staged = torch.empty(nbytes, dtype=torch.uint8)
+            with torch.inference_mode(False):  # it outlives an evaluation that it is first used in
+                self._staged = torch.empty(nbytes, dtype=torch.uint8)
         staged = self._staged[:nbytes].view(like.dtype)
         for row, part in zip(staged.view(len(parts), -1), parts, strict=True):
             row[: part.numel()].copy_(part)
@@ -134,9 +135,3 @@ class Rails:
         self._crossings = (self._crossings + 1) % CROSSINGS
         exchange = self.rail.exchange_agreed if isinstance(self.rail, UncheckedExchange) else self.rail.exchange
         return exchange(list(sends.items()), list(recvs.items()), tag=self._crossings)
-
-
-def _put(out: Tensor, x: Tensor) -> None:
-    """Copy `x` to `out`, which may have been made in inference mode."""
-    with torch.inference_mode(out.is_inference()):
-        out.detach().copy_(x)

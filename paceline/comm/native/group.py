@@ -30,7 +30,7 @@ from paceline.cluster.store import Store, over
 from paceline.comm import collectives, fingerprint, reduction, schedule
 from paceline.comm.cancellation import CancelScope
 from paceline.comm.fingerprint import DIGEST, CallFingerprint
-from paceline.comm.group import Finished, Op, Traffic, Work
+from paceline.comm.group import Finished, Op, Traffic, Work, as_begun, begun
 from paceline.comm.native.transport import MESSAGES, SMALL_MESSAGE, GlooTransport, GlooWait, StreamWait, TransportWork
 from paceline.comm.traffic import TrafficMeter
 from paceline.errors import Mismatch, PacelineError, UsageError, ViewChanged
@@ -168,7 +168,9 @@ class TorchGroup:
             return self._scheduled(x, schedule.direct(self.size), op, out)
         if small or (held not in NATIVE and not additive):
             return self._scheduled(x, schedule.owners(self.size), op, out)
-        return self._reduce(x, op, out, _staged(x, out, held))
+        with as_begun(begun(out)):
+            staged = _staged(x, out, held)
+        return self._reduce(x, op, out, staged)
 
     def _scheduled(self, x: Tensor, plan: schedule.Schedule, op: Op, out: Tensor) -> Work[Tensor]:
         began = time.perf_counter_ns()
@@ -199,16 +201,17 @@ class TorchGroup:
 
         options: Any = torch.distributed.AllreduceOptions()
         options.reduceOp = OPERATIONS[op]
-        return self._launch("all_reduce", lambda on: on.allreduce([real], options), finish, x.is_cuda)
+        return self._launch("all_reduce", lambda on: on.allreduce([real], options), finish, out)
 
-    def _launch(self, text: str, start: Callable[[Any], Any], finish: Callable[[], Any], on_gpu: bool) -> Work[Any]:
-        """Start a collective of NCCL (`on_gpu`) or Gloo; all ranks start them in the same order."""
+    def _launch(self, text: str, start: Callable[[Any], Any], finish: Callable[[], Any], out: Tensor) -> Work[Any]:
+        """Start a collective of NCCL, if `out` is on a GPU, or Gloo, which `finish` writes to `out`; all start them in the same order."""
+        on_gpu = self._nccl is not None and out.is_cuda
         call_number = self._fabric.count("data")
         try:
             awaited = StreamWait(start(self._nccl)) if on_gpu else self._fabric.track(GlooWait(start(self._fabric.data)))
         except RuntimeError as error:
             raise self._fabric.fail(text, error) from error
-        return TransportWork(self._fabric, awaited, ("data", call_number, text), finish)
+        return TransportWork(self._fabric, awaited, ("data", call_number, text), finish, [out])
 
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
         self.check(fingerprint.reducing("reduce_scatter", x, op, name))
@@ -253,7 +256,7 @@ class TorchGroup:
 
         ticket = self._fabric.messages(out, into, MESSAGES + tag)
         what = self._calls.get((tag - TAGS) // 4 * 4, f"exchange, tag {tag}")
-        return TransportWork(self._fabric, ticket, ("exchange", call_number, what), finish)
+        return TransportWork(self._fabric, ticket, ("exchange", call_number, what), finish, [x for _, x in recvs])
 
     def _exchange_nccl(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> Work[None]:
         """Exchange all messages as one NCCL group; matched by their order, as NCCL has no tags."""
@@ -274,7 +277,7 @@ class TorchGroup:
                 if landing is not x:
                     x.detach().copy_(landing)
 
-        return TransportWork(self._fabric, StreamWait(work), ("exchange", call_number, "exchange"), finish)
+        return TransportWork(self._fabric, StreamWait(work), ("exchange", call_number, "exchange"), finish, [x for _, x in recvs])
 
     def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
         rows = self.check(fingerprint.rows("all_gather", x, name), struct.pack("<q", x.shape[0] if x.dim() else 0))
@@ -300,7 +303,7 @@ class TorchGroup:
         options.rootRank, options.rootTensor = root, 0
         on_gpu = self._nccl is not None and x.is_cuda
         flat = (kept if on_gpu else kept.to("cpu")).contiguous()
-        return self._launch("broadcast", lambda on: on.broadcast([_bytes(flat)], options), lambda: _filled(x, flat), on_gpu)
+        return self._launch("broadcast", lambda on: on.broadcast([_bytes(flat)], options), lambda: _filled(x, flat), x)
 
     def barrier(self, *, name: str | None = None) -> Work[None]:
         """Wait for all ranks: the comparison is the barrier, so it has ended when the call returns."""
@@ -342,7 +345,8 @@ class TorchGroup:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Allocate ordinary memory: the network has none that is faster. On the GPU if the backend is "nccl"."""
         self.check(CallFingerprint("empty", None, tuple(shape), dtype))
-        return torch.empty(tuple(shape), dtype=dtype, device="cuda" if self._nccl is not None else "cpu")
+        with torch.inference_mode(False):  # it may outlive an evaluation that it is first used in
+            return torch.empty(tuple(shape), dtype=dtype, device="cuda" if self._nccl is not None else "cpu")
 
     def close(self) -> None:
         """Leave without waiting for the others; ranks that still need this one get an error that it is gone."""
@@ -403,13 +407,14 @@ class _CopiedWork:
     """The Work of a reduction whose result is copied to where it is wanted."""
 
     def __init__(self, work: Work[Tensor], out: Tensor) -> None:
-        self._work, self._out = work, out
+        self._work, self._out, self._inference = work, out, begun(out)
         self._copied = False
 
     def wait(self, timeout: float | None = None) -> Tensor:
         result = self._work.wait(timeout)
         if not self._copied:
-            self._out.detach().copy_(result)
+            with as_begun(self._inference):
+                self._out.detach().copy_(result)
             self._copied = True
         return self._out
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from paceline import callsite
 from paceline.cluster.store import Store, over
 from paceline.comm.cancellation import CancelScope
+from paceline.comm.group import as_begun, begun
 from paceline.comm.native import sockets, waitposts
 from paceline.comm.native.control import ControlNetwork
 from paceline.comm.native.waitposts import GroupEnd
@@ -403,10 +404,18 @@ def _raw(x: Tensor) -> Tensor:
 
 
 class TransportWork:
-    """A Work over a transport: waits for one operation of torch's, then finishes the result, once."""
+    """A Work over a transport: waits for one operation of torch's, then finishes the result, which writes to `written`, once."""
 
-    def __init__(self, fabric: GlooTransport, awaited: TorchWait, wait: tuple[str, int, str], finish: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        fabric: GlooTransport,
+        awaited: TorchWait,
+        wait: tuple[str, int, str],
+        finish: Callable[[], Any],
+        written: Sequence[Tensor] = (),
+    ) -> None:
         self._fabric, self._awaited, self._wait, self._finish = fabric, awaited, wait, finish
+        self._inference = begun(*written)
         self._ended = False
         self._result: Any = None
         self._error: PacelineError | None = None
@@ -420,7 +429,7 @@ class TransportWork:
             except PacelineError as error:
                 self._error = error
             else:
-                with torch.no_grad():
+                with as_begun(self._inference):
                     self._result = self._finish()
             self._ended = True
         if self._error is not None:

@@ -99,8 +99,8 @@ class SharedGroup:
             if place is not None or self._registered.aside(x):
                 # In place on every rank, if it is the same place everywhere.
                 where = OWN if place is None else f"in registered memory {place.number} at {x.data_ptr() - place.start}"
-                return self._queue.start(call, self._reduce_in_place(x, out, place, op, call._replace(place=where)))
-        return self._queue.start(call, self._reduce(x, out, op, call))
+                return self._queue.start(call, self._reduce_in_place(x, out, place, op, call._replace(place=where)), [out])
+        return self._queue.start(call, self._reduce(x, out, op, call), () if out is None else [out])
 
     def _count_all_reduce(self, nbytes: int) -> None:
         self.traffic.within += 2 * nbytes * (self.size - 1) // self.size
@@ -143,7 +143,7 @@ class SharedGroup:
             return self.all_reduce(x, op=op, out=x)
         call = _here(reducing("all_reduce", x, op, None, x), x)._replace(place=MOVING)
         self._count_all_reduce(nbytes)
-        return self._queue.start(call, self._reduce_moving(x, op, call, (x if whole is None else whole) if may_move else None))
+        return self._queue.start(call, self._reduce_moving(x, op, call, (x if whole is None else whole) if may_move else None), [x])
 
     def _reduce_moving(self, x: Tensor, op: Op, call: CallFingerprint, whole: Tensor | None) -> Steps:
         try:
@@ -193,7 +193,7 @@ class SharedGroup:
                 yield from self.segment.meet(call)
             return (yield from reductions.reduce_scatter(self.segment, flat(x), op, call, out))
 
-        return self._queue.start(call, steps())
+        return self._queue.start(call, steps(), () if out is None else [out])
 
     # ---- messages
 
@@ -212,7 +212,7 @@ class SharedGroup:
                 if not plain(x):
                     x.detach().copy_(landing)
 
-        return self._queue.start(call, steps())
+        return self._queue.start(call, steps(), [x for _, x in recvs])
 
     def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
         return self._all_gather(x, _here(rows("all_gather", x, name), x), [])
@@ -236,7 +236,7 @@ class SharedGroup:
             yield from deliver(self.segment, outgoing, call, list(x.shape), land)
             return outs
 
-        return self._queue.start(call, steps())
+        return self._queue.start(call, steps(), tuple(outs))
 
     def broadcast(self, x: Tensor, *, root: int = 0, name: str | None = None) -> Work[Tensor]:
         call = _here(rooted(x, root, self.size, name), x)
@@ -263,7 +263,7 @@ class SharedGroup:
                 x.detach().copy_(landing)
             return x
 
-        return self._queue.start(call, steps())
+        return self._queue.start(call, steps(), [x])
 
     def _lies(self, x: Tensor) -> tuple[RegisteredMemory | None, list[int | bool] | None]:
         """Return the memory that all ranks reach and `x` lies in, if any, and what tells on each rank where that is."""

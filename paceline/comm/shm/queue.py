@@ -9,10 +9,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from paceline.comm.fingerprint import CallFingerprint
+from paceline.comm.group import as_begun, begun
 from paceline.comm.shm.segment import ControlSegment, Steps
 from paceline.comm.shm.waiting import WaitCondition
 from paceline.errors import Mismatch, UsageError
@@ -23,8 +27,8 @@ CHANNEL = "operations"
 class QueuedWork:
     """An operation under way (a `Work`)."""
 
-    def __init__(self, queue: WorkQueue, steps: Steps, call: CallFingerprint, number: int) -> None:
-        self.queue, self.steps, self.call, self.number = queue, steps, call, number
+    def __init__(self, queue: WorkQueue, steps: Steps, call: CallFingerprint, number: int, *, inference: bool) -> None:
+        self.queue, self.steps, self.call, self.number, self.inference = queue, steps, call, number, inference
         self.target = 0  # the post up to which all have to come before its next stretch
         self.ended = False
         self.result: Any = None
@@ -57,8 +61,8 @@ class WorkQueue:
         relatives[:] = [ref for ref in relatives if ref() is not None] + [me]
         segment.watch.busy = partial(_push_all, relatives, me)
 
-    def start(self, call: CallFingerprint, steps: Steps) -> QueuedWork:
-        """Append an operation, and push it as far as it goes."""
+    def start(self, call: CallFingerprint, steps: Steps, written: Sequence[Tensor] = ()) -> QueuedWork:
+        """Append an operation that writes to `written`, and push it as far as it goes."""
         watch = self.segment.watch
         if watch.broken is not None:
             steps.close()
@@ -66,7 +70,7 @@ class WorkQueue:
         with self._lock:
             call_number = watch.made.get(CHANNEL, 0)
             watch.made[CHANNEL] = call_number + 1
-            pending = QueuedWork(self, steps, call, call_number)
+            pending = QueuedWork(self, steps, call, call_number, inference=begun(*written))
             self._pending.append(pending)
         self.push()
         return pending
@@ -93,8 +97,11 @@ class WorkQueue:
         """Continue an operation until it has to wait (False) or has ended."""
         segment = self.segment
         try:
-            while segment.reached(pending.target):
-                pending.target = next(pending.steps)
+            if not segment.reached(pending.target):
+                return False
+            with as_begun(pending.inference):  # whoever pushes it
+                while segment.reached(pending.target):
+                    pending.target = next(pending.steps)
             return False
         except StopIteration as stop:
             pending.result = stop.value

@@ -130,3 +130,20 @@ def test_several_works_have_the_time_of_one_together(kind: type[CompositeWork | 
     assert given == [6.0, 2.0, works.SHORTEST]
     kind([Slow(), Slow()]).wait()
     assert given[3:] == [None, None] and kind([Slow()]).done() and kind([Slow()]).exception() is None
+
+
+@RUNNERS
+def test_what_is_begun_in_inference_mode_ends_outside_of_it_and_in_the_background(run: Any) -> None:
+    def body(group: GroupBackend) -> list[Tensor]:
+        with torch.inference_mode():
+            tensors = [mine(group.rank(), 50, 2, seed=i).t() for i in range(3)]  # results are copied there
+            works = [group.allreduce([x], reducing()) for x in tensors[:2]]
+            future = works[1].get_future()
+        works[0].wait()
+        future.wait()
+        group.allreduce([tensors[2]], reducing()).wait()
+        return tensors
+
+    for found in run(2, body):
+        for i, x in enumerate(found):
+            torch.testing.assert_close(x + 0, mine(0, 50, 2, seed=i).t() + mine(1, 50, 2, seed=i).t())
