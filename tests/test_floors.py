@@ -10,7 +10,7 @@ from tests.harness.sources import TOGETHER, parsed
 pytestmark = TOGETHER
 PACKAGE = Path(__file__).parent.parent / "paceline"
 FLOORS = [
-    {"callsite", "errors", "trace", "formatting", "timings"},
+    {"at_exit", "callsite", "errors", "trace", "formatting", "timings"},
     {"status"},
     {"state", "cluster"},
     {"comm"},

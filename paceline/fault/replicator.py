@@ -9,7 +9,6 @@ All workers send at the same steps. Of a copy that breaks off half-way nothing i
 
 from __future__ import annotations
 
-import atexit
 import queue
 import threading
 import time
@@ -21,6 +20,7 @@ import msgpack
 import torch
 from torch import Tensor
 
+from paceline.at_exit import at_exit
 from paceline.comm.collectives import UncheckedExchange
 from paceline.comm.group import Group, Traffic
 from paceline.errors import LOSSES, PacelineError
@@ -70,7 +70,7 @@ class Replicator:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="paceline courier", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # a thread that is inside torch while Python ends takes the process down with it
+        self._unregister = at_exit(self.close)  # a thread that is inside torch while Python ends takes the process down with it
 
     # ---- the worker's calls
 
@@ -110,7 +110,7 @@ class Replicator:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
+        self._unregister()
         self._jobs.put(None)
         self._thread.join(self._patience if self.works else TICK)
         self._group.close()

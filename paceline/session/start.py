@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 import threading
@@ -12,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Final, Literal
 
+from paceline.at_exit import at_exit
 from paceline.cluster.control import events
 from paceline.cluster.control.progress import Page, enter
 from paceline.cluster.discover import Place, discover
@@ -321,19 +321,16 @@ class ExitHooks:
                 parts_of(self._run).ending.fail(kind, error)
             (show if previous is sys.__excepthook__ else previous)(kind, error, trace)
 
-        def close() -> None:
-            if self._here():
-                self._run.close()
+        unregister = at_exit(self._run.close)
 
         def disarm() -> None:
-            atexit.unregister(close)
+            unregister()
             if sys.excepthook is hook:
                 sys.excepthook = previous
             if isinstance(sys.exception(), BRIEFLY):  # on its way out of the `with` block
                 surface()
 
         sys.excepthook = hook
-        atexit.register(close)
         parts_of(self._run).ending.on_close(disarm)
         return self._run
 

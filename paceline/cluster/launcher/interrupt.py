@@ -53,7 +53,7 @@ class JobEnd:
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Have signals that ask for the end of the job raise `JobStopped` where no supervisor handles them: other hosts may wait for this one."""
+    """Have signals that ask for the end of the job raise `JobStopped` where no supervisor handles them: other hosts are told."""
 
     def stop(signum: int, frame: object) -> None:
         raise JobStopped(signum, socket.gethostname(), here=True)

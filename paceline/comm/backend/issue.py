@@ -9,7 +9,6 @@ Callers of torch.distributed may begin an operation and do something else that o
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import math
 import queue
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from paceline.at_exit import at_exit
 from paceline.comm.group import Group, Work, as_begun, begun
 from paceline.comm.shm.group import SharedGroup
 from paceline.comm.solo import SoloGroup
@@ -49,6 +49,7 @@ class Issuer:
         self._waiting: queue.SimpleQueue[IssuedWork | None] = queue.SimpleQueue()
         self._behind = 0  # operations that the thread has not begun yet
         self._thread: threading.Thread | None = None
+        self._unregister: Callable[[], object] = lambda: None
 
     def begin(self, call: Callable[[Group], Work[Any]]) -> Work[Any]:
         """Begin an operation after those before it."""
@@ -63,7 +64,7 @@ class Issuer:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._issue, name="paceline backend", daemon=True)
                 self._thread.start()
-                atexit.register(self._close)  # a thread that is inside torch while Python ends takes the process down with it
+                self._unregister = at_exit(self._close)  # a thread that is inside torch while Python ends takes the process down with it
         self._waiting.put(issued)
         return issued
 
@@ -89,7 +90,7 @@ class Issuer:
 
     def _close(self) -> None:
         if self._thread is not None:
-            atexit.unregister(self._close)
+            self._unregister()
             self._waiting.put(None)
             self._thread.join(FAREWELL)
             self._thread = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
 import time
 from collections import deque
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 else:
     from torch.distributed import Work as TorchWork
 
+from paceline.at_exit import at_exit
 from paceline.comm.backend import backward
 from paceline.comm.group import Work, as_begun, begun
 from paceline.errors import DeadlineExceeded, PacelineError, WorkerLost
@@ -255,6 +255,7 @@ class Completer:
         self._wake = threading.Event()
         self._idle = self._closed = False
         self._thread: threading.Thread | None = None
+        self._unregister: Callable[[], object] = lambda: None
 
     def add(self, work: BackendWork, *, soon: bool = False) -> None:
         """Complete a work, after those that were added before; `soon`: at once, as a future of it is waited for."""
@@ -267,7 +268,7 @@ class Completer:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="paceline completer", daemon=True)
             self._thread.start()
-            atexit.register(self.close)  # a thread that is inside torch while Python ends takes the process down with it
+            self._unregister = at_exit(self.close)  # a thread that is inside torch while Python ends takes the process down with it
         if (soon and thread is None) or self._idle:
             self._wake.set()
 
@@ -292,7 +293,7 @@ class Completer:
     def close(self) -> None:
         """Stop; wait for that at most a second."""
         if self._thread is not None:
-            atexit.unregister(self.close)
+            self._unregister()
             self._closed = True
             self._wake.set()
             if self._thread is not threading.current_thread():

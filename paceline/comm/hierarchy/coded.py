@@ -8,13 +8,13 @@ Where every worker has a host of its own, or all share one, all of them are lead
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from paceline.at_exit import at_exit
 from paceline.comm.group import Group, Traffic, Work
 from paceline.comm.hierarchy.executor import Flow, StagedExecutor, StagedJob, Steps
 from paceline.comm.hierarchy.group import EndsTogether, HostsGroup
@@ -41,7 +41,7 @@ class CodedAllReduce:
         self._ways = () if leaders is None else tuple(_again(leaders) for _ in range(stages))
         self.beside = None if leaders is None else _again(leaders)  # another group of the leaders, for messages outside the executor
         self._line = StagedExecutor("relay", stages + 1, self._spread)
-        atexit.register(self.close)  # a thread that is inside torch while Python ends takes the process down with it
+        self._unregister = at_exit(self.close)  # a thread that is inside torch while Python ends takes the process down with it
 
     @property
     def leads(self) -> bool:
@@ -119,7 +119,7 @@ class CodedAllReduce:
                 end(group)
 
         if self._line.finish(error, let_go):
-            atexit.unregister(self.close)
+            self._unregister()
 
 
 def _again(group: Group) -> Group:

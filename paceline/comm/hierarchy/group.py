@@ -14,7 +14,6 @@ What is gathered and what is scattered goes the same way through the threads, by
 
 from __future__ import annotations
 
-import atexit
 import struct
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -24,6 +23,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
+from paceline.at_exit import at_exit
 from paceline.comm import fingerprint, reduction
 from paceline.comm.collectives import TAG, GeneratorWork, UncheckedExchange, all_gather, all_reduce_agreed
 from paceline.comm.group import Group, Op, Traffic, UncheckedAllReduce, UncheckedReduceScatter, Work, pieces
@@ -90,7 +90,7 @@ class HostsGroup:
             self._hands.reach(inner)
         self._rails: Rails | None = None  # which all ranks have, or none
         self._line = StagedExecutor("hosts", 2, self._spread)
-        atexit.register(self.close)  # a thread that is inside torch while Python ends takes the process down with it
+        self._unregister = at_exit(self.close)  # a thread that is inside torch while Python ends takes the process down with it
 
     @property
     def _parts(self) -> list[Group]:
@@ -354,7 +354,7 @@ class HostsGroup:
                 end(group)
 
         if self._line.finish(error, let_go):
-            atexit.unregister(self.close)
+            self._unregister()
         else:
             let_go()  # groups that were aborted are closed after it
 

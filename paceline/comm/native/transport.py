@@ -7,7 +7,6 @@ control   small messages: what is about to be called, agreements    store; it en
 
 from __future__ import annotations
 
-import atexit
 import copy
 import ctypes
 import queue
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from paceline import callsite
+from paceline.at_exit import at_exit
 from paceline.cluster.store import Store, over
 from paceline.comm.cancellation import CancelScope
 from paceline.comm.group import as_begun, begun
@@ -196,7 +196,7 @@ class GlooTransport:
         if size == 1:
             return
         self._control, sealed = ControlNetwork(address, rank, names), over(store)
-        atexit.register(self.close)  # a thread that is inside torch while Python ends takes the process down with it
+        self._unregister = at_exit(self.close)  # a thread that is inside torch while Python ends takes the process down with it
         try:
             self._connect(sealed, address)
         except BaseException:
@@ -355,7 +355,7 @@ class GlooTransport:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
+        self._unregister()
         if self.data is None:
             self._control.close()
             return  # the group was never complete

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import copy
 import threading
 import time
@@ -13,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from paceline.at_exit import at_exit
 from paceline.cluster.store import Store
 from paceline.comm.group import Finished, Traffic, Work
 from paceline.comm.p2p.inbox import PairInbox, PairLink, ReceiveTerms, ReceiveWork
@@ -72,7 +72,7 @@ class ProcessPairs:
         self._network = self._connect() if len(set(setting.hosts)) > 1 or (self._table is None and self.size > 1) else None
         remote = {} if self._network is None else self._network.ways
         self._ways: dict[int, PairWay] = {self.rank: _OwnWay(setting, self._inbox), **self._shared, **remote}
-        atexit.register(self.close)
+        self._unregister = at_exit(self.close)
 
     def _share(self, rank: int) -> SharedWay:
         setting = self._setting
@@ -133,7 +133,7 @@ class ProcessPairs:
 
     def _end(self, error: PacelineError, end: float) -> None:
         self._ended = error
-        atexit.unregister(self.close)
+        self._unregister()
         if self._network is not None:
             self._network.close(end)
         for way in self._shared.values():
