@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 import pytest
 
+from tests.harness.tiers import LAB, tier, uses
+
 if TYPE_CHECKING:
     from tests.harness.jobs import Jobs
     from tests.harness.survivors import Outcome
@@ -29,8 +31,6 @@ hypothesis.settings.register_profile("paceline", deadline=None)  # a machine may
 hypothesis.settings.load_profile("paceline")
 
 
-JOBS = {"job", "launch", "alone"}  # fixtures that start programs
-LAB = {"able"}  # the fixture that all clusters of the lab need
 GROUPS = ("lab", "machine")  # tests of a group run one after another
 
 _ended, _libc = itertools.count(1), ctypes.CDLL(None)
@@ -51,38 +51,23 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at, and before xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests with their tiers, put the groups first, and mix what waits (programs) with what computes."""
-    tiers = [_tier(item) for item in items]
-    seen, sizes = Counter[str](), Counter(tiers)
+    found = [tier(item) for item in items]
+    seen, sizes = Counter[str](), Counter(found)
     places: dict[str, float] = {}
-    for item, tier in zip(items, tiers, strict=True):
-        seen[tier] += 1
-        places[item.nodeid] = seen[tier] / sizes[tier]
+    for item, name in zip(items, found, strict=True):
+        seen[name] += 1
+        places[item.nodeid] = seen[name] / sizes[name]
         if group := _group(item):
             item.add_marker(pytest.mark.xdist_group(group))
             places[item.nodeid] = GROUPS.index(group) - len(GROUPS)
-        item.add_marker(tier)
+        item.add_marker(name)
     items.sort(key=lambda item: places[item.nodeid])
 
 
 def _group(item: pytest.Item) -> str:
     """Name the group of tests that run one after another; empty for a test of none."""
-    names, fixtures = _uses(item)
+    names, fixtures = uses(item)
     return "lab" if fixtures & LAB else next((group for group in GROUPS if group in names), "")
-
-
-def _tier(item: pytest.Item) -> str:
-    """Name the tier of a test: that of its marker, or of the fixtures that it uses."""
-    names, fixtures = _uses(item)
-    if "soak" in names:
-        return "soak"
-    if "lab" in names or fixtures & LAB:
-        return "lab"
-    return "jobs" if names & {"jobs", "slow"} or fixtures & JOBS else "unit"
-
-
-def _uses(item: pytest.Item) -> tuple[set[str], set[str]]:
-    """Return the names of a test's markers and of its fixtures."""
-    return {mark.name for mark in item.iter_markers()}, set(getattr(item, "fixturenames", ()))
 
 
 def pytest_collectstart() -> None:

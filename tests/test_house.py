@@ -127,6 +127,7 @@ OF_MORE = {  # test file without a module of its name: what it is about instead
     "test_readme": "what the pages say is so",
     "test_size": "short files and functions",
     "test_surface": "public names",
+    "test_tiers": "which tests run several workers",
     "test_types": "what a checker of types sees",
     "test_walls": "circles, folders, classes",
 }
