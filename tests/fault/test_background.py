@@ -44,15 +44,16 @@ def test_a_failure_is_said_at_once_and_kept() -> None:
 
 
 def test_one_that_hangs_says_how_far_it_is() -> None:
-    go = threading.Event()
+    begun, go = threading.Event(), threading.Event()
 
     def crawl(moved: Moved) -> None:
         moved(2_000_000)
         moved(500_000)
+        begun.set()
         go.wait(30)
 
     writing = BackgroundWrite("step 3", 10_000_000, crawl, print)
-    assert not writing.wait(0.2)
+    assert begun.wait(30) and not writing.wait(0.01)
     failure = writing.failure()
     go.set()
     assert "step 3 has not come to the disk in time: 2.5 of 10.0 MB are written" in str(failure)

@@ -8,17 +8,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from paceline.cluster import network
 from paceline.cluster.hosts.fixed import FixedPeers
 from paceline.cluster.hosts.peers import Offer
 from paceline.cluster.hosts.rendezvous import Meeting, assemble
 
 SECRET = b"0123456789abcdef"
-
-
-def free_port() -> int:
-    with network.listen("127.0.0.1") as probe:
-        return int(probe.getsockname()[1])
 
 
 def invitation(name: str, port: int, **changes: Any) -> Meeting:

@@ -89,7 +89,7 @@ def assemble(meeting: Meeting) -> FixedPeers | Admission:
                 outcome = _Listener(meeting, listening, end).gather()
                 return outcome if isinstance(outcome, FixedPeers) else seek(outcome, meeting)
         if meeting.links is not None:
-            meeting.links.close()  # another launcher of this machine listens: all meet there
+            _leave(meeting.links, meeting.timings.channel.flush)  # another launcher of this machine listens: all meet there
         called = _call((own or network.resolve(meeting.point[0])[0], meeting.point[1]), meeting, end)
         if isinstance(called, Channel):
             return _attend(meeting, called, end)
@@ -116,6 +116,18 @@ def _attend_again(meeting: Meeting, end: float) -> FixedPeers | Admission | None
         if isinstance(error.__cause__, ChannelBroken) and time.monotonic() < end:
             return None  # it didn't give up itself
         raise
+
+
+def _leave(links: Links, seconds: float) -> None:
+    """Hang up. If one of the others was asked to end the job, tell the rest within so many `seconds`, and raise its `JobStopped`."""
+    try:
+        for channel in links.channels.values():
+            for message in _heard(channel) or ():
+                _stop_with(message)
+    except JobStopped as stop:
+        links.stop(stop, seconds)
+        raise
+    links.close()
 
 
 def _unanswered(meeting: Meeting, error: OSError) -> str:

@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 
+from paceline.cluster import network
 from paceline.cluster.discover import JobStart
 from paceline.cluster.hosts.fixed import FixedPeers
 from paceline.cluster.hosts.peers import Failure, LateCall
 from paceline.cluster.hosts.restart_messages import HostReport, JobStopped, Links, RestartState, Sequel
 from paceline.errors import DeadlineExceeded, Mismatch
 from paceline.timings import RendezvousTimings, Timings
-from tests.harness.meetings import free_port, gather, invitation, turn
+from tests.harness.jobs import free_port
+from tests.harness.meetings import gather, invitation, turn
 
 
 @pytest.fixture
@@ -204,6 +206,16 @@ class TestRestarts:
         for future in gather(*others if asked else others[:1]):
             stop = future.exception()
             assert isinstance(stop, JobStopped) and (stop.number, stop.host, stop.here) == (signal.SIGTERM, "abc"[asked], False)
+
+    def test_a_stop_reaches_those_who_find_the_port_in_use(self, councils):
+        """The first one would go to whoever listens there, and hang up on the others: it tells them of the stop before."""
+        links, port = self.kept(councils("a", "b", "c"), self.AGAIN), free_port()
+        links[2].stop(JobStopped(signal.SIGTERM, "c"), 5.0)
+        others = [invitation(name, port, hosts=3, links=link, deadline=60.0) for name, link in zip("ab", links[:2], strict=True)]
+        with network.listen("127.0.0.1", port):
+            for future in gather(*others):
+                stop = future.exception()
+                assert isinstance(stop, JobStopped) and (stop.number, stop.host) == (signal.SIGTERM, "c")
 
     def test_one_that_gives_up_says_so(self, councils):
         links, port = self.kept(councils("a", "b"), self.AGAIN), free_port()

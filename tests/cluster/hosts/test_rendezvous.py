@@ -22,7 +22,8 @@ from paceline.errors import DeadlineExceeded, Mismatch, PlaceError, SecretError
 from paceline.timings import ChannelTimings, Timings
 from tests.harness.jobs import Jobs, listening, wait_for
 from tests.harness.launchers import JOINED, Launched
-from tests.harness.meetings import SECRET, free_port, gather, invitation
+from tests.harness.jobs import free_port
+from tests.harness.meetings import SECRET, gather, invitation
 
 ENVIRON = {"PACELINE_SECRET": SECRET.decode()}
 
