@@ -20,9 +20,8 @@ from paceline.cluster.hosts.channel import Channel, ChannelBroken, Introduction,
 from paceline.cluster.hosts.rendezvous import Offer, assemble
 from paceline.errors import DeadlineExceeded, Mismatch, PlaceError, SecretError
 from paceline.timings import ChannelTimings, Timings
-from tests.harness.jobs import Jobs, listening, wait_for
+from tests.harness.jobs import Jobs, free_port, listening, wait_for
 from tests.harness.launchers import JOINED, Launched
-from tests.harness.jobs import free_port
 from tests.harness.meetings import SECRET, gather, invitation
 
 ENVIRON = {"PACELINE_SECRET": SECRET.decode()}
