@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -133,6 +134,7 @@ class RunEnding:
         self._view, self._context, self._loop = conclusion.view, conclusion.axes.slice, conclusion.loop
         self._log, self._saving, self._prepared = conclusion.log, conclusion.saving, conclusion.prepared
         self._endings: list[Callable[[], None]] = []
+        self._process = os.getpid()
         self.closed = False
 
     def on_close(self, ending: Callable[[], None]) -> None:
@@ -141,7 +143,7 @@ class RunEnding:
 
     def close(self) -> None:
         """Leave together with all workers: write the summary, and free memory and sockets. Twice is harmless."""
-        if self.closed:
+        if self._ended:
             return
         self.closed = True
         self._hints.ended()
@@ -160,9 +162,14 @@ class RunEnding:
 
     def fail(self, kind: type[BaseException], error: BaseException | None) -> None:
         """Leave at once and without the others, after an error."""
-        if not self.closed:
+        if not self._ended:
             self.closed = True
             self._leave(kind, error)
+
+    @property
+    def _ended(self) -> bool:
+        """Whether nothing is left to be ended here, as in a process that the script has forked: the run is that of the worker."""
+        return self.closed or os.getpid() != self._process
 
     def depart(self, prepare: Callable[[], None]) -> NoReturn:
         """Call `prepare`, and leave the job between two turns; the others deal the next turn among themselves."""

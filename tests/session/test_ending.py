@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -41,3 +42,20 @@ def test_an_error_while_closing_ends_the_run_without_the_others() -> None:
         return ended
 
     assert workers(1, body) == [["freed"]]
+
+
+def test_a_forked_process_ends_nothing() -> None:
+    """It leaves the `with` block, too, when it exits there."""
+
+    def body(run: Run) -> None:
+        ended: list[str] = []
+        run._ending.on_close(lambda: ended.append("ended"))
+        if (child := os.fork()) == 0:
+            run.close()
+            run._ending.fail(ValueError, ValueError("over"))
+            os._exit(len(ended) + run._ending.closed)
+        assert os.waitpid(child, 0)[1] == 0
+        run.close()
+        assert ended == ["ended"]
+
+    workers(1, body)
