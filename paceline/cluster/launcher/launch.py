@@ -38,7 +38,7 @@ _LATER = 1000  # a host that comes later calls its workers by its number times t
 # what is the same on all hosts
 _ALIKE = (
     *("hosts", "join", "secret_file", "workers", "sync", "mesh", "cut", "shares", "placement", "min_workers", "servers"),
-    *("straggler", "cluster", "report_to", "backend"),
+    *("straggler", "cluster", "report_to", "backend", "name"),
 )
 _DESCRIPTORS = 64  # of any process of a job; more for each worker of its host, and of all
 USAGE = 2  # the exit code for a wrong request

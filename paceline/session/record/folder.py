@@ -5,6 +5,7 @@ runs/NAME/
   summary.json    written when the run ends   checkpoints/  what it can go on from
   live.json       while it is under way: what is known of the summary, and where it is
   media.jsonl     histograms and images       media/        the images
+  .name           in NAME-7: which name was asked for, as NAME-7 may be the seventh run called NAME, or the first called NAME-7
 """
 
 from __future__ import annotations
@@ -33,13 +34,16 @@ PARTS: Final = ("compute", "exchange", "wait", "data")  # of a step, in this ord
 KINDS: Final = ("parameters", "gradients", "optimizer")  # what a worker holds
 SENT: Final = ("within", "between")  # where bytes went: inside a host, and from one to another
 LAYOUT: Final = "layout.json"  # what each worker would hold, which `paceline layout` asks for
+_ASKED: Final = ".name"
 _NUMBERED: Final = re.compile(r"(.+)-(\d+)")
 
 
 def prove(name: str) -> None:
     """Raise `UsageError` if no run can have this name."""
-    if not name or name.startswith(".") or any(sign in name for sign in "/\\\0"):
-        raise UsageError(f"a run can't be called {name!r}: give a name without slashes that doesn't start with a dot, or none")
+    if not name or name.startswith(".") or any(sign in name for sign in "/\\") or not name.isprintable():
+        raise UsageError(
+            f"a run can't be called {name!r}: give a name without slashes and control characters that doesn't start with a dot, or none"
+        )
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,8 @@ class RunFolder:
             root.mkdir(parents=True, exist_ok=True)
             earlier = _earlier(root, wanted) if name is not None else ()
             path = _made(root, wanted)
+            if name is not None and _NUMBERED.fullmatch(path.name):
+                (path / _ASKED).write_text(name, encoding="utf-8")
         except OSError as error:
             raise UsageError(
                 f"the run's folder {root / wanted} can't be made ({_reason(root, error)}); give start(folder=...) a place for it"
@@ -144,12 +150,21 @@ def _reason(root: Path, error: OSError) -> str:
 
 
 def _earlier(root: Path, name: str) -> tuple[Path, ...]:
+    """List the runs that were called so, newest first; not those that were called NAME-2 by somebody."""
     numbers = {1: root / name} if (root / name).is_dir() else {}
     for path in root.glob(f"{glob.escape(name)}-*"):
         match = _NUMBERED.fullmatch(path.name)
-        if match and match[1] == name and path.is_dir():
+        if match and match[1] == name and path.is_dir() and _asked(path) in (name, None):
             numbers[int(match[2])] = path
     return tuple(numbers[number] for number in sorted(numbers, reverse=True))
+
+
+def _asked(path: Path) -> str | None:
+    """Return the name that was asked for when a numbered folder was made; None where that isn't known."""
+    try:
+        return (path / _ASKED).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
 
 
 @dataclass(frozen=True)

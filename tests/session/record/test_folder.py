@@ -39,13 +39,26 @@ def test_other_runs_are_not_earlier_ones(tmp_path: Path) -> None:
     assert RunFolder.create(tmp_path, "ru", say=silent).earlier == ()
 
 
+def test_a_run_that_was_called_by_a_number_is_no_earlier_run_of_another(tmp_path: Path) -> None:
+    """As in a search for a learning rate: runs lr-1 and lr-2, and then one called lr, which is not to resume from them."""
+    first, second = (RunFolder.create(tmp_path, f"lr-{number}", say=silent) for number in (1, 2))
+    plain = RunFolder.create(tmp_path, "lr", say=silent)
+    assert plain.earlier == ()
+    third = RunFolder.create(tmp_path, "lr", say=lambda text: None)
+    assert (third.name, third.earlier) == ("lr-3", (plain.path,))
+    assert RunFolder.again(third.path, "lr").earlier == (plain.path,)
+    assert RunFolder.create(tmp_path, "lr-2", say=lambda text: None).earlier == (second.path,)
+    assert RunFolder.create(tmp_path, "lr", say=lambda text: None).earlier == (third.path, plain.path)
+    assert [path for path in (first.path, plain.path) if (path / ".name").exists()] == [first.path]
+
+
 def test_without_a_name_it_is_the_time(tmp_path: Path) -> None:
     names = {RunFolder.create(tmp_path, None, say=silent).name for _ in range(5)}
     assert len(names) == 5
     assert all(name.startswith("20") for name in names)
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "/absolute", "a\\b", "a\0b"])
+@pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "/absolute", "a\\b", "a\0b", "a\nb", "\x1b[2J", "\udcff"])
 def test_names_that_are_none(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match="can't be called"):
         RunFolder.create(tmp_path, name, say=silent)
