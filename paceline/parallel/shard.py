@@ -27,7 +27,7 @@ from paceline.errors import UsageError
 from paceline.formatting import spell, unknown
 from paceline.parallel.cut import CutContext
 from paceline.parallel.sharding.gradients import ShardGradients
-from paceline.parallel.sharding.memory import FlatMemory, Held
+from paceline.parallel.sharding.memory import FlatMemory, Held, refuse_change
 from paceline.parallel.sharding.optimizers import clear_pieces_too, is_refused, refuse_idle_clipping, refuse_partial_norms
 from paceline.parallel.sharding.steps import ShardSteps
 from paceline.parallel.sharding.units import GatheredModel, GatheredUnit, in_backward
@@ -129,6 +129,7 @@ class ShardedModel:
                 "shard(): workers have different models (names, shapes or requires_grad of parameters); build the same one everywhere"
             )
         frees = cut.zero == 3
+        self._left_out = [one for _, one in held if not (frees or one.parameter.requires_grad)]
         hooked = [one.name for _, one in held if one.parameter._backward_hooks or one.parameter._post_accumulate_grad_hooks]
         if frees and hooked:
             raise UsageError(
@@ -166,7 +167,13 @@ class ShardedModel:
             whole.units.append(unit)
 
     def _follow(self, model: nn.Module, args: object) -> None:
-        """Make whole parameters what their pieces are, where the strategy between replicas has changed these since the step."""
+        """Make whole parameters what their pieces are, where the strategy between replicas has changed these since the step.
+
+        Raises `UsageError` where a frozen parameter, which nothing is summed of, is trained now.
+        """
+        for one in self._left_out:
+            if one.parameter.requires_grad:
+                refuse_change(one.name, trained=False)
         if self.gradients.replicas_diverge and not in_backward():
             self.steps.refresh()
 

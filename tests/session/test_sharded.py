@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import paceline as pl
 from paceline.errors import UsageError
 from paceline.session.run import Run
-from tests.harness.models import fill
+from tests.harness.models import fill, sgd
 from tests.harness.runs import alone, batches, distance, workers
 from tests.harness.sharded import put_together
 
@@ -133,3 +133,25 @@ def test_what_is_refused() -> None:
         workers(2, loop(pl.shard(zero=2), optimizer=torch.optim.Adafactor), mesh="shard")
     with pytest.raises(UsageError, match=r"is cut by shard\(\) already; cut each model once"):
         workers(2, loop([pl.shard(zero=2), pl.shard(zero=1)]), mesh="shard")
+
+
+def test_what_nothing_sums_is_refused() -> None:
+    """Parameters beside the model that is cut, and those that come to be trained after it was."""
+
+    def beside(run: Run) -> None:
+        model, head = net(), nn.Linear(2, 2).double()
+        run.prepare(model, cut=pl.shard())
+        with pytest.raises(UsageError, match=r"weight is trained, and its model isn't cut along `shard`, .*run.prepare\(model, ..., cut="):
+            run.prepare(head, sgd(head))
+
+    workers(2, beside, mesh="shard=2")
+
+    def later(run: Run) -> None:
+        model = net()
+        model[0].requires_grad_(False)  # type: ignore[index]
+        run.prepare(model, sgd(model), cut=pl.shard(zero=1))
+        model[0].requires_grad_(True)  # type: ignore[index]
+        with pytest.raises(UsageError, match=r"0.weight was frozen when the model was cut by shard\(\), and is not any more"):
+            model(torch.ones(1, 6, dtype=torch.float64))
+
+    workers(2, later, mesh="shard=2")

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +67,9 @@ class FlatMemory:
         if frees:
             self.wholes = [Parameter(view, requires_grad=self.trained) for view in views]
             self.pieces = [_become(one.parameter, place) for one, place in zip(held, places, strict=True)]
+            for one, piece in zip(held, self.pieces, strict=True):
+                if self.trained:
+                    piece.register_post_accumulate_grad_hook(partial(_refuse_piece, one.name))
         else:
             self.wholes = [_become(one.parameter, view) for one, view in zip(held, views, strict=True)]
             self.pieces = [Parameter(place, requires_grad=self.trained) for place in places]
@@ -125,10 +129,7 @@ class FlatMemory:
         for one, piece in zip(self.held, self.pieces, strict=True):
             wanted = piece.requires_grad if self.frees else one.parameter.requires_grad
             if wanted != self.trained:
-                raise UsageError(
-                    f"{one.name} was {'trained' if self.trained else 'frozen'} when the model was cut by shard(), and is not any more; "
-                    "set requires_grad before run.prepare"
-                )
+                refuse_change(one.name, trained=self.trained)
 
     def show(self, *, whole: bool) -> None:
         """Put the whole parameters into the modules that use them, or the pieces again."""
@@ -138,6 +139,22 @@ class FlatMemory:
                     module._parameters[name] = parameter
                 else:  # it keeps its parameters elsewhere too, as nn.LSTM does
                     setattr(module, name, parameter)
+
+
+def _refuse_piece(name: str, _: Tensor) -> NoReturn:
+    """Raise `UsageError` for a gradient that autograd gives to a piece, as only those of whole parameters are summed over workers."""
+    raise UsageError(
+        f"the loss uses {name} itself, of which each worker has a piece while its unit isn't running (shard(zero=3)), so losses would "
+        "differ: say zero=2, where parameters are whole, or let the optimizer do a penalty (weight_decay)"
+    )
+
+
+def refuse_change(name: str, *, trained: bool) -> NoReturn:
+    """Raise `UsageError` for a parameter that was `trained` when it was cut, and is frozen now, or the other way round."""
+    raise UsageError(
+        f"{name} was {'trained' if trained else 'frozen'} when the model was cut by shard(), and is not any more; set requires_grad before "
+        "run.prepare"
+    )
 
 
 def _become(parameter: Parameter, memory: Tensor) -> Parameter:

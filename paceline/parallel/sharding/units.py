@@ -28,10 +28,10 @@ from paceline.parallel.sharding.memory import FlatMemory
 
 
 class UnitCall:
-    """One forward of a unit: how many of its inputs have no gradient yet."""
+    """One forward of a unit: how many of its inputs have no gradient yet. `entered`: the last backward pass that came to it."""
 
     def __init__(self) -> None:
-        self.inputs = self.missing = 0
+        self.inputs = self.missing = self.entered = 0
 
 
 class GatheredUnit:
@@ -44,9 +44,14 @@ class GatheredUnit:
         self._waits: dict[int, int] = {}  # of each memory: gradients that haven't come in the pass under way
         self._entered: set[UnitCall] = set()
         self._stays = False  # until the end of the pass
+        self._pass = 0
         self._rewind()
         module.register_forward_pre_hook(uncompiled(self._before), prepend=True, with_kwargs=True)
         module.register_forward_hook(uncompiled(self._after), with_kwargs=True, always_call=True)
+        owners = {id(owner): owner for memory in self.memories for one in memory.held for owner, _ in one.places}
+        for owner in owners.values() if name else ():  # the root stays whole
+            if owner is not module:
+                owner.register_forward_hook(self._kept)
         self._calls: list[UnitCall] = []  # under way; a module that calls itself has several
         self._handles: list[Any] = []
 
@@ -57,6 +62,7 @@ class GatheredUnit:
         self._waits = {id(memory): len(memory.held) for memory in self.memories if memory.trained}
         self._entered.clear()
         self._stays = False
+        self._pass += 1
 
     # ---- forward
 
@@ -108,6 +114,14 @@ class GatheredUnit:
             self.release()
         return output
 
+    def _kept(self, owner: nn.Module, args: Any, output: Any) -> None:
+        """Have a gradient gather that comes to a layer inside of the unit, as the script may keep what is made of its output."""
+        if torch.compiler.is_compiling() or not self._calls or not torch.is_grad_enabled() or in_backward():
+            return
+        for leaf in _with_gradients(output):
+            if leaf._base is None:
+                leaf.register_hook(partial(self._reached, self._calls[-1]))
+
     def _cast(self, values: Any) -> Any:
         dtypes = {memory.dtype for memory in self.memories if memory.dtype != memory.kept_dtype}
         if not dtypes:
@@ -120,10 +134,17 @@ class GatheredUnit:
     def _entering(self, call: UnitCall, _: Tensor) -> None:
         """Gather before the backward of a call, whose first gradient has come."""
         if call not in self._entered:
-            call.missing = call.inputs
+            call.missing, call.entered = call.inputs, self._pass
             self._entered.add(call)
         self.gather()
         self.model.entered(self)
+
+    def _reached(self, call: UnitCall, grad: Tensor) -> None:
+        """Gather before the backward of a layer, whether the gradient of an output of the unit comes, too, or never does."""
+        if call.entered != self._pass:
+            self._entering(call, grad)
+        else:
+            self.gather()
 
     def _left(self, call: UnitCall, _: Tensor) -> None:
         call.missing -= 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -157,13 +157,13 @@ class HalvedSteps:
         return total
 
 
-def leaves(loss: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that a backward from `loss` would add gradients to."""
+def leaves(loss: Tensor, *, beside: Iterable[Any] = ()) -> Iterator[Tensor]:
+    """Yield the tensors that a backward from `loss` would add gradients to, but for those reached through nodes of `beside` alone."""
     if loss.grad_fn is None:
         yield loss
         return
-    seen = {loss.grad_fn}
-    waiting = [loss.grad_fn]
+    seen = {*beside}
+    waiting = [loss.grad_fn] if loss.grad_fn not in seen else []
     while waiting:
         node = waiting.pop()
         if node.name() == "torch::autograd::AccumulateGrad":

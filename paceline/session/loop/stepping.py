@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from paceline.data.spec import Weigh
 from paceline.errors import UsageError
 from paceline.parallel.pipelining.batches import Loss, Share
 from paceline.session.balance.memory import is_out_of_memory
 from paceline.session.loop.ghost import buffers, put_back
-from paceline.session.loop.halving import HalvedSteps, OtherLeaves, StepBatch
+from paceline.session.loop.halving import HalvedSteps, OtherLeaves, StepBatch, leaves
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.cuts import ModelCuts
 from paceline.sync.autograd_engine import STEPPED
@@ -56,9 +57,25 @@ class SteppedModels:
         reduction, counted = ("mean", None) if terms is None else (terms.loss, terms.weigh)
         weight = None if turn is None or turn.ghost or weigh is not None or counted is None else turn.weight
         scale = self._loss_scale(next(model.parameters()).device) if torch.is_grad_enabled() else 1.0
-        share = Share(tuple(inputs), options, target, loss, reduction, weigh or counted, scale, weight)
+        checked = functools.partial(self._checked, model, loss)
+        share = Share(tuple(inputs), options, target, checked, reduction, weigh or counted, scale, weight)
         self._cuts.level_ties()
         return _stepped(torch.tensor(found.step(share, loop.backward.joined), dtype=torch.float64))
+
+    def _checked(self, model: nn.Module, loss: Loss, output: Any, target: Any) -> Tensor:
+        """Return the loss of a pipeline's output. Raises `UsageError` where it trains something else, which the last stage alone would."""
+        value = loss(output, target)
+        if isinstance(value, Tensor) and value.requires_grad and value.grad_fn is not None:
+            ends = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+            for leaf in leaves(value, beside=ends):
+                known = [*model.named_parameters(), *((slot.name, slot.parameter) for slot in self._loop.backward.slots)]
+                if name := next((name for name, parameter in known if parameter is leaf), ""):
+                    raise UsageError(
+                        f"run.step: the loss uses the parameter {name} itself, and it is computed where the last stage is: others would "
+                        "not be in a penalty, or not train it. Let the optimizer do a penalty (weight_decay), and make what is trained a "
+                        "layer of the model"
+                    )
+        return value
 
     def _here(self, batch: StepBatch, loss: Loss, weigh: Weigh | None) -> Tensor:
         halved = self._halved

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline import notation
 from paceline.errors import UsageError
@@ -61,6 +62,7 @@ class ModelCuts:
         self.repeated: list[SplitAgain] = []
         self._spread: list[nn.Module] = []  # models that are on several devices of each worker
         self._used: set[str] = set()
+        self._summed = WeakIdKeyDictionary()  # parameters whose gradients a cut sums along `shard`
         self._endings: list[Callable[[], None]] = []
         self._followers: list[Callable[[], None]] = []
         self._renewed: dict[int, tuple[weakref.ref[Parameter], Parameter]] = {}  # by the id of what was cut
@@ -117,6 +119,8 @@ class ModelCuts:
                 cut.apply(model, context)
                 self._note(before, dict(model.named_parameters()), context.renewed)
                 self._used.add(cut.axis)
+                for parameter in model.parameters() if cut.axis == "shard" else ():
+                    self._summed[self.trained(parameter)] = True
                 sources += context.sources
                 self.applied += [] if cut in self.applied else [cut]
                 self._endings += context.endings
@@ -248,6 +252,17 @@ class ModelCuts:
                 f"the mesh ({self._axes.mesh}) has the axis `{unused[0]}`, and nothing is cut along it: its workers would all do the same. "
                 f"Give prepare(..., cut=[...]) a cut along `{unused[0]}`, or leave it out of the mesh"
             )
+
+    def summed(self, slots: list[Slot]) -> list[Slot]:
+        """Return slots of what is trained. Raises `UsageError` for one whose gradients nothing sums along `shard`, as cuts alone do."""
+        for slot in slots if self._axes.mesh.extent("shard") > 1 else ():
+            if slot.optimizer is not None and slot.parameter not in self._summed:
+                raise UsageError(
+                    f"{slot.name} is trained, and its model isn't cut along `shard`, where workers have other samples: nothing would sum "
+                    "its gradients over them. Cut its model too, run.prepare(model, ..., cut=[shard()]), or leave `shard` out of the mesh "
+                    f"({self._axes.mesh})"
+                )
+        return slots
 
 
 def read(asked: Asked) -> tuple[ModelCut, ...]:

@@ -226,7 +226,7 @@ class Prepared:
             return
         handles = self.tables.handles()
         slots = [slot for slot in self.slots if id(slot.parameter) not in handles]
-        self._backward.watch([slot for slot in slots if slot.parameter.requires_grad])
+        self._backward.watch(self.cuts.summed([slot for slot in slots if slot.parameter.requires_grad]))
         loop.freeze([slot for slot in slots if not slot.parameter.requires_grad])
         pending = None if self._abilities.prefetching is None else self._abilities.prefetching.arriving
         if pending is not None:

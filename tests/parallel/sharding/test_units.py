@@ -103,6 +103,33 @@ def test_units_are_whole_while_they_are_used_and_no_longer() -> None:
     spawn(2, body)
 
 
+def test_a_loss_of_what_a_layer_inside_of_a_unit_gave() -> None:
+    """No gradient comes to an output of the unit, so it is the layer's own output that has it gathered."""
+
+    class Keeping(OddNet):
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = list[Tensor]()
+            self.blocks[1][1].register_forward_hook(lambda _, args, out: self.seen.append(out))  # type: ignore[union-attr, index]
+            return super().forward(x)
+
+    def step(one: Trainee, number: int) -> None:
+        x, _ = one.batch(*vectors(number))
+        one.optimizer.zero_grad()
+        one.model(x)
+        one.model.seen[0].square().mean().backward()  # type: ignore[index, union-attr]
+        one.optimizer.step()
+
+    same(lambda: fill(Keeping().double()), step, shard("blocks.*", zero=3), 2, steps=2)
+
+
+def test_a_loss_of_pieces_is_refused() -> None:
+    def step(one: Trainee, number: int) -> None:
+        penalty = sum((parameter.square().sum() for parameter in one.model.parameters()), torch.zeros(()))
+        (one.model(vectors(0)[0]).square().mean() + penalty).backward()  # type: ignore[no-untyped-call]
+
+    refused(shard("blocks.*"), r"the loss uses \S+ itself, of which each worker has a piece .*say zero=2", step=step)
+
+
 def test_a_copy_of_gathered_units_is_refused() -> None:
     def ended(one: Trainee) -> None:
         with pytest.raises(UsageError, match=r"copy of the model that shard\(zero=3\) has cut was called .its module at the root"):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+import paceline as pl
 from paceline.errors import UsageError
 from paceline.session.run import Run
 from tests.harness.models import net, sgd
@@ -89,3 +91,16 @@ def test_two_scalers_of_one_scale_scale_a_loss_once() -> None:
         return float(sum(p.grad.abs().sum() for p in model.parameters() if p.grad is not None))
 
     assert workers(1, body) == pytest.approx(workers(1, plain), rel=1e-12)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_pipeline_whose_loss_uses_parameters_itself_is_refused(own: bool) -> None:
+    def body(run: Run) -> None:
+        model, head, x = net(), nn.Linear(2, 2).double(), torch.ones(4, 6, dtype=torch.float64)
+        run.prepare(model, torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1), cut=pl.pipeline("0, 1, 2", micro_batches=2))
+        run.step(model, x, x[:, :2], loss=lambda out, y: out[0, 0])  # whatever it makes of the output
+        used = list((model if own else head).parameters())
+        run.step(model, x, x[:, :2], loss=lambda out, y: F.mse_loss(out, y) + sum(parameter.square().sum() for parameter in used))
+
+    with pytest.raises(UsageError, match=r"the loss uses the parameter \S+ itself, .*where the last stage is"):
+        workers(2, body, mesh="stage=2")
