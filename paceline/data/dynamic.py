@@ -143,7 +143,7 @@ class DynamicPipeline(IndexedPipeline):
                 return part
             if not self._feed.take() and (self._sample_queue.paused or not self._further()):
                 return None
-            self._open(rng.twin(self.terms.loader.generator))
+            self._open(rng.of_readers(self.terms.loader.generator, self.terms.rank))
 
     def _next(self) -> MicroBatchPart | None:
         assert self._batches is not None
@@ -187,7 +187,7 @@ class DynamicPipeline(IndexedPipeline):
         indices.batch(start)  # drawn now, where this worker is alone
         self._feed.go(indices, start)
         self.primed(start)
-        self._open(rng.twin(self.terms.loader.generator))
+        self._open(rng.of_readers(self.terms.loader.generator, self.terms.rank))
 
     def redeal(self, index: int) -> None:
         if self.terms.training:

@@ -129,7 +129,7 @@ class IndexedPipeline(Pipeline):
                 rng.put_shared(state["shared"])
         seeded = not (loader.persistent_workers and self._loader is not None) if state is None else bool(state["seeded"])
         origin = {"own": rng.own_state(loader), "shared": rng.shared_state(), "seeded": seeded}
-        seeds = rng.twin(loader.generator)
+        seeds = rng.of_readers(loader.generator, self.terms.rank)
         if seeded:
             rng.draw_seed(loader.generator)
         depth = self._depth()
@@ -262,7 +262,7 @@ class IndexedPipeline(Pipeline):
                 raise DataError("the data set ended an epoch by itself: StopIteration came out of its __getitem__")
             else:
                 reopened = True
-                self._open(rng.twin(self.terms.loader.generator))
+                self._open(rng.of_readers(self.terms.loader.generator, self.terms.rank))
 
 
 def like(loader: DataLoader[Any], feed: Any, seeds: torch.Generator, *, batched: bool, dataset: Any = None) -> DataLoader[Any]:

@@ -119,6 +119,8 @@ class ReadState:
         if start.state is not None and start.state["of_iterator"]:
             restored: Any = self._samples
             restored.load_state_dict(start.state["state"])
+        if start.state is not None and start.state.get("over"):
+            self._samples = iter(())
         if start.state is None:
             self._read, self._mark = 0, 0
             while self._read < start.done and self._read_on(batch):
@@ -133,6 +135,7 @@ class ReadState:
         """Read one more batch; False at the end."""
         assert self._samples is not None
         samples: Any
+        over = False
         if batch is None:
             samples = next(self._samples, self)
             if samples is self:
@@ -140,20 +143,21 @@ class ReadState:
             first = samples
         else:
             samples = list(islice(self._samples, batch))
-            if not samples or (self.drop_last and len(samples) < batch):
+            over = len(samples) < batch
+            if not samples or (self.drop_last and over):
                 return False
             first = samples[0]
         self._mark = _marked(first, len(samples) if batch is not None else 1, self._mark)
-        self._kept[self._read] = (samples, self._mark, self._state())
+        self._kept[self._read] = (samples, self._mark, self._state(over=over))
         self._read += 1
         return True
 
-    def _state(self) -> Any:
-        """Return the stream's own state; None where it has none."""
+    def _state(self, *, over: bool) -> Any:
+        """Return the stream's own state; None where it has none. `over`: it has ended, and its state may be that of its start again."""
         sources: list[tuple[Any, bool]] = [(self._samples, True), (self.stream, False)]
         for source, of_iterator in sources:
             if hasattr(source, "state_dict") and hasattr(source, "load_state_dict"):
-                return {"of_iterator": of_iterator, "state": copy.deepcopy(source.state_dict())}
+                return {"of_iterator": of_iterator, "state": copy.deepcopy(source.state_dict()), "over": over}
         return None
 
     def _cut(self, samples: list[Any], command: ReadCommand) -> list[list[MicroBatchPart]]:

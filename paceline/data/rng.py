@@ -78,6 +78,19 @@ def twin(generator: torch.Generator | None) -> torch.Generator:
     return other
 
 
+def of_readers(generator: torch.Generator | None, rank: int) -> torch.Generator:
+    """Make the generator that the DataLoader of a worker takes the seed of its readers from.
+
+    Readers of the first worker have the seeds of a plain DataLoader. Those of the others have other ones, also where `generator` is the
+    same on all workers, or else what augments one sample would augment those of all workers in the same way.
+    """
+    seeds = twin(generator)
+    if rank:
+        drawn = torch.empty((), dtype=torch.int64).random_(generator=seeds)
+        seeds.manual_seed(zlib.crc32(b"%d" % rank, int(drawn) & 0xFFFFFFFF))
+    return seeds
+
+
 def draw_seed(generator: torch.Generator | None) -> None:
     """Move `generator` on as a DataLoader does that begins, by the base seed of its workers."""
     torch.empty((), dtype=torch.int64).random_(generator=generator)

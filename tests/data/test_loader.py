@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from paceline.comm.agreement import Agreement
 from paceline.comm.threads import spawn
+from paceline.data import indexed
 from paceline.data.loader import NoObserver, deal
 from paceline.data.shares import fewest
 from paceline.errors import DataError
@@ -121,6 +122,21 @@ def test_dataloader_workers_have_the_seeds_of_a_plain_loader():
         return DataLoader(Rolls(24), 4, num_workers=2, generator=torch.Generator().manual_seed(1))
 
     assert steps(run(1, make)) == plain(make())[0]
+
+
+def test_readers_of_different_workers_draw_different_numbers(monkeypatch):
+    """What they take their seed from is looked at, in place of processes."""
+    begun = []
+
+    def watched(loader, feed, seeds, **options):
+        begun.append((feed.terms.rank, seeds.initial_seed()))
+        return indexed_like(loader, feed, seeds, **options)
+
+    indexed_like = indexed.like
+    monkeypatch.setattr(indexed, "like", watched)
+    run(3, lambda: DataLoader(Numbers(8), 4, num_workers=0, generator=torch.Generator().manual_seed(1)))
+    first, *others = dict(sorted(begun)).values()
+    assert first == 1 and len({first, *others}) == 3
 
 
 @pytest.mark.parametrize(("size", "workers"), [(1, 0), (2, 0), (3, 0), (2, 2)])

@@ -303,6 +303,22 @@ def test_the_position_of_a_stream_is_exact(name, sizes, stop):
         assert results[0][1].reads == 100 - 8 * (stop - 1)
 
 
+@pytest.mark.parametrize("kind", [Remembering, RememberingIterator])
+def test_a_stream_saved_with_its_last_partial_batch_is_over(kind):
+    """Having ended, it may be at its start again, and say so."""
+
+    def body(group):
+        loader = deal(DataLoader(kind(10), 4), Agreement(group))
+        for _ in loader:
+            state = loader.state_dict()
+        again = deal(DataLoader(kind(10), 4), Agreement(group))
+        again.load_state_dict(unpack(pack(state)))
+        return walk(again, 2)
+
+    found = spawn(2, body)
+    assert [steps(found, epoch) for epoch in (0, 1)] == [[], plain(DataLoader(kind(10), 4))[0]]
+
+
 def test_the_position_of_shards_is_exact():
     def make(group):
         return deal(DataLoader(Sharded(group.rank, 3), 12), Agreement(group), shard="mine")
