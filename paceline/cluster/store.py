@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import DistError
 
-from paceline.cluster import network
+from paceline.cluster import network, store_client
 from paceline.cluster import secret as secrets
 from paceline.cluster.discover import Place
 from paceline.cluster.machine import cores, fingerprint
@@ -332,7 +332,7 @@ def _join(place: Place, left: float, deadline: float | None = None) -> TorchStor
     deadline = left if deadline is None else deadline
     nap = place.timings.store.shortest_retry
     while True:
-        outcome = _knock(place, end - time.monotonic())
+        outcome = _knock(place, end - time.monotonic(), deadline)
         if isinstance(outcome, TorchStore):
             return outcome
         if time.monotonic() + nap >= end:
@@ -346,8 +346,11 @@ def _join(place: Place, left: float, deadline: float | None = None) -> TorchStor
         nap = min(2 * nap, place.timings.store.longest_retry)
 
 
-def _knock(place: Place, left: float) -> TorchStore | Exception:
-    """Try to connect once: a client of the store, or why there is none yet. Names may start to resolve, and servers to listen, after us."""
+def _knock(place: Place, left: float, deadline: float) -> TorchStore | Exception:
+    """Try to connect once: a client of the store, or why there is none yet. Names may start to resolve, and servers to listen, after us.
+
+    `left` seconds are left for that; the client waits for an answer for `deadline` seconds.
+    """
     assert place.meeting is not None
     host, port = place.meeting
     try:
@@ -358,9 +361,11 @@ def _knock(place: Place, left: float) -> TorchStore | Exception:
         target = address(place)  # among several hosts, a name that means loopback here means this host
     try:
         socket.create_connection((target, port), timeout=max(0.1, min(place.timings.store.connect, left))).close()
-        return TCPStore(target, port, None, False, timedelta(seconds=max(1.0, left)), wait_for_workers=False)
+        client = store_client.connect(target, port, max(1.0, left))
+        store_client.limit(client, deadline)
     except (OSError, DistError) as error:
         return error
+    return client
 
 
 def _follow(place: Place, deadline: float) -> tuple[TorchStore, int]:

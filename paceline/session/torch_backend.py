@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from paceline.cluster import network
+from paceline.cluster import network, store_client
 from paceline.cluster.discover import Place, discover
 from paceline.cluster.machine import cores
 from paceline.cluster.store import Store, address, hosts
@@ -40,6 +40,7 @@ def create(options: Any, chosen: Any = None) -> GroupBackend:
     rank, size, seconds = options.group_rank, options.group_size, options.timeout.total_seconds()
     place = replace(_place(options.store), rank=rank, size=size, host_rank=None)
     store = Store(options.store, place.secret, path=NAME, deadline=seconds)
+    store_client.limit(options.store, seconds)
 
     def meet() -> Members:
         try:

@@ -1,0 +1,79 @@
+"""Clients of torch's store that wait for an answer so many seconds at most.
+
+By themselves they wait for ever, and hear no signal, where the process that serves the store is stopped, or cut off from here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import stat
+import struct
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from torch.distributed import DistError
+
+from paceline.cluster import network
+from paceline.errors import PlaceError
+
+if TYPE_CHECKING:  # torch's stubs know these names only where they come from
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+    from torch._C._distributed_c10d import Store as TorchStore
+else:
+    from torch.distributed import PrefixStore, TCPStore
+    from torch.distributed import Store as TorchStore
+
+
+def connect(host: str, port: int, seconds: float) -> TCPStore:
+    """Make a client within so many `seconds`. Raises `OSError`, or what torch raises."""
+    made: list[TCPStore | DistError] = []
+
+    def make() -> None:
+        try:
+            made.append(TCPStore(host, port, None, False, timedelta(seconds=seconds), wait_for_workers=False))
+        except DistError as error:
+            made.append(error)
+
+    thread = threading.Thread(target=make, name="paceline store", daemon=True)  # it stays in torch where nobody answers
+    thread.start()
+    thread.join(seconds)
+    if not made:
+        raise TimeoutError(errno.ETIMEDOUT, "what listens there doesn't answer")
+    if isinstance(made[0], DistError):
+        raise made[0]
+    return made[0]
+
+
+def limit(store: TorchStore, seconds: float) -> None:
+    """Have this process's clients of a store that is served over TCP wait so many seconds for an answer, and then raise `DistError`."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, TCPStore):
+        return
+    with contextlib.suppress(PlaceError):  # a name that means nothing any more
+        addresses = {*network.resolve(store.host)}
+        for connection in _connections():
+            with connection, contextlib.suppress(OSError):  # one that is not connected, or is closed meanwhile
+                address, port, *_ = connection.getpeername()
+                if port == store.port and address.removeprefix("::ffff:") in addresses:  # torch has sockets for both versions of IP
+                    whole, rest = divmod(seconds, 1)
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(whole), int(1e6 * rest)))
+
+
+def _connections() -> Iterator[socket.socket]:
+    """Yield copies of all sockets of this process; of none where the system doesn't list them (not Linux)."""
+    folder = "/proc/self/fd"
+    for descriptor in os.listdir(folder) if os.path.isdir(folder) else ():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if not stat.S_ISSOCK(os.stat(int(descriptor)).st_mode):
+                continue
+            copy = os.dup(int(descriptor))
+            if stat.S_ISSOCK(os.fstat(copy).st_mode):
+                yield socket.socket(fileno=copy)
+            else:  # another descriptor got its number meanwhile
+                os.close(copy)

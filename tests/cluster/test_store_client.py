@@ -1,0 +1,54 @@
+"""Clients of torch's store don't wait for ever for a server that is stopped."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from datetime import timedelta
+
+import pytest
+from torch.distributed import HashStore, PrefixStore, TCPStore
+
+from paceline.cluster import store, store_client
+from paceline.cluster.discover import Place
+from paceline.errors import DeadlineExceeded
+
+
+def waits(port: int) -> set[float]:
+    """How long sockets of this process wait that are connected to this port."""
+    found = set()
+    for connection in store_client._connections():
+        with connection:
+            try:
+                there = connection.getpeername()
+            except OSError:
+                continue
+            if len(there) > 1 and there[1] == port:
+                seconds, rest = struct.unpack("@ll", connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16))
+                found.add(seconds + rest / 1e6)
+    return found
+
+
+def test_what_listens_and_never_answers_is_given_up() -> None:
+    listening = socket.create_server(("127.0.0.1", 0))  # as the system does for a process that is stopped
+    with listening, pytest.raises(TimeoutError, match="doesn't answer"):
+        store_client.connect("127.0.0.1", listening.getsockname()[1], 0.05)
+
+
+def test_a_worker_that_finds_such_a_store_names_the_first() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        place = Place(rank=1, size=2, meeting=("127.0.0.1", listening.getsockname()[1]), hostname="here")
+        with pytest.raises(DeadlineExceeded, match=r"rank 1 on here found no store .*what listens there doesn't answer") as raised:
+            store._join(place, 0.05)
+        assert raised.value.missing == (0,)
+
+
+def test_a_client_waits_for_an_answer_so_many_seconds() -> None:
+    server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False)
+    client = store_client.connect("127.0.0.1", server.port, 5.0)
+    assert waits(server.port) == {0.0}
+    store_client.limit(PrefixStore("inner", client), 2.5)
+    assert waits(server.port) == {2.5}  # timer ticks are whole milliseconds
+    client.set("here", b"1")
+    assert server.get("here") == b"1"
+    store_client.limit(HashStore(), 2.5)  # which nobody serves
