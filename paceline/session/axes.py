@@ -64,7 +64,8 @@ class RunAxes:
         part, replicas = groups.along(*SAMPLED), groups.along("data")
         dealt = divided.context(part, SAMPLED, lambda: _slice_agreement(part, context, cluster)) if part is not group else context
         trained = divided.context(replicas, ("data",), lambda: _agreement(replicas, context, cluster)) if replicas is not part else dealt
-        trained = dataclasses.replace(trained, cut_axes=mesh.cut)
+        sharers = groups.along("shard") if mesh.extent("shard") > 1 else None
+        trained = dataclasses.replace(trained, cut_axes=mesh.cut, sharers=sharers)
         if part is not group:
             made.append(group)  # it is closed with the others, and what it sends counts
             _leave_out(made, part)

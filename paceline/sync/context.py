@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from paceline.comm.agreement import Agreement
@@ -123,6 +124,7 @@ class SyncContext:
     closed_traffic: Traffic = field(default_factory=Traffic)  # what was sent in groups that have been left
     closed_waited: float = 0.0
     cut_axes: tuple[str, ...] = ()  # of the mesh, along which workers that are not of this group hold other parts of what is trained
+    sharers: Group | None = None  # the workers with other samples of this replica, whose parts are of the same model; None: this one alone
     meters: Sequence[AxisMeter] = ()  # of the exchanges along those axes
     told: list[Callable[[str], None]] = field(default_factory=list)  # who notes what has happened, the same of all groups of a run
     pulling: float = 0.0  # seconds for parameters that were on their way when they were used, but for steps
@@ -138,6 +140,13 @@ class SyncContext:
         for note in self.told:
             note(text)
         self.announce(text)
+
+    def replica_share(self) -> float:
+        """Return what the samples of this replica count in the step, over all workers that have parts of it. Collective for these."""
+        mine = self.step_state.share_of_step
+        if self.sharers is None:
+            return mine
+        return float(self.sharers.all_reduce(torch.tensor([mine], dtype=torch.float64), name="the samples of a replica").wait())
 
     def regroup(self, group: Group, hosts: tuple[int, ...], native: Callable[[], Group], cancel_scope: CancelScope) -> None:
         """Go on in the groups of a new view, as the present ones have broken."""
@@ -179,3 +188,14 @@ class SyncContext:
             traffic = group.traffic
             within, between, waited = within + traffic.within, between + traffic.between, waited + group.waited
         return (within, between), waited
+
+
+def among_own(gradients: Iterable[Tensor], part: float) -> None:
+    """Make means over a part of the global batch of gradients that count as much as that `part` does in it.
+
+    Raises `UsageError` where the part has no samples but the gradients are of earlier turns.
+    """
+    for total in gradients:
+        if not part and bool(total.any()):
+            raise UsageError(UNSHARED)
+        total.div_(part) if part else total.zero_()

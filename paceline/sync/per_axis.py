@@ -22,7 +22,7 @@ from paceline.errors import UsageError
 from paceline.formatting import spell
 from paceline.sync.allreduce import AllReduce, AllReduceSync
 from paceline.sync.base import Slot, check_strategy
-from paceline.sync.context import UNSHARED, SyncContext
+from paceline.sync.context import SyncContext, among_own
 from paceline.sync.localsgd.rounds import LocalSGDSync
 from paceline.sync.localsgd.strategy import LocalSGD
 
@@ -85,13 +85,9 @@ class PerAxisSync:
 
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
         found = self._inner.backward_done(where)
-        part = float(
-            self._inside.group.all_reduce(torch.tensor([self._context.step_state.share_of_step], dtype=torch.float64), name="part").wait()
-        )
-        if not part and any(bool(total.any()) for _, total in found):
-            raise UsageError(UNSHARED)
-        for _, total in found:  # of the host: what its samples count in the global batch is the outer strategy's
-            total.div_(part) if part else total.zero_()
+        mine = torch.tensor([self._context.replica_share()], dtype=torch.float64)
+        part = float(self._inside.group.all_reduce(mine, name="part").wait())
+        among_own((total for _, total in found), part)  # what the host's samples count in the global batch is the outer strategy's
         self._outer.backward_done(where)
         return found
 

@@ -128,6 +128,15 @@ def test_strategies_between_replicas(zero: Any, sync: Any) -> None:
     assert losses[-1] < alone(loop(None))[1][0]
 
 
+@pytest.mark.parametrize("strategy", [pl.LocalSGD(2), pl.Sequence((pl.AllReduce(), "local"), (pl.LocalSGD(2), "host"))])
+def test_a_replica_that_is_shared_out_counts_as_one_worker(strategy: Any) -> None:
+    """Its gradients are means over the samples of all its workers, one of which has none, and it weighs in a round by them."""
+    gentle: dict[str, Any] = {"optimizer": lambda ps: torch.optim.SGD(ps, lr=0.1)}  # which no factor of a gradient is lost on
+    wanted, _ = workers(2, loop(None, shares=[6, 2], **gentle), strategy=pl.LocalSGD(2))[0]
+    found = workers(4, loop(pl.shard("1"), shares=[5, 1, 2, 0], **gentle), mesh="data=2, shard=2", strategy=strategy, hosts=(0, 0, 1, 1))
+    assert all(distance(values, wanted) < 1e-12 for values, _ in found)
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(UsageError, match="Adafactor may look at whole parameters"):
         workers(2, loop(pl.shard(zero=2), optimizer=torch.optim.Adafactor), mesh="shard")

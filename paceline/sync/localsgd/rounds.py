@@ -19,7 +19,7 @@ from paceline.errors import LOSSES, UsageError, ViewChanged
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Slot, check_strategy
 from paceline.sync.compressed import CompressedExchange
-from paceline.sync.context import SyncContext
+from paceline.sync.context import SyncContext, among_own
 from paceline.sync.localsgd.fragment import Fragment, FragmentUnit, adaptive
 from paceline.sync.localsgd.options import RoundOptions
 from paceline.sync.routes import reducer
@@ -107,17 +107,21 @@ class LocalSGDSync:
         if self._warm is not None:
             self._warm.ready(number, grad, scale)
             return
-        value = weighted(grad, self._context.step_state.local_factor(grad, scale))
+        state = self._context.step_state
+        value = weighted(grad, state.local_factor(grad, scale) if self._context.sharers is None else scale)
         self._grads[number] = self._grads[number] + value if number in self._grads else value
 
     def overwrites(self, number: int, grad: Tensor) -> bool:
         return self._warm is not None and self._warm.overwrites(number, grad)
 
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
-        self._part, self._open = self._context.step_state.share_of_step, True
+        self._open = True
         if self._warm is not None:
             return self._warm.backward_done(where)
         found, self._grads = list(self._grads.items()), {}
+        self._part = self._context.replica_share()
+        if self._context.sharers is not None:  # gradients are sums over them
+            among_own((total for _, total in found), self._part)
         return found
 
     def stepped(self, optimizer: Optimizer) -> None:
