@@ -51,12 +51,16 @@ class QueuedWork:
 
 
 class WorkQueue:
-    """The pending operations of one group; `relatives` is shared by those that are pushed together."""
+    """The pending operations of one group; `relatives` is shared by those that are pushed together.
+
+    A finalizer, or a handler of a signal, may begin and cancel operations while its thread is in the middle of another one.
+    """
 
     def __init__(self, segment: ControlSegment, relatives: list[weakref.ref[WorkQueue]]) -> None:
         self.segment, self.relatives = segment, relatives
         self._pending: deque[QueuedWork] = deque()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._pushing = False  # by the thread that has the lock
         me = weakref.ref(self)
         relatives[:] = [ref for ref in relatives if ref() is not None] + [me]
         segment.watch.busy = partial(_push_all, relatives, me)
@@ -84,14 +88,22 @@ class WorkQueue:
         """Advance the oldest operations as far as they go; never blocks."""
         if not self._pending or not self._lock.acquire(blocking=False):
             return
+        try:
+            if not self._pushing:
+                self._push()
+        finally:
+            self._lock.release()
+
+    def _push(self) -> None:
         watch = self.segment.watch
+        self._pushing = True
         try:
             while self._pending and watch.broken is None and self._advance(self._pending[0]):
                 self._pending.popleft()
-            if watch.broken is not None:
-                self._cancel(watch.broken)
         finally:
-            self._lock.release()
+            self._pushing = False
+        if watch.broken is not None:
+            self._cancel(watch.broken)
 
     def _advance(self, pending: QueuedWork) -> bool:
         """Continue an operation until it has to wait (False) or has ended."""
@@ -137,7 +149,7 @@ class WorkQueue:
     def cancel(self) -> None:
         """End all operations with the reason for which the group is broken."""
         with self._lock:
-            if self.segment.watch.broken is not None:
+            if self.segment.watch.broken is not None and not self._pushing:  # else it ends where that does
                 self._cancel(self.segment.watch.broken)
 
     def _cancel(self, error: BaseException) -> None:

@@ -117,3 +117,29 @@ def test_relatives_are_pushed_together_and_forgotten_when_gone() -> None:
         assert [ref() for ref in relatives] == [one, third]
 
     threads(2, body)
+
+
+def test_a_finalizer_may_begin_and_cancel_operations_in_the_middle_of_another() -> None:
+    """It runs in any thread at any time: here where an operation goes on, as the collector may find garbage there."""
+
+    def body(queue: WorkQueue, segment: ControlSegment) -> None:
+        log: list[Any] = []
+        begun: list[Any] = []
+
+        def finalized(act: Any) -> Steps:
+            act()
+            return (yield from counting(segment, 2, log, "outer"))
+
+        first = queue.start(CALL, finalized(lambda: begun.append(queue.start(CALL, counting(segment, 2, log, "inner")))))
+        assert first.wait() == "outer" and begun[0].wait() == "inner"
+
+        def close() -> None:
+            segment.watch.close(WorkerLost("this group has been closed"))
+            queue.cancel()
+
+        third = queue.start(CALL, finalized(close))
+        with pytest.raises(WorkerLost, match="closed"):
+            third.wait()
+        assert not queue.pending
+
+    queues(2, body)
