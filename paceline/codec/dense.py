@@ -128,7 +128,7 @@ class _Levels(_Blocks):
     top: int
 
     def __post_init__(self) -> None:
-        _check_block(self, self.block, 2)
+        _check_block(self, self.block, max(2, self.packed))
         if wrong := unknown("rounding", self.rounding, Rounding):
             raise UsageError(wrong)
 

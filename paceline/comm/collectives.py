@@ -24,6 +24,7 @@ from paceline.comm import fingerprint, reduction
 from paceline.comm.fingerprint import CallFingerprint
 from paceline.comm.group import Group, Op, Work, as_begun, begun, pieces
 from paceline.comm.schedule import Schedule, carried
+from paceline.comm.shm.messages import plain
 from paceline.errors import PacelineError
 
 TAG = 1 << 16  # tags of the rounds of schedules begin here: below are those of other exchanges
@@ -154,7 +155,9 @@ def _after(before: Work[Any], steps: Steps) -> Steps:
 def _run(group: Group, x: Tensor, what: tuple[Schedule, Op, int], out: Tensor | None) -> Steps:
     schedule, op, tag = what
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
-    flat = out.detach().view(-1) if out.is_contiguous() else torch.empty(x.numel(), dtype=x.dtype, device=x.device)
+    x = x.resolve_conj().resolve_neg()
+    direct = plain(out) and not reduction.crossing(x, out)
+    flat = out.detach().view(-1) if direct else torch.empty(x.numel(), dtype=x.dtype, device=x.device)
     if flat.data_ptr() != x.data_ptr() or not x.is_contiguous():
         flat.view(x.shape).copy_(x)
     held = flat.to(reduction.wide(x.dtype, op))
@@ -165,7 +168,7 @@ def _run(group: Group, x: Tensor, what: tuple[Schedule, Op, int], out: Tensor | 
         yield from _round(group, buffers, messages, tag + step)
         for chunk in completed.get(group.rank, ()):
             buffers.complete(chunk, chunk + 1)
-    if not out.is_contiguous():
+    if not direct:
         out.detach().copy_(flat.view(out.shape))
     return out
 

@@ -88,7 +88,7 @@ def on_device(x: Tensor) -> str:
 
 def reducing(kind: str, x: Tensor, op: str, name: str | None, out: Tensor | None = None) -> CallFingerprint:
     """Make the fingerprint of a reduction of `x`."""
-    flaw = dense_flaw(x)
+    flaw = dense_flaw(x) or ("" if out is None else overlap_flaw(out))
     if out is not None and (out.shape != x.shape or out.dtype != x.dtype or out.device != x.device):
         flaw = f"out is {out.dtype} {list(out.shape)} on {out.device}, which has to be as x: {x.dtype} {list(x.shape)} on {x.device}"
     elif op not in OPS:
@@ -104,7 +104,7 @@ def rows(kind: str, x: Tensor, name: str | None) -> CallFingerprint:
 
 def rooted(x: Tensor, root: int, size: int, name: str | None) -> CallFingerprint:
     """Make the fingerprint of a broadcast of `x` from `root`."""
-    flaw = dense_flaw(x) if 0 <= root < size else f"root={root} is not a rank; there are 0..{size - 1}"
+    flaw = (dense_flaw(x) or overlap_flaw(x)) if 0 <= root < size else f"root={root} is not a rank; there are 0..{size - 1}"
     return CallFingerprint("broadcast", name, tuple(x.shape), x.dtype, f"root {root}{on_device(x)}", flaw)
 
 
@@ -136,7 +136,8 @@ def parcel(x: Tensor) -> str:
 def exchanging(sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int, size: int) -> CallFingerprint:
     """Make the fingerprint of an exchange; its messages are compared pair by pair."""
     flaws = [f"rank {peer} does not exist; there are 0..{size - 1}" for peer, _ in (*sends, *recvs) if not 0 <= peer < size]
-    flaws += [dense_flaw(x) for _, x in (*sends, *recvs) if dense_flaw(x)]
+    flaws += [flaw for _, x in (*sends, *recvs) if (flaw := dense_flaw(x))]
+    flaws += [flaw for _, x in recvs if (flaw := overlap_flaw(x))]
     return CallFingerprint("exchange", detail=f"tag {tag}", flaw=flaws[0] if flaws else "")
 
 
@@ -168,4 +169,15 @@ def dense_flaw(x: Tensor) -> str:
     """Return what keeps `x` from being exchanged, if anything does."""
     if x.layout is not torch.strided:
         return f"a tensor of layout {x.layout} can't be exchanged; exchange its values and indices, or x.to_dense()"
+    if x.is_meta:
+        return "a tensor on the device meta has no values that could be exchanged; make it on another device"
     return "a quantized tensor can't be exchanged; exchange x.int_repr()" if x.is_quantized else ""
+
+
+def overlap_flaw(x: Tensor) -> str:
+    """Return what keeps a result from being written to `x`, if anything does."""
+    if x.layout is not torch.strided or x.is_contiguous():
+        return ""
+    if any(length > 1 and not stride for length, stride in zip(x.shape, x.stride(), strict=True)):
+        return "elements of a tensor that was expanded share memory, so no result can be written there; give x.clone()"
+    return ""

@@ -12,11 +12,12 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.cluster.store import Store
 from paceline.comm.collectives import all_reduce
-from paceline.comm.group import Group, Work, gather_into
+from paceline.comm.group import Group, Work, gather_into, pieces
 from paceline.comm.native.group import TorchGroup
 from paceline.comm.schedule import ring
 from paceline.comm.shm.group import SharedGroup
 from paceline.comm.threads import spawn
+from paceline.errors import UsageError
 from tests.harness.hierarchies import made
 from tests.harness.processes import fork, threads
 
@@ -70,6 +71,9 @@ def _over_gloo(size: int, body: Callable[[Group], T]) -> list[T]:
     return fork(size, run)
 
 
+RUNNERS = pytest.mark.parametrize("run", [_on_threads, _on_hosts, _in_shared_memory, _over_gloo])
+
+
 def _calls(group: Group, numel: int) -> Iterator[Callable[[Tensor], Work[Any]]]:
     """Calls that write: to new tensors, to their own, to some that don't lie in one stretch, by rounds of a schedule."""
     right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
@@ -85,7 +89,7 @@ def _calls(group: Group, numel: int) -> Iterator[Callable[[Tensor], Work[Any]]]:
     yield lambda x: group.all_reduce(group.empty((numel,), torch.float32).copy_(x))
 
 
-@pytest.mark.parametrize("run", [_on_threads, _on_hosts, _in_shared_memory, _over_gloo])
+@RUNNERS
 def test_what_is_begun_in_inference_mode_or_writes_to_tensors_of_it_ends_well_outside_and_the_other_way_round(run: Any) -> None:
     def body(group: Group) -> None:
         for numel in (7, 9_003):
@@ -100,5 +104,58 @@ def test_what_is_begun_in_inference_mode_or_writes_to_tensors_of_it_ends_well_ou
                     again = tree_leaves(begun_outside.wait())
                 for one, other in zip(found, again, strict=True):
                     assert one is None or (torch.equal(one, other) and not other.is_inference())
+
+    run(4 if run is _on_hosts else 2, body)
+
+
+@RUNNERS
+def test_conjugates_on_one_rank_alone_are_exchanged_by_their_values(run: Any) -> None:
+    """Torch only marks them: their bytes are those of the numbers themselves."""
+
+    def body(group: Group) -> None:
+        me, size = group.rank, group.size
+        right, left = (me + 1) % size, (me - 1) % size
+
+        def made(rank: int, numel: int) -> Tensor:
+            real, imaginary = torch.randn(2, numel, generator=torch.Generator().manual_seed(rank))
+            x = torch.complex(real, imaginary)
+            return x.conj() if rank == 0 else x
+
+        for numel in (6, 9_000):
+            parts = [made(rank, numel) for rank in range(size)]
+            total = torch.stack([part.resolve_conj() for part in parts]).sum(0)
+            x = made(me, numel)
+            torch.testing.assert_close(group.all_reduce(x, out=x).wait(), total)
+            x = made(me, numel)
+            torch.testing.assert_close(group.all_reduce(x.conj(), out=x).wait(), total.conj())  # the same bytes, of other values
+            torch.testing.assert_close(all_reduce(group, made(me, numel), ring(size)).wait(), total)
+            start, stop = pieces(numel, size)[me]
+            torch.testing.assert_close(group.reduce_scatter(parts[me]).wait(), total[start:stop])
+            for found in (group.all_gather(parts[me]), group.all_to_all([parts[me]] * size)):
+                assert all(torch.equal(one, other) for one, other in zip(found.wait(), parts, strict=True))
+            for root in range(size):
+                assert torch.equal(group.broadcast(made(me, numel), root=root).wait(), parts[root])
+            into = made(me, numel)
+            group.exchange([(right, parts[me])], [(left, into)]).wait()
+            assert torch.equal(into, parts[left])
+
+    run(4 if run is _on_hosts else 2, body)
+
+
+@RUNNERS
+def test_what_no_result_can_be_written_to_is_refused_on_all_ranks_and_the_group_goes_on(run: Any) -> None:
+    def body(group: Group) -> None:
+        right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+        x = torch.ones(1).expand(5) if group.rank == 0 else torch.ones(5)
+        for call in (
+            lambda: group.all_reduce(x, out=x),
+            lambda: group.broadcast(x, root=1),
+            lambda: group.exchange([(right, torch.ones(5))], [(left, x)]),
+        ):
+            with pytest.raises(UsageError, match=r"expanded share memory.*\(rank 0\)"):
+                call().wait()
+        assert group.all_reduce(x).wait().tolist() == [group.size] * 5
+        with pytest.raises(UsageError, match=r"device meta has no values"):
+            group.all_gather(torch.ones(5, device="meta")).wait()
 
     run(4 if run is _on_hosts else 2, body)

@@ -33,6 +33,7 @@ from paceline.comm.hierarchy.rails import SMALL, Rails, even
 from paceline.comm.schedule import Schedule
 from paceline.comm.shm.group import SharedGroup
 from paceline.comm.shm.memory import fresh
+from paceline.comm.shm.messages import plain
 from paceline.errors import Mismatch, PacelineError, UsageError, ViewChanged
 from paceline.trace import Trace
 
@@ -148,9 +149,9 @@ class HostsGroup:
     ) -> Work[Tensor]:
         """Reduce what all ranks agree on. `may_move`: whether the memory of `x` may move, where all reduce in place in a moving call."""
         reduction.admit(op, x.dtype)
-        x = x.detach()
+        x = x.detach().resolve_conj().resolve_neg()
         target = fresh(x.shape, x.dtype) if out is None else out.detach()
-        straight = target.is_contiguous()
+        straight = plain(target)
         flat = target.view(-1) if straight else fresh((x.numel(),), x.dtype)
         held, added = reduction.wide(x.dtype, op), cast("Op", "sum" if op == "mean" else op)
 

@@ -32,6 +32,7 @@ from paceline.comm.cancellation import CancelScope
 from paceline.comm.fingerprint import DIGEST, CallFingerprint
 from paceline.comm.group import Finished, Op, Traffic, Work, as_begun, begun
 from paceline.comm.native.transport import MESSAGES, SMALL_MESSAGE, GlooTransport, GlooWait, StreamWait, TransportWork
+from paceline.comm.shm.messages import plain
 from paceline.comm.traffic import TrafficMeter
 from paceline.errors import Mismatch, PacelineError, UsageError, ViewChanged
 from paceline.trace import Trace
@@ -155,7 +156,7 @@ class TorchGroup:
     def all_reduce_agreed(self, x: Tensor, *, op: Op = "sum", out: Tensor | None = None) -> Work[Tensor]:
         """Reduce as `all_reduce` does, without comparing first: only for an agreed layout, as Gloo ends the process if sizes differ."""
         reduction.admit(op, x.dtype)
-        x = x.detach()
+        x = x.detach().resolve_conj().resolve_neg()
         out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
         nccl = self._nccl is not None and x.is_cuda
         if x.device.type != "cpu" and not nccl:
@@ -244,7 +245,7 @@ class TorchGroup:
         call_number = self._fabric.count("exchange")
         mine = [x.detach().clone() for to, x in sends if to == self.rank]
         landings = [(source, x, _landing(x)) for source, x in recvs if source != self.rank]
-        out = [(to, x.detach().to("cpu").contiguous()) for to, x in sends if to != self.rank and x.numel()]
+        out = [(to, _values(x.detach().to("cpu"))) for to, x in sends if to != self.rank and x.numel()]
         into = [(source, landing) for source, _, landing in landings if landing.numel()]
 
         def finish() -> None:
@@ -261,8 +262,8 @@ class TorchGroup:
     def _exchange_nccl(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> Work[None]:
         """Exchange all messages as one NCCL group; matched by their order, as NCCL has no tags."""
         device = torch.device("cuda", torch.cuda.current_device())
-        out = [(to, x.detach().contiguous()) for to, x in sends if x.numel()]
-        landings = [(source, x, x if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=device)) for source, x in recvs]
+        out = [(to, _values(x.detach())) for to, x in sends if x.numel()]
+        landings = [(source, x, x if plain(x) else torch.empty(x.shape, dtype=x.dtype, device=device)) for source, x in recvs]
         call_number = self._fabric.count("exchange")
         self._nccl._start_coalescing(device)
         for to, x in out:
@@ -302,7 +303,7 @@ class TorchGroup:
         options = torch.distributed.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         on_gpu = self._nccl is not None and x.is_cuda
-        flat = (kept if on_gpu else kept.to("cpu")).contiguous()
+        flat = _values(kept if on_gpu else kept.to("cpu"))
         return self._launch("broadcast", lambda on: on.broadcast([_bytes(flat)], options), lambda: _filled(x, flat), x)
 
     def barrier(self, *, name: str | None = None) -> Work[None]:
@@ -377,13 +378,19 @@ def _nccl(store: Store, fabric: GlooTransport) -> Any:
 
 def _staged(x: Tensor, out: Tensor, held: torch.dtype) -> Tensor:
     """Return a contiguous tensor with the values of `x`, to be reduced in place: `out` if it can be."""
-    staged = out.detach() if held == out.dtype and out.is_contiguous() else torch.empty(x.shape, dtype=held, device=x.device)
+    direct = held == out.dtype and plain(out) and not reduction.crossing(x, out)
+    staged = out.detach() if direct else torch.empty(x.shape, dtype=held, device=x.device)
     return staged if staged.data_ptr() == x.data_ptr() and x.is_contiguous() else staged.copy_(x)
 
 
 def _landing(x: Tensor) -> Tensor:
     """Return where what comes for `x` is received: `x` itself if it can be."""
-    return x if x.device.type == "cpu" and x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype)
+    return x if x.device.type == "cpu" and plain(x) else torch.empty(x.shape, dtype=x.dtype)
+
+
+def _values(x: Tensor) -> Tensor:
+    """Return the values of `x` in a contiguous tensor: complex numbers may be marked as conjugate, their parts as negative."""
+    return x.resolve_conj().resolve_neg().contiguous()
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -391,7 +398,7 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def _filled(x: Tensor, flat: Tensor) -> Tensor:
-    if flat.data_ptr() != x.data_ptr() or flat.device != x.device or not x.is_contiguous():
+    if flat.data_ptr() != x.data_ptr() or flat.device != x.device or not plain(x):
         x.detach().copy_(flat)
     return x
 

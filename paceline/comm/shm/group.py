@@ -243,7 +243,7 @@ class SharedGroup:
         outgoing = self._outgoing(call, [(ALL, x)] if self.rank == root else [])
         nbytes = x.numel() * x.element_size()
         place, where = self._lies(x) if nbytes > SMALL and plain(x) and not call.flaw else (None, None)
-        landing = x.detach() if plain(x) else fresh(x.shape, x.dtype)
+        landing = x.detach() if call.flaw or plain(x) else fresh(x.shape, x.dtype)
         places: list[Any] = []  # where every rank's lies, if all ranks reach it
 
         def land(metas: list[Any]) -> Landing:
