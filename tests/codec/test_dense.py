@@ -108,6 +108,15 @@ def test_wrong_arguments(make, says: str) -> None:  # type: ignore[no-untyped-de
         make()
 
 
+def test_a_block_of_levels_that_share_bytes_has_whole_bytes() -> None:
+    class twobits(int4):
+        packed = 4
+
+    with pytest.raises(UsageError, match="block is 6, and has to be a multiple of 4"):
+        twobits(block=6)
+    assert twobits(block=8).block == 8
+
+
 def test_inference_mode_and_no_gradients() -> None:
     x = data(3000).requires_grad_()
     with torch.no_grad():

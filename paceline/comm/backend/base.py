@@ -98,11 +98,14 @@ class BackendBase(ProcessGroup):
 
     def abort(self) -> None:
         """End all that is under way with an error, on all ranks."""
-        self._issuer.end(lambda group: group.abort())
+        self._end(lambda group: group.abort())
 
     def shutdown(self) -> None:
         """Leave in good order."""
-        self._issuer.end(lambda group: group.close())
+        self._end(lambda group: group.close())
+
+    def _end(self, act: Callable[[Group], None]) -> None:
+        self._issuer.end(act)
         self._completer.close()
         self._message_completer.close()
 

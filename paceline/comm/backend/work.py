@@ -291,10 +291,12 @@ class Completer:
                 work.end()
 
     def close(self) -> None:
-        """Stop; wait for that at most a second."""
+        """Stop; wait for that at most a second. Works whose group has ended end, too, as somebody may wait for their futures."""
         if self._thread is not None:
             self._unregister()
             self._closed = True
             self._wake.set()
             if self._thread is not threading.current_thread():
                 self._thread.join(FAREWELL)
+            for work, _ in tuple(self._works):
+                work.is_completed()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -85,3 +86,22 @@ def test_another_timeout_counts_from_then_on() -> None:
         group.close()
 
     threads(2, body)
+
+
+def test_nothing_is_left_of_a_group_that_was_aborted() -> None:
+    def completers() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name == "paceline completer"}
+
+    before = completers()
+
+    def body(group: GroupBackend) -> None:
+        group.allreduce([mine(group.rank(), 50)], reducing()).get_future().wait()
+        group.barrier().wait()
+        pending = group.allreduce([mine(0, 50)], reducing()).get_future() if group.rank() == 0 else None
+        group.abort()
+        if pending is not None:
+            with pytest.raises(Exception, match="abort"):
+                pending.wait()
+
+    on_shared_memory(2, body)
+    assert completers() <= before
