@@ -27,8 +27,10 @@ from paceline.errors import UsageError
 from paceline.sync.abilities import Abilities
 from paceline.sync.base import GradientSource, Slot, Sync
 from paceline.sync.context import SyncContext
-from paceline.sync.gradient_guard import GradientGuard, explain_changed
+from paceline.sync.gradient_guard import GRAPHLESS, GradientGuard, explain_changed
 from paceline.sync.joined_passes import JoiningTracker
+from paceline.sync.mixed_weights import MixedWeights
+from paceline.sync.put_off_steps import PutOffSteps, WaitingSum, prior
 from paceline.sync.transaction import Addends, Deliver, PlainTransaction, Transaction
 
 
@@ -36,8 +38,8 @@ class ParameterHook:
     """State of one parameter during backward passes."""
 
     __slots__ = (
-        *("carry", "given", "handles", "name", "node", "number"),
-        *("parameter", "prior", "shown", "touched", "version"),
+        *("carry", "discards", "given", "handles", "latest", "name", "node", "number"),
+        *("parameter", "prior", "shown", "touched", "version", "waiting"),
     )
 
     def __init__(self, number: int, name: str, parameter: Parameter) -> None:
@@ -50,6 +52,17 @@ class ParameterHook:
         self.shown: Tensor | None = None  # the p.grad that a silent pass left, and its version then
         self.version = 0
         self.given = 0  # id of what p.grad was set to, in the strategy's memory, which counts references to see whether others hold it
+        self.waiting: WaitingSum | None = None  # its optimizer's step was put off
+        self.discards, self.latest = False, 0
+
+    def show(self) -> None:
+        """Let p.grad show what silent passes have added up, and what it held before."""
+        if self.carry is None:
+            self.parameter.grad, self.prior, self.shown = self.prior, None, None
+            return
+        shown = self.carry if self.prior is None else added(self.carry.clone(), self.prior)
+        self.parameter.grad = self.shown = shown
+        self.version = shown._version
 
 
 class GradientTracker(JoiningTracker):
@@ -58,6 +71,7 @@ class GradientTracker(JoiningTracker):
     def __init__(self, sync: Sync, context: SyncContext, abilities: Abilities, prepare: Callable[[], None]) -> None:
         self.sync, self.context, self._prepare = sync, context, prepare
         self._remote = abilities.remote is not None  # optimizers step elsewhere
+        self._mixes = self._remote and not (sync.exchanges_in_backward or sync.replicas_diverge)  # each worker's own gradients go there
         self.hooks: list[ParameterHook] = []
         self.slots: list[Slot] = []
         self.passes = 0  # exchanged since the turn began
@@ -77,8 +91,8 @@ class GradientTracker(JoiningTracker):
         self.open = False  # a pass is under way
         self._silent = False
         self._scale = 1.0
-        self._part: float | None = None  # my part of the batch, in the last pass that wasn't silent
-        self._mixed: set[int] = set()  # numbers of parameters whose p.grad adds up passes of different parts of the batch
+        self.mixed = MixedWeights(self._by_id)
+        self.put_off = PutOffSteps(self._by_id, self._reclaim)
         self._sources: list[GradientSource] = []
 
     def watch(self, slots: Sequence[Slot]) -> None:
@@ -134,7 +148,8 @@ class GradientTracker(JoiningTracker):
         self._guard.leave()
         for handle in [handle for hook in self.hooks for handle in hook.handles]:
             handle.remove()
-        for kept in (self.hooks, self._by_id, self._mixed):
+        self.put_off.forget()
+        for kept in (self.hooks, self._by_id, self.mixed):
             kept.clear()
         watched, self.slots = self.slots, []
         return watched
@@ -203,6 +218,8 @@ class GradientTracker(JoiningTracker):
         elif grad is not None:
             written = id(grad) == hook.given if self._silent else self._overwrites(hook.number, grad)
             hook.prior, hook.given = (grad.clone(), hook.given) if written else (grad, 0)
+        if hook.waiting is not None:
+            self.put_off.set_aside(hook)
         parameter.grad = None
 
     def _reclaim(self, hook: ParameterHook, grad: Tensor | None) -> None:
@@ -212,6 +229,8 @@ class GradientTracker(JoiningTracker):
             return
         if grad is shown and hook.prior is None:
             hook.carry = grad  # changed in place (zeroed, clipped): the carry is what it is now
+        elif (grad is None or not bool(grad.any())) and hook.waiting is not None:
+            self.put_off.go_back(hook)
         elif grad is None or not bool(grad.any()):
             hook.prior, hook.carry = grad, None
         else:
@@ -224,15 +243,14 @@ class GradientTracker(JoiningTracker):
         """Take in a gradient of a silent pass, or of the first pass after some that were silent."""
         if grad.requires_grad:
             self._forget()
-            raise UsageError(
-                f"backward(create_graph=True) reached the parameter {hook.name}: an exchanged gradient has no graph; "
-                "use torch.autograd.grad(..., create_graph=True) for the penalty, it stays local"
-            )
+            raise UsageError(f"backward(create_graph=True) reached the parameter {hook.name}: {GRAPHLESS}")
         hook.touched = True
         grad = grad.mul_(scale) if scale else torch.zeros_like(grad)
         keeps = self._silent or hook.number in self.late
         total = grad if hook.carry is None else added(hook.carry, grad) if keeps else added(grad, hook.carry)
-        hook.carry = total if keeps else None
+        hook.carry, hook.latest = total if keeps else None, self.begun
+        if hook.waiting is not None:
+            self.put_off.come(hook)
         if not keeps:
             self._deliver(hook.number, total, 1.0)
 
@@ -247,13 +265,15 @@ class GradientTracker(JoiningTracker):
         started = time.perf_counter_ns()
         if self.since:
             self.computed(started)
+        if self.put_off.waiting:
+            self.put_off.exchange()
         for hook in self.hooks:
             if not hook.touched or hook.carry is not None:
                 self._give_leftover(hook)
-        uneven = not self.sync.exchanges_in_backward and self._uneven()
+        uneven = self._mixes and self.mixed.changes(self.context.step_state.share_of_step)
         results = self.transaction.exchange(functools.partial(self.sync.backward_done, where))
         self.reached += bool(results)
-        hooks, mixing, final = self.hooks, uneven or bool(self._mixed), 0
+        hooks, mixing, final = self.hooks, uneven or bool(self.mixed.numbers), 0
         for number, mean in results:
             hook = hooks[number]
             if mixing or hook.prior is not None or not hook.touched:
@@ -276,6 +296,8 @@ class GradientTracker(JoiningTracker):
 
     def _give_leftover(self, hook: ParameterHook) -> None:
         """Hand over what silent passes have left of a parameter that this pass hasn't reached."""
+        if hook.waiting is not None:
+            self._set_apart(hook)  # what zero_grad goes back to is not exchanged yet
         grad = hook.parameter.grad
         if hook.carry is not None:
             self._set_apart(hook)
@@ -290,40 +312,21 @@ class GradientTracker(JoiningTracker):
 
     def _put(self, hook: ParameterHook, mean: Tensor, *, mixing: bool, uneven: bool) -> None:
         """Set p.grad to the mean plus what it held before."""
-        prior, hook.prior = hook.prior, None
-        if prior is None:
-            prior = hook.parameter.grad if not hook.touched else None
+        before, hook.prior = hook.prior, None
+        if before is None:
+            before = hook.parameter.grad if not hook.touched else None
         if mixing:
-            self._note_mixed(hook.number, prior, uneven=uneven)
-        if prior is not None and not hook.given and not (prior.is_sparse or mean.is_sparse):
-            hook.parameter.grad = prior.add_(mean)  # the script's own tensor: added to in place, as torch does
+            self.mixed.note(hook.number, before, uneven=uneven)
+        if before is not None and not hook.given and not (before.is_sparse or mean.is_sparse):
+            hook.parameter.grad = before.add_(mean)  # the script's own tensor: added to in place, as torch does
             return
-        if prior is not None:
-            mean = added(mean, prior)
+        if before is not None:
+            mean = added(mean, before)
         try:
             hook.parameter.grad = mean
         except RuntimeError as error:
             raise explain_changed(hook.name, hook.parameter, mean, error) from error
         hook.given = id(mean)
-
-    def _uneven(self) -> bool:
-        """Whether p.grad is weighted by another part of the batch than in the pass before, when an optimizer steps elsewhere."""
-        part, self._part = self._part, self.context.step_state.share_of_step
-        return part not in (None, self._part) and self._remote and not self.sync.replicas_diverge
-
-    def _note_mixed(self, number: int, prior: Tensor | None, *, uneven: bool) -> None:
-        if prior is None or not bool(prior.any()):
-            self._mixed.discard(number)
-        elif uneven:
-            self._mixed.add(number)
-
-    def mixed(self, parameters: Iterable[Any]) -> str | None:
-        """Return the name of one of these parameters whose p.grad adds up passes of different weights, which it doesn't have any more."""
-        for parameter in parameters if self._mixed else ():
-            hook = self._by_id.get(id(parameter))
-            if hook is not None and hook.number in self._mixed and parameter.grad is not None and bool(parameter.grad.any()):
-                return hook.name
-        return None
 
     def computed(self, until: int) -> None:
         """Record that this worker computed until `until` (nanoseconds), since the turn began or the last exchange ended."""
@@ -335,9 +338,7 @@ class GradientTracker(JoiningTracker):
         """End a silent pass: p.grad shows what this worker has added up so far."""
         for hook in self.hooks:
             if hook.touched and hook.carry is not None:
-                shown = hook.carry if hook.prior is None else added(hook.carry.clone(), hook.prior)
-                hook.parameter.grad = hook.shown = shown
-                hook.version = shown._version
+                hook.show()
         self.silenced = self.owing = True
         self._reset()
 
@@ -352,6 +353,7 @@ class GradientTracker(JoiningTracker):
 
     def _forget(self) -> None:
         self.open = self._silent = False
+        self.put_off.forget()
         for hook in self.hooks:
             hook.prior = hook.carry = hook.shown = None
             hook.touched = False
@@ -385,14 +387,6 @@ class GradientTracker(JoiningTracker):
             self.open, self._silent, self._deliver = True, False, self.transaction.deliver()
             self._close(where)
 
-    def refuse_inside(self, where: str) -> None:
-        """Raise `UsageError` if a backward is under way: until it returns, gradients are of this worker alone, or on their way."""
-        if torch._C._current_graph_task_id() != -1 and self.hooks:
-            raise UsageError(
-                f"{where} was called inside of loss.backward() (an optimizer in a hook of its parameters), where gradients are not the "
-                "mean over all workers yet; take the hook out, and call optimizer.step() after loss.backward()"
-            )
-
     def foreign(self, parameters: Iterable[Any]) -> list[int]:
         """Return the numbers of parameters whose p.grad is not the tensor that the last pass has set."""
         found = []
@@ -416,6 +410,10 @@ class GradientTracker(JoiningTracker):
         self.silenced = silent
         self.owing = self.owing or silent
 
+    def owe(self) -> None:
+        """Exchange what was added up with the next pass, or before gradients are used."""
+        self.owing = True
+
     def compute_from(self, since: int) -> None:
         """Count what is done from `since` on (nanoseconds) as computing; 0: as nothing."""
         self.since = since
@@ -432,7 +430,7 @@ class GradientTracker(JoiningTracker):
 
     def held(self) -> dict[int, Tensor]:
         """Copy the gradients as they were before the pass that ends."""
-        found = ((hook.number, hook.prior if hook.touched else hook.parameter.grad) for hook in self.hooks)
+        found = ((hook.number, prior(hook) if hook.touched or hook.waiting else hook.parameter.grad) for hook in self.hooks)
         return {number: grad.clone() for number, grad in found if grad is not None}
 
     def carried(self) -> dict[int, Tensor]:
@@ -445,6 +443,7 @@ class GradientTracker(JoiningTracker):
 
     def restore(self, grads: dict[int, Tensor], carried: dict[int, Tensor]) -> None:
         """Set gradients, and what silent passes have left, to these."""
+        self.put_off.forget()
         for hook in self.hooks:
             hook.parameter.grad, hook.carry, hook.shown = grads.get(hook.number), carried.get(hook.number), None
         self.owing = any(hook.carry is not None for hook in self.hooks)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from torch import Tensor
 from torch.nn import Parameter
 
 from paceline.errors import UsageError
 from paceline.sync.autograd_engine import AnnouncingEngine, leave, listen
+
+GRAPHLESS: Final = "an exchanged gradient has no graph; use torch.autograd.grad(..., create_graph=True) for the penalty, it stays local"
 
 
 class GuardedParameter(Protocol):

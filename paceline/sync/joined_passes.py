@@ -12,8 +12,10 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from paceline.errors import UsageError
 from paceline.sync.base import GradientSource, Sync
 from paceline.sync.context import SyncContext
 
@@ -102,8 +104,12 @@ class JoiningTracker:
         return self.sync.replicas_diverge
 
     def refuse_inside(self, where: str) -> None:
-        """Raise `UsageError` if a backward is under way."""
-        raise NotImplementedError
+        """Raise `UsageError` if a backward is under way: until it returns, gradients are of this worker alone, or on their way."""
+        if torch._C._current_graph_task_id() != -1 and self._by_id:
+            raise UsageError(
+                f"{where} was called inside of loss.backward() (an optimizer in a hook of its parameters), where gradients are not the "
+                "mean over all workers yet; take the hook out, and call optimizer.step() after loss.backward()"
+            )
 
     def join(self, where: str, *, due: bool = False) -> None:
         """Take part in what the others exchange; raises where a pass ended with an error."""

@@ -32,6 +32,7 @@ from paceline.session.loop.batch_use import BatchUse
 from paceline.session.loop.ghost import buffers, level, put_back
 from paceline.session.loop.idle_epochs import IdleEpochs
 from paceline.session.loop.iteration import LoaderProgress, check_beside, explain, innermost
+from paceline.session.loop.micro_steps import MicroSteps
 from paceline.session.loop.observers import LoopObservers
 from paceline.session.loop.step_clock import AxisTotals, StepClock
 from paceline.sync.abilities import Abilities
@@ -63,7 +64,7 @@ class TrainingLoop:
         self.leader: LoaderProgress | None = None  # whose turns are the steps
         self.batch_use = BatchUse(context)
         self.acts = 0  # steps of optimizers, and times that no_sync was entered
-        self._begun = 0  # passes that had begun when this turn, or micro-batch, did
+        self.micro_steps = MicroSteps(backward)
         self.idle_epochs = IdleEpochs(self, context, backward, page)
         self._calls = 0
         self._part = 0.0  # of the step under way, mine
@@ -185,6 +186,8 @@ class TrainingLoop:
                 for observer in self.observers.lead_taken:
                     observer(loader)
             self._part = (self._part if turn.micro else 0.0) + (turn.weight / turn.total if turn.total and not turn.ghost else 0.0)
+            if turn.micro or not turn.last_micro:
+                self.micro_steps.begin(id(loader), first=turn.micro == 0)
             if turn.micro == 0:
                 backward, leads = self.backward, progress is self.leader
                 progress.outer = before = backward.turn()
@@ -196,7 +199,6 @@ class TrainingLoop:
                     backward.transaction.begin(leads=leads, passes=before[0])
             elif turn.last_micro and not self.quiet:
                 self.backward.silence(silent=False)  # this one is exchanged by all
-            self._begun = self.backward.begun
             if turn.source is not None:
                 progress.kept = buffers(self.models)
         self._open.append(progress)
@@ -326,13 +328,12 @@ class TrainingLoop:
         """Whether the training loop was left by `break` between two micro-batches."""
         return any(progress.loader.terms.training and not progress.loader.under_way for progress in self._open)
 
-    @property
-    def clearing(self) -> bool:
-        """Whether zero_grad acts: before backward on the first micro-batch, after backward on the last."""
-        turn = self.training
-        if turn is None or not turn.train:
-            return True
-        return turn.last_micro if self.backward.begun != self._begun else turn.micro == 0
+    def micro_batches(self, *, last: bool) -> int | None:
+        """Return the loader (its id) that trains on a batch in several micro-batches, this being the last of them only if `last` allows."""
+        turn = self.training if self._open else None
+        if turn is None or not turn.train or (turn.last_micro and not (last and turn.micro)):
+            return None
+        return next(id(progress.loader) for progress in self._open if progress.turn is turn)
 
     def ready(self, where: str) -> None:
         """Exchange gradients that are about to be used and have not been exchanged, even if backward touched nothing here."""

@@ -235,7 +235,7 @@ class Prepared:
             hooks.follow(model, loop)
             forward_turn.remember(model, loop)
             if accumulate:
-                hooks.bind_zero_grad(model, loop)
+                hooks.bind_zero_grad(model, loop, self.cuts.trained)
 
     def _deal(self, loader: DataLoader[Any], options: dict[str, Any]) -> ShareLoader:
         tensor_peers.check(options, self.axes)

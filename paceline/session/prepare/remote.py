@@ -59,7 +59,7 @@ class RemoteSteps:
 
     def _refuse_mixed(self, optimizer: Optimizer) -> None:
         """Raise `UsageError` if p.grad of a parameter adds up passes that have to be weighted one by one on their way to servers."""
-        mixed = self._loop.backward.mixed(p for group in optimizer.param_groups for p in group["params"])
+        mixed = self._loop.backward.mixed.find(p for group in optimizer.param_groups for p in group["params"])
         if mixed is not None:
             raise UsageError(
                 f"p.grad of {mixed} adds up batches that this worker has different parts of, and goes to servers with the weight "
