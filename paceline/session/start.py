@@ -321,7 +321,13 @@ class ExitHooks:
                 parts_of(self._run).ending.fail(kind, error)
             (show if previous is sys.__excepthook__ else previous)(kind, error, trace)
 
-        unregister = at_exit(self._run.close)
+        def close() -> None:
+            try:
+                self._run.close()
+            except BRIEFLY as error:  # whose traceback is that of our own call here
+                show(type(error), error, None)
+
+        unregister = at_exit(close)
 
         def disarm() -> None:
             unregister()

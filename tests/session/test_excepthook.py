@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +16,10 @@ from torch import nn
 
 import paceline
 from paceline import callsite
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import Mismatch, PacelineError, UsageError
 from paceline.session.excepthook import brief, show
 from paceline.session.run import Run
+from paceline.session.start import ExitHooks
 from tests.harness.jobs import Jobs
 from tests.harness.runs import alone, batches, workers
 
@@ -123,6 +127,21 @@ def test_a_job_says_it_in_few_lines(job: Jobs) -> None:
     assert ended.code == 1 and ended.said.startswith("paceline.errors.UsageError: run.prepare got a builtins.int"), ended.err
     mine = [line for line in ended.err.splitlines() if line.startswith("[")]
     assert len(mine) <= 3 * 9 and "paceline/session" not in ended.err, ended.err
+
+
+def test_an_error_of_ours_at_exit_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a run without `with`, which is closed when the script has ended."""
+    registered: list[Callable[[], None]] = []
+    monkeypatch.setattr(atexit, "register", registered.append)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+    def close() -> None:
+        raise Mismatch("workers have come apart")
+
+    run: Any = SimpleNamespace(close=close, _parts=SimpleNamespace(ending=SimpleNamespace(on_close=lambda ending: None)))
+    ExitHooks(run).arm()
+    registered[0]()
+    assert capsys.readouterr().err == "paceline.errors.Mismatch: workers have come apart\n"
 
 
 INTERRUPTED = """

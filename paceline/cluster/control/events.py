@@ -95,7 +95,8 @@ def report_failure(place: Place, kind: type[BaseException], error: BaseException
     if issubclass(kind, KeyboardInterrupt) or leaves_well(error):
         return
     lines = message(error)
-    record = {"event": "failed", "type": kind.__name__, "message": "\n".join(lines)[:_LONGEST], "more": len(lines) - 1}
+    code = error.code & 0xFF if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+    record = {"event": "failed", "type": kind.__name__, "message": "\n".join(lines)[:_LONGEST], "more": len(lines) - 1, "code": code}
     _tell(place, {**record, "is_echo": issubclass(kind, ECHOES), "is_final": issubclass(kind, FINAL)})
 
 

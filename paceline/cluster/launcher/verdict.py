@@ -58,18 +58,32 @@ class FailureSearch:
         failure = Failure(worker.rank, self._host, code or 1, "", age=age)
         record = next((record for record in worker.records if record["event"] == "failed"), None)
         if record is not None:
-            words = f"failed with exit code {failure.code} ({record['type']})"
-            age = now - float(str(record["time"]))
-            return replace(failure, words=words, is_echo=bool(record["is_echo"]), age=age, tail=_tail(worker, record))
+            # An error at exit, as of a run without `with` that could not be closed, leaves a script's own exit code as it is.
+            is_echo = bool(record["is_echo"]) and not 1 < code <= 128
+            code = code or int(str(record.get("code", 1)))  # the worker may not have come to its end by itself
+            words, age = f"failed with exit code {code} ({record['type']})", now - float(str(record["time"]))
+            return replace(failure, code=code, words=words, is_echo=is_echo, age=age, tail=_tail(worker, record))
         if code:
             # SIGABRT is how libraries answer to another's failure, so it gets no start over records.
             start = self._timings.slack if code == 128 + signal.SIGABRT else 0.0
             return replace(failure, words=ending(code), age=age - start, tail=_tail(worker))
-        silent = worker.ended is not None and not worker.was_sent and worker.said("joined") and not worker.said("closed")
-        if silent and self._trains(worker):
+        silent = worker.ended is not None and not worker.was_sent and not worker.said("closed")
+        if silent and worker.said("joined") and self._trains(worker):
             words = "left in the middle (exit code 0) while others were training: it joined the run and never closed it"
             return replace(failure, words=words, tail=_tail(worker))
+        if silent and not worker.said("joined") and self._awaited(worker):
+            words = "ended (exit code 0) before it joined the run, where others wait for it: all workers have to come to pl.start"
+            return replace(failure, words=words, tail=_tail(worker))
         return None
+
+    def _awaited(self, leaver: WorkerProcess) -> bool:
+        """Whether others on this host are in a run that a worker never came to, well after it ended."""
+        assert leaver.ended is not None
+        return bool(self._others()) and time.time() - leaver.ended > self._timings.left
+
+    def _others(self) -> list[WorkerProcess]:
+        """List the workers that are in a run."""
+        return [worker for worker in self._workers if worker.ended is None and worker.said("joined") and not worker.said("closed")]
 
     def _suspects(self) -> list[Failure]:
         return [failure for worker in self._workers if (failure := self.suspect(worker)) is not None]
@@ -79,7 +93,7 @@ class FailureSearch:
         if self.signed or self._decided():
             return True
         assert leaver.ended is not None
-        others = [worker for worker in self._workers if worker.ended is None and worker.said("joined") and not worker.said("closed")]
+        others = self._others()
         ends = [worker.ended for worker in self._workers if worker.ended is not None]
         since = leaver.ended if others else max(ends)
         running = len(ends) < len(self._workers)

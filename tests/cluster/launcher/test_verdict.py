@@ -90,6 +90,32 @@ def test_who_leaves_without_a_word(ago: float, others: int, decided: bool, named
     assert rank(failure) == named and (failure is None or "left in the middle" in failure.words)
 
 
+@pytest.mark.parametrize(("ago", "records", "named"), [(9.0, [JOINED], 0), (1.0, [JOINED], None), (9.0, [], None)])
+def test_who_never_came_to_a_run_that_others_are_in(ago: float, records: list[dict[str, Any]], named: int | None) -> None:
+    leaver = Worker(0, [], ended=ago)
+    failure = search(leaver, Worker(1, records)).suspect(leaver)  # type: ignore[arg-type]
+    assert rank(failure) == named and (failure is None or "before it joined the run" in failure.words)
+
+
+def test_who_never_came_to_a_run_is_not_to_blame_where_others_fail() -> None:
+    leaver = Worker(0, [], ended=9.0)
+    assert search(leaver, Worker(1, [JOINED, failed()], ended=1.0, code=1), decided=True).suspect(leaver) is None  # type: ignore[arg-type]
+
+
+def test_who_ends_by_an_exit_code_of_its_own_is_no_echo() -> None:
+    """Such as of a script that calls `sys.exit(3)`, and whose run can't be closed at exit as others are in the middle of theirs."""
+    for code, is_echo in ((1, True), (3, False), (134, True)):
+        worker = Worker(0, [failed("Mismatch", is_echo=True)], ended=1.0, code=code)
+        failure = search(worker).suspect(worker)  # type: ignore[arg-type]
+        assert failure is not None and (failure.code, failure.is_echo) == (code, is_echo)
+
+
+def test_the_exit_code_of_a_worker_that_had_to_be_ended() -> None:
+    worker = Worker(0, [failed("SystemExit") | {"code": 3}], ended=1.0, code=143, was_sent={signal.SIGTERM})
+    failure = search(worker).suspect(worker)  # type: ignore[arg-type]
+    assert failure is not None and (failure.code, failure.words) == (3, "failed with exit code 3 (SystemExit)")
+
+
 def test_who_closed_its_run_has_not_failed() -> None:
     leaver = Worker(0, [JOINED, {"event": "closed"}], ended=9.0)
     assert search(leaver, Worker(1, [JOINED])).suspect(leaver) is None  # type: ignore[arg-type]
