@@ -180,14 +180,18 @@ class ModelCuts:
                 )
 
     def _refuse_whole(self, optimizers: Iterable[Optimizer]) -> None:
-        """Raise `UsageError` for optimizers of models that are dealt to workers, if they fail on parameters that are elsewhere."""
-        dealt = {id(p) for model, _ in self.pipelines for p in model.parameters()} if self._axes.mesh.extent("stage") > 1 else set()
+        """Raise `UsageError` for optimizers that look at whole matrices, where workers have parts of some, or none of those of others."""
+        mesh = self._axes.mesh
+        dealt = {id(p) for model, _ in self.pipelines for p in model.parameters()} if mesh.extent("stage") > 1 else set()
         for optimizer in optimizers:
             kinds = {kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim")}
-            if kinds & set(WHOLE) and any(id(p) in dealt for group in optimizer.param_groups for p in group["params"]):
+            stepped = [p for group in optimizer.param_groups for p in group["params"]] if kinds & set(WHOLE) else []
+            parts = [where.name for p in stepped if mesh.extent("tensor") > 1 and "tensor" in (where := self.placements.of(p)).axes]
+            if parts or any(id(p) in dealt for p in stepped):
+                why = f"each worker has a part of {parts[0]}" if parts else "fails on those that other stages of the pipeline have"
                 raise UsageError(
-                    f"{type(optimizer).__qualname__} looks at whole matrices, and fails on those that other stages of the pipeline have: "
-                    "what goes is an optimizer that steps each element by itself, such as AdamW"
+                    f"{type(optimizer).__qualname__} looks at whole matrices, and {why}: what goes is an optimizer that steps each element "
+                    "by itself, such as AdamW"
                 )
 
     def slots(self, found: Iterable[Slot]) -> Iterator[Slot]:

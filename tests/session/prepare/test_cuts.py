@@ -91,6 +91,16 @@ def test_optimizers_that_fail_on_what_other_stages_have_are_refused_on_all(kind:
     workers(2, lambda run: run.prepare(model, kind(model.parameters())))  # whole models have them
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon])
+def test_optimizers_of_whole_matrices_are_refused_where_workers_have_parts(kind: type[torch.optim.Optimizer]) -> None:
+    def body(run: Run) -> None:
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        run.prepare(model, kind(model.parameters()), cut=pl.tensor({"0": pl.column(), "1": pl.row()}))
+
+    with pytest.raises(UsageError, match=f"{kind.__name__} looks at whole matrices, and each worker has a part of 0.weight"):
+        workers(2, body, mesh="tensor=2")
+
+
 def test_cuts_are_read_as_objects_and_as_text() -> None:
     shard, tensor = pl.shard("blocks.*", zero=2), pl.tensor({"a.*": pl.column(parts=3)}, divide=["a.heads"])
     assert read(shard) == (shard,) and read([tensor, shard]) == (tensor, shard)
