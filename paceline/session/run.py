@@ -302,7 +302,7 @@ class Run:
             return None
         tensors = [what] if isinstance(what, Tensor) else list(what.parameters() if isinstance(what, nn.Module) else what)
         self._prepared.tables.check_clip(tensors)
-        return self._prepared.clip(tensors, max_norm, norm_type)
+        return self._prepared.clipping.clip(tensors, max_norm, norm_type)
 
     def log(self, **values: Any) -> None:
         """Record what belongs to this step, or to the last one that was taken. Never waits.

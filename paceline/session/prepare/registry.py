@@ -25,9 +25,10 @@ from paceline.session.balance.trial import MemoryTrial
 from paceline.session.groups import Subgroups
 from paceline.session.loop import forward_turn
 from paceline.session.loop.turns import TrainingLoop
-from paceline.session.prepare import checks, clipping, hooks, lazy, metrics, scaling, tensor_peers
+from paceline.session.prepare import checks, hooks, lazy, metrics, scaling, tensor_peers
 from paceline.session.prepare.cuts import ModelCuts
 from paceline.session.prepare.device import mover
+from paceline.session.prepare.gradient_clipping import GradientClipping
 from paceline.session.prepare.initial import InitialValues, check_asked, move
 from paceline.session.prepare.options import PrepareOptions
 from paceline.session.prepare.remote import RemoteSteps
@@ -69,14 +70,8 @@ class Prepared:
         self.tables = RunTables(context, backward)
         self._abilities, self._remote = loop.abilities, loop.abilities.remote
         self._remote_steps, self._speeds = RemoteSteps(loop, self.tables), WorkerSpeeds()
+        self.clipping = GradientClipping(loop, cuts, axes, self._remote_steps)
         self._trial = MemoryTrial(self.models, self.optimizers, device, axes, self._synchronous, self._synchronise)
-
-    def clip(self, parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """Clip gradients where they are, and return their norm before."""
-        if self.axes.cut:
-            act = functools.partial(clipping.clip, parameters, max_norm, norm_type, cuts=self.cuts, axes=self.axes)
-            return self.context.agreement.attempt(act, "run.clip")
-        return self._remote_steps.clip(parameters, max_norm, norm_type)
 
     def prepare(self, objects: tuple[Any, ...], given: dict[str, Any]) -> list[Any]:
         """Prepare a script's objects and return them, in their order. `given` has None for each option that the call leaves out."""
@@ -226,6 +221,7 @@ class Prepared:
             return
         handles = self.tables.handles()
         slots = [slot for slot in self.slots if id(slot.parameter) not in handles]
+        self.clipping.follow(slot.parameter for slot in slots)
         self._backward.watch(self.cuts.summed([slot for slot in slots if slot.parameter.requires_grad]))
         loop.freeze([slot for slot in slots if not slot.parameter.requires_grad])
         pending = None if self._abilities.prefetching is None else self._abilities.prefetching.arriving

@@ -82,10 +82,15 @@ class RemoteSteps:
         loop.transaction.step(lambda: sync.step(optimizer), "optimizer.step", last=True, apart=loop.apart)
         loop.backward.expose(time.perf_counter() - began)
 
+    @property
+    def steps_all(self) -> bool:
+        """Whether servers step all parameters but tables."""
+        return self._sync is not None and self._sync.attached
+
     def clip(self, parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """Clip gradients where they are, and return their norm before."""
         loop, sync, clipping = self._loop, self._sync, self._clipping
-        if sync is None or clipping is None or not sync.attached:
+        if sync is None or clipping is None or not self.steps_all:
             return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         found = loop.transaction.step(lambda: clipping.clip(parameters, max_norm, norm_type), "run.clip", apart=loop.apart)
         return torch.zeros(()) if found is None else found

@@ -1,0 +1,94 @@
+"""Stands before torch's own clipping, which scripts call between backward and step, and lets the run of the parameters clip.
+
+nn.utils.clip_grad_norm_(model.parameters(), 1.0)    ->    the `GradientClipper` of these parameters, if they have one    ->    torch's own
+
+A script may have imported the functions before: it is what they call that is replaced, in the functions themselves.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Protocol
+
+from torch import Tensor
+from torch.nn.utils import clip_grad
+from torch.utils.weak import WeakIdKeyDictionary
+
+INNER: Final = "func"  # what torch's functions, which switch gradients off, call the function itself
+_REGISTRY: Final = threading.Lock()  # of what stands in torch's functions, for all threads
+
+
+class GradientClipper(Protocol):
+    """Whatever clips gradients in torch's place. `own` is torch's function, with the arguments that the script gave."""
+
+    def clip_norm(self, parameters: list[Tensor], max_norm: float, norm_type: float, own: Callable[[], Tensor]) -> Tensor:
+        """Clip by the norm, and return it."""
+        ...
+
+    def clip_by(self, name: str, own: Callable[[], Any]) -> Any:
+        """Clip each gradient by itself, as the function of this name does: by value, or by a norm that is given."""
+        ...
+
+
+class ClipDoor:
+    """What torch's function of this name calls in place of `own`."""
+
+    def __init__(self, name: str, own: Callable[..., Any]) -> None:
+        self.name, self.own = name, own
+        self.clippers = WeakIdKeyDictionary()  # by parameter: a weak reference to its clipper
+
+    def __call__(self, parameters: Any, *args: Any, **options: Any) -> Any:
+        asked = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        clipper = next((found for parameter in asked if (found := self.clippers.get(parameter, _nobody)()) is not None), None)
+        if clipper is None:
+            return self.own(asked or iter(()), *args, **options)  # torch warns of an iterator without parameters
+
+        def own() -> Any:
+            return self.own(asked, *args, **options)
+
+        if self.name != "clip_grad_norm_":
+            return clipper.clip_by(self.name.lstrip("_"), own)
+        return clipper.clip_norm(asked, *_norm(*args, **options), own)
+
+
+def _nobody() -> None:
+    return None
+
+
+def _norm(max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None) -> tuple[float, float]:
+    """Return the norm, and its kind, from what clip_grad_norm_ is called with."""
+    return float(max_norm), float(norm_type)
+
+
+def _doors() -> Iterable[ClipDoor]:
+    """Yield what stands in each of torch's functions, and put it there the first time."""
+    for name in ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_"):
+        function = getattr(clip_grad, name)
+        function = getattr(function, "before", function)  # where a cut stands before it
+        names = function.__code__.co_freevars
+        if INNER not in names:
+            continue  # another version of torch
+        cell = function.__closure__[names.index(INNER)]
+        if not isinstance(cell.cell_contents, ClipDoor):
+            cell.cell_contents = ClipDoor(name, cell.cell_contents)
+        yield cell.cell_contents
+
+
+def let_clip(parameters: Iterable[Tensor], clipper: GradientClipper) -> None:
+    """Let `clipper` clip the gradients of these parameters from now on, as long as it lives."""
+    known = list(parameters)
+    with _REGISTRY:
+        for door in _doors():
+            for parameter in known:
+                door.clippers[parameter] = weakref.ref(clipper)
+
+
+def clip_plainly(parameters: Iterable[Tensor]) -> None:
+    """Let torch itself clip the gradients of these parameters again."""
+    known = list(parameters)
+    with _REGISTRY:
+        for door in _doors():
+            for parameter in known:
+                door.clippers.pop(parameter, None)

@@ -1,0 +1,66 @@
+"""Clips gradients of a run, as `run.clip` and torch's own functions (nn.utils.clip_grad_norm_ and the like) do: where they are whole.
+
+before the last micro-batch    nothing is clipped; the norm is that of what this worker has added up so far
+in the last one                what has not been exchanged is, and torch clips
+where servers step             they clip by the norm, as they alone have the gradients of all
+where models are cut           run.clip takes the norm over all workers; torch's functions see what this worker has
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from paceline.errors import UsageError
+from paceline.parallel.clipping import clip_plainly, let_clip
+from paceline.session.axes import RunAxes
+from paceline.session.loop.turns import TrainingLoop
+from paceline.session.prepare import clipping
+from paceline.session.prepare.cuts import ModelCuts
+from paceline.session.prepare.remote import RemoteSteps
+
+
+class GradientClipping:
+    """Clips gradients of one run (a `GradientClipper`)."""
+
+    def __init__(self, loop: TrainingLoop, cuts: ModelCuts, axes: RunAxes, remote: RemoteSteps) -> None:
+        self._loop, self._cuts, self._axes, self._remote = loop, cuts, axes, remote
+        self._known: set[int] = set()  # ids of parameters
+
+    def follow(self, parameters: Iterable[Tensor]) -> None:
+        """Clip the gradients of these parameters in torch's place, until the run ends."""
+        new = [parameter for parameter in parameters if id(parameter) not in self._known]
+        if new:
+            self._known.update(map(id, new))
+            let_clip(new, self)
+            self._loop.bound.append(functools.partial(clip_plainly, new))
+
+    def clip(self, parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        """Clip gradients where they are, and return their norm before."""
+        if self._axes.cut:
+            act = functools.partial(clipping.clip, parameters, max_norm, norm_type, cuts=self._cuts, axes=self._axes)
+            return self._axes.slice.agreement.attempt(act, "run.clip")
+        return self._remote.clip(parameters, max_norm, norm_type)
+
+    def clip_norm(self, parameters: list[Tensor], max_norm: float, norm_type: float, own: Callable[[], Tensor]) -> Tensor:
+        """Clip by the norm, and return it."""
+        loop = self._loop
+        if loop.micro_batches(last=False) is not None and not self._axes.cut:
+            return nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None], norm_type)
+        loop.ready("clip_grad_norm_")
+        return self.clip(parameters, max_norm, norm_type) if self._remote.steps_all and loop.acting else own()
+
+    def clip_by(self, name: str, own: Callable[[], Any]) -> Any:
+        """Clip each gradient by itself. Raises `UsageError` where only servers have the gradients that a step takes."""
+        loop = self._loop
+        if self._remote.steps_all and loop.abilities.sample_queue is None:
+            raise UsageError(
+                f"{name} would clip this worker's own gradients, and with ParameterServer a step takes those of all workers together, "
+                "which servers alone have: call run.clip(model, max_norm), or use AllReduce"
+            )
+        if loop.micro_batches(last=False) is None:
+            loop.ready(name)
+            own()

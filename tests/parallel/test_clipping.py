@@ -1,0 +1,69 @@
+"""Torch's own clipping, and who clips in its place."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
+
+from paceline.parallel.clipping import clip_plainly, let_clip
+
+
+class Noted:
+    """Notes what it is asked for, and lets torch do it."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def clip_norm(self, parameters: list[Tensor], max_norm: float, norm_type: float, own: Callable[[], Tensor]) -> Tensor:
+        self.asked.append((len(parameters), max_norm, norm_type))
+        return own()
+
+    def clip_by(self, name: str, own: Callable[[], Any]) -> Any:
+        self.asked.append(name)
+        return own()
+
+
+def weights(count: int = 2) -> list[nn.Parameter]:
+    made = [nn.Parameter(torch.zeros(2)) for _ in range(count)]
+    for parameter in made:
+        parameter.grad = torch.full((2,), 3.0)
+    return made
+
+
+def test_the_clipper_of_any_of_the_parameters_is_asked() -> None:
+    mine, noted = weights(), Noted()
+    let_clip(mine[:1], noted)
+    assert float(clip_grad_norm_((p for p in mine), 1.0, norm_type=float("inf"))) == 3.0
+    clip_grad_value_(mine, clip_value=0.5)
+    clip_grads_with_norm_(mine, 1.0, torch.tensor(10.0))
+    # torch's own clip_grad_norm_ goes through clip_grads_with_norm_
+    assert noted.asked == [(2, 1.0, float("inf")), "clip_grads_with_norm_", "clip_grad_value_", "clip_grads_with_norm_"]
+    assert all(p.grad is not None and torch.allclose(p.grad, torch.full((2,), 0.05)) for p in mine)
+
+
+def test_other_parameters_are_clipped_by_torch() -> None:
+    mine, others, noted = weights(), weights(), Noted()
+    let_clip(mine, noted)
+    assert float(clip_grad_norm_(others, 1.0)) == pytest.approx(6.0)
+    clip_grad_value_(others[0], 0.1)
+    assert others[0].grad is not None and float(others[0].grad.max()) == pytest.approx(0.1) and noted.asked == []
+    with pytest.warns(UserWarning, match="empty generator"):
+        clip_grad_norm_((p for p in others[:0]), 1.0)
+
+
+def test_torch_clips_again_afterwards() -> None:
+    mine, noted = weights(), Noted()
+    let_clip(mine, noted)
+    clip_plainly(mine)
+    clip_plainly(mine)
+    clip_grad_norm_(mine, 1.0)
+    assert noted.asked == []
+    let_clip(mine, Noted())  # which nobody keeps
+    gc.collect()
+    clip_grad_norm_(mine, 1.0)

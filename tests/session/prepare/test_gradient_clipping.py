@@ -1,0 +1,80 @@
+"""Torch's own clipping between backward and step: of gradients that are whole, whatever they are exchanged by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.errors import UsageError
+from paceline.session.run import Run
+from paceline.sync.parameterserver.strategy import ParameterServer
+from tests.harness.models import net, sgd
+from tests.harness.runs import alone, batches, distance, parameters, workers
+
+Clip = Callable[[nn.Module], Any]
+
+
+def by_norm(model: nn.Module) -> Tensor:
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+def by_value(model: nn.Module) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+
+def by_given_norm(model: nn.Module) -> None:
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    nn.utils.clip_grads_with_norm_(model.parameters(), 0.05, norm)
+
+
+def train(run: Run, clip: Clip, *, accumulate: int = 1, first_alone: bool = False) -> Tensor:
+    model = net()
+    model, optimizer, loader = run.prepare(model, sgd(model), batches(24), accumulate=accumulate)
+    for x, y in loader:
+        if run.is_first or not first_alone:
+            F.mse_loss(model(x), y).backward()
+        clip(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return parameters(model)
+
+
+@pytest.mark.parametrize("clip", [by_norm, by_value, by_given_norm])
+def test_micro_batches_are_clipped_together(clip: Clip) -> None:
+    wanted = alone(lambda run: train(run, clip))
+    assert distance(alone(lambda run: train(run, clip, accumulate=3)), wanted) < 1e-12
+    assert distance(workers(2, lambda run: train(run, clip, accumulate=2))[1], wanted) < 1e-12
+
+
+def test_who_has_made_no_backward_clips_what_the_others_have() -> None:
+    one, other = workers(2, lambda run: train(run, by_norm, first_alone=True))
+    assert distance(one, other) == 0
+
+
+def test_servers_clip_the_gradient_of_all() -> None:
+    wanted = alone(lambda run: train(run, by_norm))
+    found = workers(2, lambda run: train(run, by_norm), strategy=ParameterServer())
+    assert distance(found[0], wanted) < 1e-12
+
+
+@pytest.mark.parametrize("clip", [by_value, by_given_norm])
+def test_servers_do_not_clip_each_gradient(clip: Clip) -> None:
+    with pytest.raises(UsageError, match="_ would clip this worker's own gradients, and with ParameterServer a step takes those of all"):
+        workers(2, lambda run: train(run, clip), strategy=ParameterServer())
+
+
+def test_inside_of_no_sync_gradients_are_not_there_yet() -> None:
+    def body(run: Run) -> None:
+        model = net()
+        model, _, loader = run.prepare(model, sgd(model), batches(8))
+        for x, y in loader:
+            with run.no_sync():
+                F.mse_loss(model(x), y).backward()
+                by_norm(model)
+
+    with pytest.raises(UsageError, match=r"clip_grad_norm_ inside run.no_sync\(\) would use gradients before their exchange"):
+        workers(2, body)
