@@ -10,11 +10,13 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.errors import CheckpointError, UsageError
 from paceline.state.snapshot import UNREADABLE, Snapshot, pack
 
 SHOWN = 5  # differences that a message lists
+CLASSES = "classes"  # of optimizers and schedulers, by name, beside the parts of a state
 
 
 @runtime_checkable
@@ -49,7 +51,7 @@ class Versioned:
         """Add `part` under a new name."""
         if not isinstance(part, Stateful):
             raise UsageError(f"{name} is a {type(part).__qualname__} without state_dict and load_state_dict; give it both to have it kept")
-        if name in self._parts:
+        if name in self._parts or name == CLASSES:
             raise UsageError(f"there is a {name!r} already; names in use: {', '.join(self._parts)}")
         self._parts[name] = part
 
@@ -70,7 +72,12 @@ class Versioned:
 
     def snapshot(self, *, copy: bool = True) -> Snapshot:
         """Take a snapshot of the state; without `copy` its tensors are the live ones, to be written out before they change."""
-        return pack({name: part.state_dict() for name, part in self._parts.items()}, self.version, copy=copy)
+        state = {name: part.state_dict() for name, part in self._parts.items()}
+        return pack({**state, CLASSES: self._classes()}, self.version, copy=copy)
+
+    def _classes(self) -> dict[str, str]:
+        """Return the classes of optimizers and schedulers: torch loads the state of another one, and goes on with what fits."""
+        return {name: type(part).__qualname__ for name, part in self._parts.items() if isinstance(part, Optimizer | LRScheduler)}
 
     def hash(self) -> str:
         """Return the SHA-256 of the state, equal where every bit is equal."""
@@ -107,7 +114,11 @@ class Versioned:
     def differences(self, state: Mapping[str, Any]) -> list[str]:
         """List why the unpacked `state` can't be loaded here, one sentence each; empty if it can, as far as can be known beforehand."""
         lines = [f"it lacks {name}, which is here" for name in self._parts if name not in state]
-        lines += [f"it has {name}, which is not here" for name in state if name not in self._parts]
+        lines += [f"it has {name}, which is not here" for name in state if name not in self._parts and name != CLASSES]
+        known = state.get(CLASSES, {})  # nothing in what older versions have saved
+        lines += [
+            f"{name} is a {known[name]} in it, a {kind} here" for name, kind in self._classes().items() if known.get(name, kind) != kind
+        ]
         for name, part in self._parts.items():
             if name not in state:
                 continue
