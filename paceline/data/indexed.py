@@ -203,6 +203,9 @@ class IndexedPipeline(Pipeline):
             "seeded": origin["seeded"],
         }
 
+    def first(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, "step": 0, "check": 0}
+
     def next_epoch(self) -> dict[str, Any]:
         seeded = not (self._loader is not None and self.terms.loader.persistent_workers)
         return {"step": 0, "check": 0, "own": rng.own_state(self.terms.loader), "origin": None, "shared": None, "seeded": seeded}

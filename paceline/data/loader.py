@@ -172,6 +172,7 @@ class ShareLoader:
         self._stale = False  # what was read ahead is dealt by outdated shares
         self._ending = False  # no further step of this epoch is wanted
         self._resumed: dict[str, Any] | None = None
+        self._left_out = False  # the next iter() gives nothing
         self._generation = 0  # of the workers that are dealt to
 
     def __len__(self) -> int:
@@ -187,6 +188,9 @@ class ShareLoader:
     def __iter__(self) -> Iterator[Any]:
         self._close()
         self._round += 1
+        if self._left_out:
+            self._left_out = False
+            return iter(())
         terms = self.terms
         terms.begin_epoch()
         self.hooks.epoch_asked(self)
@@ -195,7 +199,7 @@ class ShareLoader:
             self._generation = now
             terms.reshare(terms.reshared())
         state, self._resumed = self._resumed, None
-        self._compare("epoch", self._facts(0 if state is None else state["step"]))
+        _compare(self.terms, "epoch", self._facts(0 if state is None else state["step"]))
         self._index = self._pipeline.begin(self.epoch, state)
         self._open = True
         self.hooks.epoch_begins(self)
@@ -217,7 +221,7 @@ class ShareLoader:
     def reshare(self, shares: AskedShares) -> None:
         """Deal by other shares from the next step on (from this one, with `again`); all workers call it in the same turn."""
         self.terms.reshare(shares)
-        self._compare("shares", [])
+        _compare(self.terms, "shares", [])
         self._stale = self._open
         if self.turn is None:
             self._refresh()
@@ -236,7 +240,8 @@ class ShareLoader:
     def regroup(self, agreement: Agreement, shares: AskedShares = None) -> None:
         """Go on with other workers: the present global batch is dealt again, in the group of `agreement`, whose workers all call this."""
         self.terms.regroup(agreement, shares)
-        self._compare("epoch", self._facts(self._pipeline.place(self._index)))  # as a worker that joins in the middle of an epoch does
+        facts = self._facts(self._pipeline.place(self._index))
+        _compare(self.terms, "epoch", facts)  # as a worker that joins in the middle of an epoch does
         if self._open:
             self._again = self.turn is not None
             self._pipeline.regroup(self._index)
@@ -274,7 +279,7 @@ class ShareLoader:
         if not self._open:
             return {**head, **(self._resumed or self._pipeline.next_epoch())}
         done = self.turn is not None and self.turn.last_micro and not redo and not self._again
-        return {**head, **self._pipeline.state(self._index + 1 if done else self._index)}
+        return {**head, "training": self.terms.training, **self._pipeline.state(self._index + 1 if done else self._index)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Return to where `state_dict` was called, with any number of workers; the next iter() goes on there."""
@@ -291,6 +296,15 @@ class ShareLoader:
         self.epoch = int(state["epoch"])
         self.terms.restore_speeds(state.get("speeds"))
         self._resumed = {key: value for key, value in state.items() if key not in {"version", "stream", "epoch", "speeds"}}
+
+    def leave_out(self, through: bool) -> None:
+        """Give nothing at the next iter(), where the script comes to a loop that it is `through` with in this epoch."""
+        self._left_out = through
+
+    def begin_anew(self) -> None:
+        """Begin an evaluation from its start that the loaded state is in the middle of: the loop over its first samples is gone."""
+        if self._resumed is not None and not self._resumed.get("training", True):
+            self._resumed = self._pipeline.first(self._resumed)
 
     def _loop(self, mine: int) -> Iterator[Any]:
         terms = self.terms
@@ -386,19 +400,6 @@ class ShareLoader:
         turn = Turn(self._index, self.epoch, whole, share, weight, total, ghost, micro, last, terms.training, scale, source, units, rows)
         return turn, [part.batch]
 
-    def _compare(self, what: str, facts: list[Any]) -> None:
-        """Meet the others at `what`, and raise `DataError` where they deal on other terms."""
-        terms = self.terms
-        if terms.alone:
-            return
-        mine = [*facts, probe(terms.shares, terms.loader.batch_size), terms.loss, terms.readers, terms.shard, terms.cost_kind]
-        names = [*("epoch", "step", "train", "accumulate")[: len(facts)], "shares", "loss", "readers", "shard", "cost="]
-        others = [msgpack.unpackb(body) for body in terms.agreement.meet(what, msgpack.packb(mine))]
-        for rank, other in enumerate(others):
-            for name, value, first in zip(names, other, others[0], strict=True):
-                if value != first:
-                    raise DataError(f"workers deal a loader on different terms: {name} is {value} on rank {rank} and {first} on rank 0")
-
 
 def _weight(weigh: Weigh, part: MicroBatchPart) -> float:
     if part.share == 0:
@@ -407,3 +408,16 @@ def _weight(weigh: Weigh, part: MicroBatchPart) -> float:
     if not 0 <= weight < math.inf:
         raise DataError(f"weigh gave {weight} for a batch of {part.share} samples: a weight is a number, zero or more")
     return weight
+
+
+def _compare(terms: LoaderSpec, what: str, facts: list[Any]) -> None:
+    """Meet the others at `what`, and raise `DataError` where they deal on other terms."""
+    if terms.alone:
+        return
+    mine = [*facts, probe(terms.shares, terms.loader.batch_size), terms.loss, terms.readers, terms.shard, terms.cost_kind]
+    names = [*("epoch", "step", "train", "accumulate")[: len(facts)], "shares", "loss", "readers", "shard", "cost="]
+    others = [msgpack.unpackb(body) for body in terms.agreement.meet(what, msgpack.packb(mine))]
+    for rank, other in enumerate(others):
+        for name, value, first in zip(names, other, others[0], strict=True):
+            if value != first:
+                raise DataError(f"workers deal a loader on different terms: {name} is {value} on rank {rank} and {first} on rank 0")

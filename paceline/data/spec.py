@@ -247,6 +247,10 @@ class Pipeline(Protocol):
         """Return the position of the data before step `index`, which is the last one asked for or the one after it."""
         ...
 
+    def first(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the position before the first step of the epoch that `state` is in."""
+        ...
+
     def next_epoch(self) -> dict[str, Any]:
         """Return the position of the data before the next epoch."""
         ...

@@ -152,6 +152,9 @@ class StreamPipeline(Pipeline):
         cursor = self._before if index == self._index else self._after
         return {"step": index, "cursors": self._hands.saved(cursor), **self._origin}
 
+    def first(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, "step": 0, "cursors": None}
+
     def next_epoch(self) -> dict[str, Any]:
         seeded = self._loader is None or not self.terms.loader.persistent_workers
         return {"step": 0, "cursors": None, "own": rng.own_state(self.terms.loader), "seeded": seeded, "seeds": None}

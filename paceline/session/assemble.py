@@ -240,7 +240,7 @@ class _Assembly:
         loop.observe(
             LoopObservers(
                 training_begins=(*instead, *restart, *(() if survival is None else (survival.begin,)), begin_comparing),
-                epoch_began=(collector.part, self.splits.epoch_began, self.follower.epoch_began),
+                epoch_began=(collector.part, self.splits.epoch_began, self.follower.epoch_began, self.progress.loop_began),
                 lead_taken=(policy.led, plan.led),
                 first_step=(*instead, self.prepared.cuts.check_used, self.memory.predict, self.hints.prepared),
                 stepped=() if observer is None else (observer.stepped,),

@@ -19,6 +19,7 @@ from typing import Any
 import msgpack
 import torch
 
+from paceline.data.loader import ShareLoader
 from paceline.errors import CheckpointError
 from paceline.fault import catalogue, checkpoint
 from paceline.fault.background import BackgroundWrite
@@ -266,6 +267,8 @@ class CheckpointSaver:
         snapshots = [self._hand_out(body) for body in bodies]
         state = self._parts.read(Path(head[0]), snapshots[0], self._state) if cut else snapshots[0]
         self._state.restore(state)
+        for loader in [part for part in self._state.parts if isinstance(part, ShareLoader)]:
+            loader.begin_anew()
         own.load(self._agreement.group.rank, dict(zip(head[1], snapshots[1:], strict=True)))
         if self._tables.kept and not self._tables.waiting:
             self._agreement.tell("run.resume, sparse tables", lambda: stored.restore(self._tables.kept, found[0]))

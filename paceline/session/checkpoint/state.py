@@ -30,7 +30,8 @@ class RunProgress:
         self.epoch = 0  # under way or next, in the loop over `Run.epochs` that has the number `loop`, from 1 on
         self.loop = 0
         self._loops = 0  # begun in this process
-        self._began_at: list[int] = []
+        self._began_at: list[int] = []  # the epoch of each loader when this epoch began
+        self._through: list[int] = []  # loaders whose loop in this epoch was over when the training loop under way began
 
     def enter(self) -> bool:
         """Begin a loop over `Run.epochs`. Returns False for a loop that the checkpoint had finished."""
@@ -40,26 +41,38 @@ class RunProgress:
         return self._loops == self.loop
 
     def begin(self) -> None:
-        """Begin an epoch."""
-        self._began_at = [loader.epoch for loader in self._loaders]
+        """Begin an epoch, or go on with one that was under way."""
+        self._began_at = [loader.epoch - (number in self._through) for number, loader in enumerate(self._loaders)]
+
+    def loop_began(self) -> None:
+        """Note which training loops of this epoch are over, where another begins that is not inside of one."""
+        if len([loader for loader in self._loaders if loader.terms.training and loader.under_way]) == 1:
+            began = enumerate(zip(self._loaders, self._began_at, strict=False))
+            over = ((number, loader) for number, (loader, at) in began if loader.epoch > at and not loader.under_way)
+            self._through = [number for number, loader in over if loader.terms.training and not loader.terms.idled]
 
     def end(self) -> None:
         """End the epoch under way: it counts as finished."""
         self.epoch += 1
-        self._began_at = []
+        self._began_at, self._through = [], []
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress for `load_state_dict`. Inside the loop body the present step counts as taken, as the loader counts it."""
         turn = self._loop.led
         inside = turn is not None and turn.last_micro
         training = [(loader, began) for loader, began in zip(self._loaders, self._began_at, strict=False) if loader.terms.training]
-        over = any(loader.epoch > began for loader, began in training) and not any(loader.under_way for loader, _ in training)
-        return {"loop": self.loop, "epoch": self.epoch + over, "steps": self._loop.steps + inside}
+        under_way = any(loader.under_way for loader, _ in training)
+        over = any(loader.epoch > began for loader, began in training) and not under_way
+        through = self._through if under_way else []
+        return {"loop": self.loop, "epoch": self.epoch + over, "steps": self._loop.steps + inside, "through": through}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from where `state_dict` was called."""
         self.loop, self.epoch = state["loop"], state["epoch"]
         self._loops = min(self._loops, max(self.loop - 1, 0))  # the next loop is the one that was under way
+        self._through = [number for number in state.get("through", ()) if number < len(self._loaders)]
+        for number, loader in enumerate(self._loaders):
+            loader.leave_out(number in self._through)
         self._loop.place(state["steps"])
 
 

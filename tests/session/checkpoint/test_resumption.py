@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.cluster.discover import JobStart
 from paceline.session.run import Run
@@ -93,3 +94,51 @@ def test_without_restarts_a_run_has_its_own_folder_and_begins_anew(tmp_path: Pat
     wanted = workers(2, training(saves=None), folder=tmp_path / "undisturbed")
     assert all(map(torch.equal, workers(2, training(saves=None), folder=tmp_path), wanted))
     assert (tmp_path / "test-2" / "metrics.jsonl").exists()
+
+
+def in_two_loops(run: Run, saves: int, until: int) -> list[tuple[int, str, list[int]]]:
+    """Two epochs, of two training loops with an evaluation in each turn of the first; a checkpoint within step `saves`."""
+    model = nn.Linear(1, 1)
+    data = [DataLoader(TensorDataset(torch.arange(start, start + 8.0)[:, None]), 4) for start in (0, 10, 20)]
+    model, optimizer, first, second, held_out = run.prepare(model, torch.optim.SGD(model.parameters(), 0.0), *data)
+    run.resume()
+    seen: list[tuple[int, str, list[int]]] = []
+
+    def train(epoch: int, name: str, x: Tensor) -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((epoch, name, run.gather(x).flatten().int().tolist()))
+        if name == "second" and run.steps + 1 == saves:
+            run.save()
+
+    for epoch in run.epochs(2):
+        for (x,) in first:
+            train(epoch, "first", x)
+            with torch.no_grad():
+                for (held,) in held_out if run.steps % 2 else []:
+                    seen.append((epoch, "held out", run.gather(held).flatten().int().tolist()))
+                    if run.steps + 1 == saves:
+                        run.save()
+                    if run.steps + 1 == until:
+                        return seen
+        for (x,) in second:
+            train(epoch, "second", x)
+            if run.steps + 1 == until:
+                return seen
+    return seen
+
+
+@pytest.mark.parametrize("step", [3, 4, 7])
+def test_a_training_loop_that_was_over_in_the_epoch_is_not_run_again(tmp_path: Path, step: int) -> None:
+    wanted = workers(2, lambda run: in_two_loops(run, 0, 0))[0]
+    done = workers(2, lambda run: in_two_loops(run, step, step), folder=tmp_path)[0]
+    rest = workers(2, lambda run: in_two_loops(run, 0, 0), folder=tmp_path)[0]
+    assert done + rest == wanted
+
+
+def test_an_evaluation_is_whole_after_a_save_inside_of_one(tmp_path: Path) -> None:
+    """Its loop is gone, and the next one is to see all samples."""
+    workers(2, lambda run: in_two_loops(run, 2, 2), folder=tmp_path)
+    found = workers(2, lambda run: in_two_loops(run, 0, 0), folder=tmp_path)[0]
+    assert [rows for epoch, name, rows in found if name == "held out"] == [[20, 21, 22, 23], [24, 25, 26, 27]]
