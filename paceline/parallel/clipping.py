@@ -43,7 +43,7 @@ class ClipDoor:
         asked = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         clipper = next((found for parameter in asked if (found := self.clippers.get(parameter, _nobody)()) is not None), None)
         if clipper is None:
-            return self.own(asked or iter(()), *args, **options)  # torch warns of an iterator without parameters
+            return self.own(asked or (parameter for parameter in asked), *args, **options)  # torch warns of a generator without any
 
         def own() -> Any:
             return self.own(asked, *args, **options)

@@ -21,6 +21,7 @@ from paceline.sync.base import Slot, check_strategy
 from paceline.sync.compressed import CompressedExchange
 from paceline.sync.context import SyncContext, among_own
 from paceline.sync.localsgd.fragment import Fragment, FragmentUnit, adaptive
+from paceline.sync.localsgd.memories import OuterMemories, named
 from paceline.sync.localsgd.options import RoundOptions
 from paceline.sync.routes import reducer
 
@@ -43,6 +44,7 @@ class LocalSGDSync:
         self._open = self._counted = False  # a step is under way; its change is in a round already
         self._drift = (0.0, 0.0)  # of my last round: squares of what my change differs by, and of the mean change
         self._rounds = [Fragment() for _ in range(options.fragments)]
+        self._memories = OuterMemories()
         self.has_sync_points = options.fragments == 1 and not options.alpha
 
     @property
@@ -54,12 +56,14 @@ class LocalSGDSync:
 
     def attach(self, slots: Sequence[Slot]) -> None:
         self.converge()
+        self._memories.take(self._units, self._slots)
         self._release()
         self._slots = list(slots)
         if self._warm is not None:
             self._warm.attach(slots)
         else:
             self._lay_out(self._rounds)
+            self._memories.give(self._units, self._slots)
 
     def _lay_out(self, rounds: list[Fragment]) -> None:
         """Cut the model into these fragments, of about the same size, and those into buckets; all replicas are equal now. Collective."""
@@ -163,6 +167,7 @@ class LocalSGDSync:
             self._warm = None
         if not self._units:  # or a worker was lost in between, and they were made since
             self._lay_out(self._rounds)
+            self._memories.give(self._units, self._slots)
 
     def _due(self, number: int) -> bool:
         """Whether a fragment is to be sent. Fragments take turns: each first comes after a part of a round, then after whole ones."""
@@ -341,8 +346,10 @@ class LocalSGDSync:
 
     def load_from_peer(self, state: dict[str, Any]) -> None:
         for unit, memory in zip(self._units, state["memory"], strict=True):
-            unit.memory = memory
+            unit.memory = unit.memory if memory is None else memory
             self._read(unit.bucket, unit.start)
+        self._memories.load(state["memories"])
+        self._memories.give(self._units, self._slots)
         for turn in self._rounds:
             turn.steps, turn.parts = 0, 0.0
             turn.land(self._steps)
@@ -388,7 +395,8 @@ class LocalSGDSync:
         return {
             "steps": self._steps + self._open,
             "every": self._every,
-            "memory": [unit.memory for unit in units],
+            "memory": [None if named(unit) else unit.memory for unit in units],
+            "memories": self._memories.known(units, self._slots),
             "sizes": [unit.start.numel() for unit in units],
             "coded": coded,
         }
@@ -402,12 +410,16 @@ class LocalSGDSync:
                 self._end_warm_up()
         units = self._units
         if found and units:
-            if [unit.start.numel() for unit in units] != found[0]["sizes"]:
+            if found[0]["sizes"] == [unit.start.numel() for unit in units]:
+                for unit, memory in zip(units, found[0]["memory"], strict=True):
+                    unit.memory = unit.memory if memory is None or unit.memory is None else memory
+            elif self._coded is not None:
                 raise UsageError(
-                    "this checkpoint was written for another model, or with other fragments or bucket_mb; resume with the same"
+                    "this checkpoint was written for another model, with other parameters unfrozen, or with other fragments or bucket_mb, "
+                    "and a codec has kept something of those: resume with the same"
                 )
-            for unit, memory in zip(units, found[0]["memory"], strict=True):
-                unit.memory = memory if unit.memory is not None else None
+            self._memories.load(found[0].get("memories", {}))
+            self._memories.give(units, self._slots)
             if self._coded is not None:
                 self._coded.load_state_dicts([state["coded"] for state in found if state["coded"]])
         for unit in units:
