@@ -149,7 +149,7 @@ class AllReduceSync:
         self._patient.clear()
         self._shelves = BucketMemory(self._buckets, self._home, [slot.parameter for slot in self._slots], self._reducer)
         if self._coded is not None:
-            self._coded.lay_out(self._buckets, self._shapes, self._kinds)
+            self._coded.lay_out(self._buckets, [slot.name for slot in self._slots], self._shapes, self._kinds)
         self._rewind()
 
     def _empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -419,11 +419,12 @@ class AllReduceSync:
             self._coded.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the order of coded buckets, and what the codec has kept; an exact mean has no state."""
+        """Return the order of parameters in buckets, who has no place there, and what the codec has kept; an exact mean has no state."""
         if self._coded is None or not self._buckets:
             return {}
         order = [self._slots[number].name for bucket in self._buckets for number in bucket.members]
-        return {"order": order, "coded": self._coded.state_dict()}
+        apart = [slot.name for slot, home in zip(self._slots, self._home, strict=True) if home is None]
+        return {"order": order, "sparse": apart, "coded": self._coded.state_dict()}
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
         found = [state for state in states if state]
@@ -434,12 +435,9 @@ class AllReduceSync:
             self._context.announce("the checkpoint was written with a codec: what it had kept of the gradients is dropped")
             return
         numbers = {slot.name: number for number, slot in enumerate(self._slots)}
-        strange = [name for name in found[0]["order"] if name not in numbers]
-        if strange:
-            raise UsageError(f"the checkpoint has the gradient of {strange[0]} in a codec, and no such parameter is trained here")
-        order = [numbers[name] for name in found[0]["order"]]
+        order = [numbers[name] for name in found[0]["order"] if name in numbers]
         self._release()
-        self._lay_out(order, set(range(len(self._slots))) - set(order))
+        self._lay_out(order, {numbers[name] for name in found[0]["sparse"] if name in numbers})
         self._coded.load_state_dicts([state["coded"] for state in found])
 
 

@@ -25,6 +25,7 @@ from paceline.sync.base import Slot
 from paceline.sync.codec_auto import GAIN, ExactSteps, attempt, predict
 from paceline.sync.codec_cost import SAMPLE, BucketTrip, CodecAccount, CodecTurn, ExactRate, ExchangeCost, exposed, measure, sampled, timed
 from paceline.sync.context import SyncContext
+from paceline.sync.residual_parts import Layout, adopted, parted, relaid
 
 Kind = tuple[Codec, ...]
 
@@ -47,6 +48,7 @@ class CompressedExchange:
         self._kinds: list[Kind | None] = []  # of each bucket: the codecs of its tensors, by option; None: exact
         self._codecs: list[Codec | None] = []  # of each bucket, as of now
         self._shapes: list[list[Size]] = []
+        self._layout: Layout = []
         self._states: list[State] = []  # as of the last turn that counted
         self._next: dict[int, State] = {}  # of this turn
         self._trips: dict[int, BucketTrip] = {}  # of the buckets that have arrived since the last wait
@@ -68,11 +70,13 @@ class CompressedExchange:
             self._context.announce(NARROWED)
         return chosen
 
-    def lay_out(self, buckets: Sequence[Bucket], shapes: Sequence[BucketShape], kinds: Sequence[Kind | None]) -> None:
-        """Exchange these buckets from now on, of parameters with these shapes and kinds; all states begin anew. Collective."""
+    def lay_out(self, buckets: Sequence[Bucket], names: Sequence[str], shapes: Sequence[BucketShape], kinds: Sequence[Kind | None]) -> None:
+        """Exchange these buckets from now on, of parameters with these names, shapes and kinds. Residuals stay with them. Collective."""
+        kept = parted(self.state_dict()["states"], self._layout)
         self._buckets = buckets
         self._kinds = [kinds[bucket.members[0]] for bucket in buckets]
         self._shapes = [[Size(shapes[number].lying) for number in bucket.members] for bucket in buckets]
+        self._layout = [[[names[number], shapes[number].numel] for number in bucket.members] for bucket in buckets]
         coded = [bucket.flat for bucket, kind in zip(buckets, self._kinds, strict=True) if kind is not None]
         self._every = max(1, sum(flat.numel() for flat in coded) // SAMPLE)
         beside = self._relay.beside
@@ -81,6 +85,7 @@ class CompressedExchange:
             self.account.rate = measure(beside, coded[0].device)
             self._context.probe_traffic.count(beside.traffic - before)
         self._take(self._taken)
+        self._states = relaid(self._states, self._layout, kept)
 
     def _take(self, option: int | None) -> None:
         """Code by this option from now on, with empty states."""
@@ -180,13 +185,12 @@ class CompressedExchange:
     def regroup(self) -> None:
         """Go on in another group, perhaps with other leaders."""
         group = self._context.group
-        relay = CodedAllReduce(
+        self._relay = CodedAllReduce(
             group if self._hosts else _flat(group), max(option.stages for option in self._options), trace=self._context.trace
         )
-        self._relay = relay
         self._crossed = 0
         self.account.forget()
-        self._context.extra_groups.append(relay)
+        self._context.extra_groups.append(self._relay)
         self._trips.clear()
 
     def join_info(self) -> list[Any]:
@@ -229,8 +233,8 @@ class CompressedExchange:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states here, with those of the turn under way; empty where another worker leads this host."""
-        states = [self._next.get(index, state) for index, state in enumerate(self._states)]
-        return {"codec": self._name(self._taken), "states": states if self._relay.leads else []}
+        states = [self._next.get(index, state) for index, state in enumerate(self._states)] if self._relay.leads else []
+        return {"codec": self._name(self._taken), "layout": self._layout, "states": states}
 
     @property
     def has_unreplicated_state(self) -> bool:
@@ -270,6 +274,9 @@ class CompressedExchange:
         place = self._relay.place
         if place is None or not kept:
             return
+        kept, gone = adopted(kept, found[0].get("layout", self._layout), self._states, self._layout)
+        if gone:
+            self._context.announce(f"what a codec had kept of the gradient of {gone} is dropped: it is not exchanged here")
         mine = kept[place.rank :: place.size] or [[fresh(state) for state in kept[0]]]
         self._states = [merge(states) for states in zip(*mine, strict=True)]
         self._next.clear()

@@ -78,7 +78,7 @@ class LocalSGDSync:
         runs = [(run, turn) for numbers, turn in zip(members, rounds, strict=True) for run in cut(shapes, numbers, self._limit)]
         buckets = build(shapes, [run for run, _ in runs], self._empty)
         if self._coded is not None:
-            self._coded.lay_out(buckets, shapes, kinds)
+            self._coded.lay_out(buckets, [slot.name for slot in self._slots], shapes, kinds)
         for index, (bucket, (_, turn)) in enumerate(zip(buckets, runs, strict=True)):
             start = self._read(bucket, torch.zeros_like(bucket.flat))
             turn.units.append(FragmentUnit(index, bucket, start, self._options.outer.begin(start)))
