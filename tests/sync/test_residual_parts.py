@@ -56,8 +56,8 @@ def kept(run: Run) -> dict[str, Tensor]:
 
 def begin(run: Run, frozen: bool = False) -> tuple[Any, ...]:
     net = model()
-    net[0].requires_grad_(not frozen)
-    return run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05), batches(dtype=torch.float32))  # type: ignore[no-any-return]
+    next(net.children()).requires_grad_(not frozen)
+    return run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05), batches(dtype=torch.float32))
 
 
 def totals(found: list[dict[str, Tensor]]) -> dict[str, Tensor]:
