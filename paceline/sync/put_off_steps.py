@@ -27,6 +27,12 @@ AFTER: Final = (
     "takes in what all micro-batches have added up; call zero_grad() between, or step after all backward passes of the loop body"
 )
 
+CHANGED: Final = (
+    "p.grad of {} was changed by the script in a micro-batch before the last, where it is what this worker has added up so far, and comes "
+    "again in the next: with accumulate clip by run.clip or nn.utils.clip_grad_norm_, give a GradScaler to run.prepare and weight decay to "
+    "the optimizer, and call zero_grad of the model or the optimizer itself"
+)
+
 
 class WaitingSum:
     """What is known of a parameter whose optimizer's step was put off in a turn of `loader` (an id)."""
@@ -88,8 +94,10 @@ class PutOffSteps:
             if hook is None:
                 self._others[id(parameter)] = loader
                 continue
-            self._look(hook)
             self._check(hook)
+            if hook.shown is not None and hook.shown is parameter.grad and hook.shown._version != hook.version:
+                raise UsageError(CHANGED.format(hook.name))
+            self._look(hook)
             self._join(hook)
             self.waiting[id(parameter)], hook.waiting = hook, WaitingSum(loader, self._micro)
             if hook.carry is None and parameter.grad is None:
@@ -115,6 +123,7 @@ class PutOffSteps:
         """
         found: list[tuple[SummedParameter, Tensor | None, Tensor | None]] = []
         others: list[tuple[Any, Tensor | None]] = []
+        dropped: list[SummedParameter] = []
         for parameter in parameters:
             hook = self._hooks.get(id(parameter))
             if hook is None and id(parameter) in self._others:
@@ -124,9 +133,13 @@ class PutOffSteps:
                 shows = hook.carry is None and hook.shown is None and (hook.waiting is None or hook.waiting.aside is None)
                 self.go_back(hook)
                 found.append((hook, hook.carry, parameter.grad if shows else hook.prior))
+            elif hook is not None and hook.carry is not None:
+                dropped.append(hook)
         for parameter in [*(hook.parameter for hook, _, _ in found), *(parameter for parameter, _ in others)]:
             parameter.grad = None
         result = zero()
+        for hook in dropped:
+            hook.carry = hook.prior = hook.shown = None
         for hook, carry, prior in found:
             _hold(hook, carry, prior)
             if carry is None and prior is None:

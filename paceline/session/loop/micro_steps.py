@@ -28,6 +28,7 @@ class MicroSteps:
 
     def __init__(self, backward: GradientTracker) -> None:
         self._backward = backward
+        self._rates: dict[int, list[Any]] = {}  # by id of the optimizer: its learning rates when the first step of this batch was put off
         self._due: dict[int, int] = {}  # by id of the optimizer: the passes that had begun when its step of this micro-batch was put off
 
     @property
@@ -38,6 +39,8 @@ class MicroSteps:
     def begin(self, loader: int, *, first: bool) -> None:
         """Begin a micro-batch of a loader (its id). What still waits when another batch begins is added to that."""
         self._due.clear()
+        if first:
+            self._rates.clear()
         if self._backward.put_off.begin(loader, self._backward.begun, first=first):
             self._backward.owe()
 
@@ -46,10 +49,23 @@ class MicroSteps:
         begun = self._backward.begun
         if self._due.setdefault(id(optimizer), begun) != begun:
             raise UsageError(f"{type(optimizer).__qualname__}.step was called twice in a micro-batch, on different gradients: {TWICE}")
+        self._check_rates(optimizer, first=True)
         self._backward.put_off.put_off(_members(optimizer), loader)
+
+    def _check_rates(self, optimizer: Any, *, first: bool) -> None:
+        """Raise `UsageError` where a learning rate was changed between micro-batches, as a scheduler does that isn't prepared."""
+        now = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        before = self._rates.setdefault(id(optimizer), now) if first else self._rates.pop(id(optimizer), now)
+        if before != now:
+            raise UsageError(
+                f"the learning rate of {type(optimizer).__qualname__} went from {before[0]:g} to {now[0]:g} between micro-batches of one "
+                "batch: give its scheduler to run.prepare, too, which then steps with the last of them, or set rates by run.steps"
+            )
 
     def take(self, optimizer: Any) -> None:
         """Have gradients be all that has waited for a step of this optimizer, which comes now."""
+        if self._rates:
+            self._check_rates(optimizer, first=False)
         if self._backward.put_off and self._backward.put_off.take(_members(optimizer)):
             self._backward.owe()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import msgpack
 import torch
@@ -30,6 +30,9 @@ _DEEPEST = 6  # calls between a scaler's step and ours
 
 
 Scaler = torch.amp.GradScaler
+SCALED_AGAIN: Final = "when a worker is lost (--min-workers), it would count one step twice"
+SCALED_EACH: Final = "with accumulate it would divide gradients by its scale in each micro-batch, and not in the last alone"
+SCALED_SERVED: Final = "servers have had the gradients of its optimizer before it divides them by its scale"
 
 
 def kind(value: Any) -> str:
@@ -112,18 +115,15 @@ def check_schedulers(optimizers: list[Optimizer], prepared: Iterable[Any]) -> No
             )
 
 
-def check_scaler(known: list[Any]) -> None:
-    """Raise `UsageError` if a scaler that wasn't prepared has called us: it would count a turn that is dealt again twice."""
+def check_scaler(known: list[Any], why: str) -> None:
+    """Raise `UsageError` if a scaler that wasn't prepared has called us; `why` it can't be right."""
     frame = sys._getframe(1)
     for _ in range(_DEEPEST):
         if frame.f_back is None:
             return
         frame = frame.f_back
         if frame.f_code is Scaler.step.__code__ and not any(frame.f_locals.get("self") is scaler for scaler in known):
-            raise UsageError(
-                "a GradScaler steps that was not given to run.prepare: when a worker is lost, it would count one step twice; give it to "
-                "run.prepare, too"
-            )
+            raise UsageError(f"a GradScaler steps that was not given to run.prepare: {why}; give it to run.prepare, too")
 
 
 def check_elsewhere(thing: Any) -> None:

@@ -16,7 +16,7 @@ from paceline.comm.agreement import Agreement
 from paceline.errors import UsageError
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.binding import rebind
-from paceline.session.prepare.checks import check_scaler
+from paceline.session.prepare.checks import SCALED_AGAIN, SCALED_EACH, SCALED_SERVED, check_scaler
 from paceline.session.prepare.remote import RemoteSteps
 
 SEEN = 2  # steps in which the caller of an optimizer is looked at
@@ -81,6 +81,8 @@ def bind_optimizer(optimizer: Optimizer, loop: TrainingLoop, bindings: Optimizer
             if bindings.accumulates:
                 if (loader := loop.micro_batches(last=False)) is not None:
                     result = None if closure is None else _called(closure)
+                    if loop.steps < SEEN:
+                        check_scaler(loop.scalers, SCALED_EACH)
                     loop.micro_steps.put_off(self, loader)
                     return result
                 if closure is None:
@@ -93,8 +95,8 @@ def bind_optimizer(optimizer: Optimizer, loop: TrainingLoop, bindings: Optimizer
             if groups.get(id(self)) != len(self.param_groups):
                 bindings.begins(self, closure is None)
             transaction = loop.backward.transaction
-            if transaction.recovers and loop.steps < SEEN:
-                check_scaler(loop.scalers)
+            if (transaction.recovers or id(self) in remote) and loop.steps < SEEN:
+                check_scaler(loop.scalers, SCALED_SERVED if id(self) in remote else SCALED_AGAIN)
             if id(self) in remote:
                 return remote[id(self)].step(self, own, closure, args, kwargs)
             if transaction.recovers:

@@ -176,3 +176,60 @@ def test_an_optimizer_that_calls_its_closure_twice_is_refused() -> None:
 
     with pytest.raises(UsageError, match="Twice calls its closure twice in a step: with accumulate"):
         alone(body)
+
+
+def decay(model: nn.Module) -> None:
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad.add_(p.detach(), alpha=0.1)
+
+
+def test_a_gradient_that_the_script_changes_in_each_micro_batch_is_refused() -> None:
+    def body(both: Both, x: Tensor, y: Tensor, step: int) -> None:
+        F.mse_loss(both.one(x), y).backward()
+        decay(both.one)
+        both.first.step()
+        both.first.zero_grad()
+
+    with pytest.raises(UsageError, match=r"p.grad of model0.0.weight was changed by the script in a micro-batch before the last"):
+        alone(lambda run: train(run, body, 2))
+    assert torch.isfinite(alone(lambda run: train(run, body))).all()
+
+
+def test_a_scaler_that_was_not_prepared_is_refused() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def body(both: Both, x: Tensor, y: Tensor, step: int) -> None:
+        scaler.scale(F.mse_loss(both.one(x), y)).backward()
+        scaler.step(both.first)
+        scaler.update()
+        both.first.zero_grad()
+
+    with pytest.raises(UsageError, match=r"a GradScaler steps that was not given to run.prepare: with accumulate it would divide"):
+        alone(lambda run: train(run, body, 2))
+    with pytest.raises(UsageError, match=r"a GradScaler steps that was not given to run.prepare: servers have had the gradients"):
+        workers(2, lambda run: train(run, body), strategy=ParameterServer())
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_a_scheduler_steps_with_the_last_micro_batch_or_is_refused(prepared: bool) -> None:
+    def scheduled(run: Run, accumulate: int | None = None) -> Tensor:
+        schedulers: list[Any] = []
+
+        def body(both: Both, x: Tensor, y: Tensor, step: int) -> None:
+            if not schedulers:
+                schedulers.append(torch.optim.lr_scheduler.ExponentialLR(both.first, 0.5))
+                if prepared:
+                    run.prepare(schedulers[0])
+            F.mse_loss(both.one(x), y).backward()
+            both.first.step()
+            schedulers[0].step()
+            both.first.zero_grad()
+
+        return train(run, body, accumulate)
+
+    if prepared:
+        assert distance(alone(lambda run: scheduled(run, 2)), alone(scheduled)) < 1e-12
+        return
+    with pytest.raises(UsageError, match=r"the learning rate of SGD went from 0.1 to 0.05 between micro-batches of one batch: give its"):
+        alone(lambda run: scheduled(run, 2))
