@@ -66,7 +66,7 @@ def measure(group: Group, device: torch.device, send: Callable[[Tensor], Work[An
 
     small, numel, before = seconds(SMALL), LARGE, sent_by(group)
     large = seconds(numel)
-    while large < QUICK and numel < 16 * LARGE:
+    while (large < QUICK or large <= small) and numel < 16 * LARGE:
         numel, before = numel * 4, sent_by(group)
         large = seconds(numel)
     mine = (sent_by(group) - before) / 2
