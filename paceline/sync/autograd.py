@@ -156,8 +156,8 @@ class GradientTracker(JoiningTracker):
 
     # ---- while backward runs
 
-    def _begin(self) -> None:
-        if not self._guard.announced:
+    def _begin(self, *, idle: bool = False) -> None:
+        if not (idle or self._guard.announced):
             self._guard.follow_unannounced(first=not self.begun)
         self._prepare()
         step_state = self.context.step_state
@@ -177,8 +177,9 @@ class GradientTracker(JoiningTracker):
 
     def take(self, parameter: Tensor, grad: Tensor) -> None:
         """Take the gradient of a cut parameter, which counts as it is, from a source of gradients."""
+        self.open_idle()
         hook = self._by_id[id(parameter)]
-        self._set_apart_first(hook)
+        self._set_apart(hook)
         if self._silent or hook.number in self.late or hook.carry is not None:
             self._add_up(hook, grad, 1.0)
         else:
@@ -202,8 +203,7 @@ class GradientTracker(JoiningTracker):
         self._set_apart(hook)
 
     def put_added_up(self, parameter: Tensor, total: Tensor) -> None:
-        if not self.open:  # backward has reached nothing here
-            self.open, self._deliver = True, self.transaction.deliver()
+        self.open_idle()
         hook = self._by_id[id(parameter)]
         self._set_apart(hook)
         hook.carry, hook.touched = total, True

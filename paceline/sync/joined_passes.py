@@ -119,6 +119,9 @@ class JoiningTracker:
         """Let `total` be what was added up of a parameter, whether backward has reached it here or not."""
         raise NotImplementedError
 
+    def _begin(self, *, idle: bool = False) -> None:
+        raise NotImplementedError
+
     def _forget(self) -> None:
         raise NotImplementedError
 
@@ -126,7 +129,9 @@ class JoiningTracker:
         raise NotImplementedError
 
     def close_pass(self, where: str) -> None:
-        """End the pass under way, if there is one."""
+        """End the pass under way; where backward has reached nothing here, take part in it as the others end theirs."""
+        if self._by_id and not self._silent and (self._sources or self.context.group.size > 1):
+            self.open_idle()
         if self.open:
             self._close(where)
 
@@ -138,6 +143,11 @@ class JoiningTracker:
         """Add up the gradients of these parameters until the end of the passes that are joined."""
         self.late |= {self._by_id[id(parameter)].number for parameter in parameters if id(parameter) in self._by_id}
 
+    def open_idle(self) -> None:
+        """Have a pass under way, if none is, as backward has reached nothing here, and gradients come from elsewhere."""
+        if not self.open:
+            self._begin(idle=True)
+
     def added_up(self, parameter: Tensor) -> AddedUp:
         """Return what was added up of a parameter."""
         return self._by_id[id(parameter)]
@@ -148,6 +158,6 @@ class JoiningTracker:
             source.gather(parameters)
 
     def end_sources(self) -> None:
-        """Have the sources of cut gradients deliver what is left of one of the passes that are joined."""
-        for source in self._sources if self.open else ():
+        """Have the sources of cut gradients deliver what is left of one of the passes that are joined, reached here or elsewhere alone."""
+        for source in self._sources:
             source.end_pass()

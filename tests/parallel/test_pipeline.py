@@ -76,6 +76,27 @@ def test_pieces_of_tied_weights_stay_equal_where_replicas_round_them(strategy: A
         assert zero == 3 or whole == pytest.approx([one + two] * 2, rel=1e-12)
 
 
+class Gated(nn.Module):
+    """A layer that few rows go through, so that some micro-batches reach none of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        on = x.detach()[:, :1] > 0.3
+        return torch.where(on, torch.tanh(self.line(x)), x) if bool(on.any()) else x * 1.0
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_a_stage_may_be_reached_on_one_worker_and_not_on_another(schedule: Any) -> None:
+    def build() -> nn.Module:
+        return fill(nn.Sequential(nn.Linear(6, 6), Gated(), nn.Linear(6, 2)).double())
+
+    cut = [pipeline("0, 1, 2", schedule=schedule, micro_batches=3), pl.shard(zero=1)]
+    same("shard=2, stage=3", cut, build=build, data=Numbered, loss=F.mse_loss, epochs=1)
+
+
 def test_layers_of_a_stage_may_be_cut() -> None:
     same("tensor=2, stage=2", [pipeline(LAYERS, micro_batches=4), TENSOR])
 

@@ -222,10 +222,10 @@ class PipelinePass:
     def _whole(self, action: Action, held: _Held) -> list[Tensor | None]:
         """Go back through a stage, and return the gradients of what came in."""
         assert self._passes is not None
+        self._passes.begin(last=action == self._schedule.last(action.stage))
         if held.outputs:
-            self._passes.begin(last=action == self._schedule.last(action.stage))
             torch.autograd.backward(held.outputs, held.grads)
-            self._passes.end()
+        self._passes.end()  # of all workers that have parts of the stage, whatever came to each
         return [entry.grad for entry in held.entries]
 
     def _halve(self, action: Action, held: _Held) -> list[Tensor | None]:
