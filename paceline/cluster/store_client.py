@@ -59,6 +59,8 @@ def limit(store: TorchStore, seconds: float) -> None:
         addresses = {*network.resolve(store.host)}
         for connection in _connections():
             with connection, contextlib.suppress(OSError):  # one that is not connected, or is closed meanwhile
+                if connection.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
                 address, port, *_ = connection.getpeername()
                 if port == store.port and address.removeprefix("::ffff:") in addresses:  # torch has sockets for both versions of IP
                     whole, rest = divmod(seconds, 1)
