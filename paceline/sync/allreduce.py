@@ -435,9 +435,12 @@ class AllReduceSync:
             self._context.announce("the checkpoint was written with a codec: what it had kept of the gradients is dropped")
             return
         numbers = {slot.name: number for number, slot in enumerate(self._slots)}
+        apart = found[0].get("sparse")  # what older checkpoints don't tell is all that is in no bucket
+        if apart is None and (strange := [name for name in found[0]["order"] if name not in numbers]):
+            raise UsageError(f"the checkpoint has the gradient of {strange[0]} in a codec, and no such parameter is trained here")
         order = [numbers[name] for name in found[0]["order"] if name in numbers]
         self._release()
-        self._lay_out(order, {numbers[name] for name in found[0]["sparse"] if name in numbers})
+        self._lay_out(order, {*numbers.values()} - {*order} if apart is None else {numbers[name] for name in apart if name in numbers})
         self._coded.load_state_dicts([state["coded"] for state in found])
 
 

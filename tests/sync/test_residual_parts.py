@@ -13,8 +13,9 @@ from torch import Tensor
 from paceline.codec.codec import error_feedback
 from paceline.codec.powersgd import powersgd
 from paceline.codec.sparse import topk
+from paceline.errors import UsageError
 from paceline.session.run import Run
-from paceline.sync.allreduce import AllReduce
+from paceline.sync.allreduce import AllReduce, AllReduceSync
 from paceline.sync.residual_parts import Layout, lost, parted, relaid
 from tests.harness.compressed_training import exchange, model
 from tests.harness.runs import batches, workers
@@ -104,6 +105,23 @@ def test_a_run_goes_on_with_what_was_kept_in_other_buckets(
     for name, residual in new.items():
         assert torch.equal(residual, old[name]) if name in old else not residual.any(), name
     assert now[1] == any("kept of the gradient of 0.bias and 1 more is dropped" in text for text in said), said
+
+
+def test_a_checkpoint_of_an_older_version_goes_on_where_the_same_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It doesn't say how parameters lie in buckets, nor which have no place there."""
+    own, strategy = AllReduceSync.state_dict, AllReduce(codec=error_feedback(topk(0.1)))
+
+    def older(sync: AllReduceSync) -> dict[str, Any]:
+        state = own(sync)
+        return {"order": state["order"], "coded": {key: state["coded"][key] for key in ("codec", "states")}}
+
+    monkeypatch.setattr(AllReduceSync, "state_dict", older)
+    old = totals(workers(2, lambda run: saved(run, False), strategy=strategy, folder=tmp_path))
+    monkeypatch.undo()
+    new = totals(workers(2, lambda run: resumed(run, False), strategy=strategy, folder=tmp_path))
+    assert len(new) == 6 and all(torch.equal(residual, old[name]) for name, residual in new.items())
+    with pytest.raises(UsageError, match=r"has the gradient of .* in a codec, and no such parameter is trained here"):
+        workers(2, lambda run: resumed(run, True), strategy=strategy, folder=tmp_path)
 
 
 def test_one_worker_exchanges_nothing_and_says_what_it_drops(tmp_path: Path) -> None:
