@@ -65,7 +65,7 @@ class OptimizerBindings:
         self.accumulates = False  # some loader cuts its batches into micro-batches
         self.begins = begins  # is told of a step that acts, and whether gradients are there, where an optimizer is not as in `groups`
 
-    def put_off(self) -> None:
+    def accumulate(self) -> None:
         """Put steps off to the last micro-batch from now on."""
         self.accumulates = True
 
@@ -109,7 +109,7 @@ def bind_optimizer(optimizer: Optimizer, loop: TrainingLoop, bindings: Optimizer
 
     rebind(optimizer, "step", stepping, loop)
     if accumulate:
-        bindings.put_off()
+        bindings.accumulate()
         bind_zero_grad(optimizer, loop, lambda parameter: parameter)
 
 

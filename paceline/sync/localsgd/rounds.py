@@ -413,10 +413,10 @@ class LocalSGDSync:
             if found[0]["sizes"] == [unit.start.numel() for unit in units]:
                 for unit, memory in zip(units, found[0]["memory"], strict=True):
                     unit.memory = unit.memory if memory is None or unit.memory is None else memory
-            elif self._coded is not None:
+            elif self._coded is not None or any(memory is not None for memory in found[0]["memory"]):
                 raise UsageError(
                     "this checkpoint was written for another model, with other parameters unfrozen, or with other fragments or bucket_mb, "
-                    "and a codec has kept something of those: resume with the same"
+                    "and a codec has kept something of those, or an older version momentum without names: resume with the same"
                 )
             self._memories.load(found[0].get("memories", {}))
             self._memories.give(units, self._slots)

@@ -15,6 +15,7 @@ from paceline.codec.sparse import topk
 from paceline.errors import UsageError
 from paceline.session.run import Run
 from paceline.sync.localsgd.outer import nesterov
+from paceline.sync.localsgd.rounds import LocalSGDSync
 from paceline.sync.localsgd.strategy import LocalSGD
 from tests.harness.models import net, sgd
 from tests.harness.runs import batches, parameters, workers
@@ -84,4 +85,20 @@ def test_what_a_codec_has_kept_needs_the_same_parameters(tmp_path: Path) -> None
     strategy = LocalSGD(every=2, codec=error_feedback(topk(0.2)))
     workers(2, lambda run: thawed(run, 5), strategy=strategy, folder=tmp_path)
     with pytest.raises(UsageError, match="with other parameters unfrozen, or with other fragments or bucket_mb, and a codec has kept"):
+        workers(2, lambda run: thawed(run, 8, resume=True), strategy=strategy, folder=tmp_path)
+
+
+def test_momentum_of_an_older_version_needs_the_same_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands by the numbers of buckets: where those are others it would begin anew."""
+    own, strategy = LocalSGDSync.state_dict, LocalSGD(every=2, outer=nesterov(0.7, 0.9))
+
+    def older(sync: LocalSGDSync) -> dict[str, Any]:
+        state = own(sync)
+        del state["memories"]
+        return {**state, "memory": [unit.memory for unit in sync._units]}
+
+    monkeypatch.setattr(LocalSGDSync, "state_dict", older)
+    workers(2, lambda run: thawed(run, 5), strategy=strategy, folder=tmp_path)
+    monkeypatch.undo()
+    with pytest.raises(UsageError, match="or an older version momentum without names: resume with the same"):
         workers(2, lambda run: thawed(run, 8, resume=True), strategy=strategy, folder=tmp_path)
