@@ -10,6 +10,7 @@ import importlib
 import itertools
 import os
 import signal
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 import pytest
 
+from tests.harness import scratch
 from tests.harness.tiers import LAB, tier, uses
 
 if TYPE_CHECKING:
@@ -46,6 +48,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if all(".py" in path for path in config.args):
         return 0
     return 2 * len(os.sched_getaffinity(0))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have temporary files in memory where many tests run: those of a single file are kept on the disk, to be looked at."""
+    if config.getoption("numprocesses", None) and config.getoption("basetemp") is None and (end := scratch.in_memory()) is not None:
+        config.add_cleanup(end)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at, and before xdist looks for groups
@@ -121,6 +129,13 @@ def _importable() -> None:
     """Scripts under test may import `tests.harness.brisk`, wherever they lie."""
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *(path for path in given if path not in ("", ROOT))])
+
+
+@pytest.fixture
+def disk_path(tmp_path: Path) -> Iterator[Path]:
+    """A folder as `tmp_path` is one, on the disk."""
+    with tempfile.TemporaryDirectory(prefix="pl-", dir=os.environ.get(scratch.DISK, tmp_path)) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def test_hash_size_and_content(tmp_path: Path, kind: str, where: str) -> None:
     assert sum(moved) == len(wanted)
 
 
-def test_pages_go_around_the_cache_and_the_rest_through_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_go_around_the_cache_and_the_rest_through_it(disk_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ways, real = list[tuple[bool, int]](), os.write
 
     def watched(file: int, data: memoryview) -> int:
@@ -58,7 +58,7 @@ def test_pages_go_around_the_cache_and_the_rest_through_it(tmp_path: Path, monke
         return real(file, data)
 
     monkeypatch.setattr(os, "write", watched)
-    write(tmp_path / "x", [held(2 * PAGE + 5), block(b"abc")])
+    write(disk_path / "x", [held(2 * PAGE + 5), block(b"abc")])
     assert ways == [(True, 2 * PAGE), (False, 5), (False, 3)]
 
 

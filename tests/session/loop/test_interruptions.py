@@ -114,9 +114,9 @@ def test_where_the_kernel_tells_nothing_that_is_known(tmp_path: Path) -> None:
     found.close()
 
 
-def test_pages_that_are_waited_for(tmp_path: Path) -> None:
+def test_pages_that_are_waited_for(disk_path: Path) -> None:
     """A mapped file that isn't in memory any more; of memory that is swapped out the kernel counts the same."""
-    path = tmp_path / "pages"
+    path = disk_path / "pages"
     path.write_bytes(os.urandom(8 << 20))
     found = meter()
     with path.open("rb") as file:
