@@ -12,6 +12,7 @@ import os
 import random
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from paceline.comm.shm.memory import SharedSegment
 from paceline.comm.shm.moving import MovedStorage, movable
 from paceline.errors import Mismatch, ViewChanged, WorkerLost
 from tests.harness.backends import mine
+from tests.harness.jobs import PATIENCE
 from tests.harness.processes import fork, threads
 
 COUNT = 300_001
@@ -35,7 +37,7 @@ Body = Callable[[SharedGroup], Any]
 
 def on_shared_memory(size: int, body: Body, *, start: Callable[..., list[Any]] = threads, **options: Any) -> list[Any]:
     def run(rank: int, size: int, store: Store) -> Any:
-        group = SharedGroup.from_store(store, rank, size, deadline=20, **options)
+        group = SharedGroup.from_store(store, rank, size, deadline=PATIENCE, **options)
         try:
             return body(group)
         finally:
@@ -81,11 +83,16 @@ def test_a_tensor_and_its_views_go_to_memory_that_all_ranks_reach(size: int, sta
 
 def test_the_first_reduction_waits_until_all_ranks_have_moved_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last rank copies its values late."""
-    opened = moving._open
+    opened, others = moving._open, threading.Semaphore(0)
 
     def late(addresses: list[str], nbytes: int, me: int) -> Any:
-        for _ in range(2000 * me):
-            os.sched_yield()
+        if me < 2:
+            segment = opened(addresses, nbytes, me)
+            others.release()
+            return segment
+        for _ in range(2):
+            assert others.acquire(timeout=PATIENCE)
+        time.sleep(0.01)  # for which they wait
         return opened(addresses, nbytes, me)
 
     monkeypatch.setattr(moving, "_open", late)
@@ -232,7 +239,7 @@ def test_calls_that_differ_are_a_mismatch_and_move_nothing() -> None:
 
 def test_the_memory_of_a_storage_goes_with_it_everywhere() -> None:
     def body(rank: int, size: int, store: Store) -> None:
-        group = SharedGroup.from_store(store, rank, size, deadline=20)
+        group = SharedGroup.from_store(store, rank, size, deadline=PATIENCE)
 
         def mapped() -> int:
             gc.collect()
@@ -267,7 +274,7 @@ def test_memory_that_a_storage_gets_later_is_not_taken_for_that_which_it_was_mov
     """Neither that of another tensor that was moved, nor something that lies at the same address since."""
 
     def body(rank: int, size: int, store: Store) -> None:
-        group = SharedGroup.from_store(store, rank, size, deadline=20)
+        group = SharedGroup.from_store(store, rank, size, deadline=PATIENCE)
         x, y, z = (mine(rank, COUNT, seed=seed) for seed in range(3))
         assert None not in (reduce(group, x), reduce(group, y), reduce(group, z))
         if rank == 0:
@@ -333,9 +340,9 @@ def test_a_reduction_that_breaks_off_leaves_a_tensor_that_nobody_else_reaches() 
             with pytest.raises(ViewChanged):
                 work.wait()
             given_up.set()
-            assert written.wait(20) and torch.equal(x, total(2, 0)) and not x.untyped_storage().is_shared()
+            assert written.wait(PATIENCE) and torch.equal(x, total(2, 0)) and not x.untyped_storage().is_shared()
         else:
-            assert given_up.wait(20)
+            assert given_up.wait(PATIENCE)
             theirs.fill_(1)
             written.set()
 
@@ -345,7 +352,7 @@ def test_a_reduction_that_breaks_off_leaves_a_tensor_that_nobody_else_reaches() 
 @pytest.mark.parametrize("closed", [False, True])
 def test_what_a_forked_process_writes_is_its_own(closed: bool) -> None:
     def body(rank: int, size: int, store: Store) -> None:
-        group = SharedGroup.from_store(store, rank, size, deadline=20)
+        group = SharedGroup.from_store(store, rank, size, deadline=PATIENCE)
         x = mine(rank, COUNT)
         assert reduce(group, x) is not None
         if closed:
@@ -403,7 +410,7 @@ def test_a_rank_that_dies_is_named_the_memory_stays_and_nothing_has_a_name(monke
     monkeypatch.setattr(tempfile, "mkstemp", None)  # which makes the files in /dev/shm that a killed process leaves behind
 
     def body(rank: int, size: int, store: Store) -> None:
-        group = SharedGroup.from_store(store, rank, size, deadline=20)
+        group = SharedGroup.from_store(store, rank, size, deadline=PATIENCE)
         x = mine(rank, COUNT)
         assert reduce(group, x) is not None
         if rank == 1:
