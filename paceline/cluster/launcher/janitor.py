@@ -13,6 +13,8 @@ import re
 import select
 import shutil
 import signal
+import socket
+import stat
 import sys
 import tempfile
 import time
@@ -23,7 +25,8 @@ from pathlib import Path
 _PROC = Path("/proc")
 _SHARED = Path("/dev/shm")
 _SERVERS = "paceline-sockets-"
-_FOLDERS = ("pymp-", _SERVERS)  # how multiprocessing and our servers call the folders that they listen in
+_READERS = "pymp-"
+_FOLDERS = (_READERS, _SERVERS)  # how multiprocessing and our servers call the folders that they listen in
 _MARKED = 8  # letters of a job's mark that are in the names of its semaphores
 _UNBRANDED = re.compile(r"sem\.([A-Za-z0-9]{6}|mp-[a-z0-9_]{8})")  # those that are being made, or were before `brand`
 _CLOCK_SECONDS = 0.1  # which the clock of files may be behind
@@ -203,16 +206,46 @@ def clear(folders: list[Path]) -> None:
 
 
 def reclaim(mark: str, killed: set[int], held: set[int], since: float, *, seconds: float) -> None:
-    """Remove the shared memory that the processes of a job had made and not unlinked yet in the moment when they were killed.
+    """Remove what the processes of a job had made and not removed yet in the moment when they were killed: shared memory, and folders.
 
     `killed` are all processes that may have been (numbers), `held` the semaphores that they had in hand (`semaphores`); `since` is when
     the first of them was started (time.time()). What others may have made stays: they get so many `seconds` to unlink it.
     """
-    seen = set(_abandoned(mark, killed, held, since))
-    if seen:
+
+    def left() -> set[Path]:
+        return {*_abandoned(mark, killed, held, since), *_deserted(since)}
+
+    if seen := left():
         time.sleep(seconds)  # what a living process has in hand is unlinked by then
-        for path in seen.intersection(_abandoned(mark, killed, held, since)):
-            path.unlink(missing_ok=True)
+        for path in seen & left():
+            clear([path]) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def _deserted(since: float) -> Iterator[Path]:
+    """Find the folders of multiprocessing that have come since then, in which processes have listened and none does any more.
+
+    A reader that is killed soon after it has begun to listen may never have been looked at (`litter`).
+    """
+    for folder in Path(tempfile.gettempdir()).glob(f"{_READERS}*"):
+        with suppress(OSError):  # removed meanwhile, or another user's
+            if _new(folder, since) and (found := [*folder.iterdir()]) and not any(map(_listened_to, found)):
+                yield folder
+
+
+def _listened_to(path: Path) -> bool:
+    """Whether a process listens on this socket; what is none counts as if one did."""
+    if not stat.S_ISSOCK(path.lstat().st_mode):
+        return True
+    with suppress(OSError):
+        if str(path) in (_PROC / "self" / "net" / "unix").read_text():
+            return True
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.setblocking(False)
+        try:
+            caller.connect(str(path))  # in another network than this, maybe: there are containers that share a folder
+        except OSError as error:
+            return not isinstance(error, ConnectionRefusedError)
+    return True
 
 
 def _abandoned(mark: str, killed: set[int], held: set[int], since: float) -> Iterator[Path]:

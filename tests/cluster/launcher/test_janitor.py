@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -195,6 +196,33 @@ def test_a_deputy_that_is_told_so_does_nothing():
     assert job.poll() is None
     job.kill()
     job.wait()
+
+
+@pytest.mark.parametrize("same_network", [True, False])
+def test_folders_where_nobody_listens_any_more(tmp_path, monkeypatch, same_network):
+    """Those of this job's time go; not what others listen in, are about to listen in, or keep something else in."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if not same_network:
+        monkeypatch.setattr(janitor, "_PROC", tmp_path)  # the kernel shows no sockets of others
+    dead, alive, both, unused, kept = (tmp_path / f"pymp-{name}" for name in ("dead", "alive", "both", "unused", "kept"))
+    with socket.socket(socket.AF_UNIX) as one, socket.socket(socket.AF_UNIX) as other:
+        for folder, listener in ((alive, one), (both, other)):
+            folder.mkdir()
+            listener.bind(str(folder / "listener-1"))
+            listener.listen()
+        for folder in (dead, both):
+            folder.mkdir(exist_ok=True)
+            with socket.socket(socket.AF_UNIX) as killed:
+                killed.bind(str(folder / "listener-2"))
+                killed.listen()
+        unused.mkdir()
+        kept.mkdir()
+        (kept / "notes").touch()
+        before = set(tmp_path.iterdir())
+        janitor.reclaim(MARK, set(), set(), time.time() + 60, seconds=0.05)
+        assert set(tmp_path.iterdir()) == before  # of before the job
+        janitor.reclaim(MARK, set(), set(), time.time() - 60, seconds=0.05)
+        assert set(tmp_path.iterdir()) == before - {dead}
 
 
 def test_the_folders_of_servers_go_with_their_job(tmp_path, monkeypatch):
