@@ -235,7 +235,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[places.Place, An
 def test_a_launch_gives_what_its_workers_wrote(scripted: tuple[places.Place, Any]) -> None:
     here, say = scripted
     peer = say("import sys; [open(f'{sys.argv[2]}/rank-{r}.json', 'w').write('{\"rank\": %d}' % r) for r in (1, 0)]")
-    assert launches.launch(peer, here, (), deadline=30) == [{"rank": 0}, {"rank": 1}]
+    assert launches.launch(peer, here, (), deadline=120) == [{"rank": 0}, {"rank": 1}]
     assert {path.name for path in here.folder.iterdir()} == {"secret", "driver"}
 
 
@@ -243,7 +243,7 @@ def test_a_launch_gives_what_its_workers_wrote(scripted: tuple[places.Place, Any
 def test_a_launch_that_fails_says_why(scripted: tuple[places.Place, Any]) -> None:
     here, say = scripted
     with pytest.raises(launches.LaunchError, match="exit code 1: RuntimeError: no"):
-        launches.launch(say("raise RuntimeError('no')"), here, (), deadline=30)
+        launches.launch(say("raise RuntimeError('no')"), here, (), deadline=120)
 
 
 @pytest.mark.jobs

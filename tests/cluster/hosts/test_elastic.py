@@ -20,7 +20,7 @@ from paceline.timings import DEFAULTS, MembershipTimings, Timings
 from tests.harness.elastic_peers import SECRET, run
 
 
-def meet(size: int, *, absent: int | None = None, seconds: float = 10.0, timings: Timings = DEFAULTS) -> list[ElasticPeers | Exception]:
+def meet(size: int, *, absent: int | None = None, seconds: float = 60.0, timings: Timings = DEFAULTS) -> list[ElasticPeers | Exception]:
     """The launchers of so many hosts with two workers each, connected; or what went wrong on each."""
     sockets = [network.listen("127.0.0.1") for _ in range(size)]
     offers = [Offer(f"h{n}", 2, "127.0.0.1", "m", 1, 2, "block", (10 * n, 10 * n + 1), s.getsockname()[1]) for n, s in enumerate(sockets)]

@@ -18,6 +18,7 @@ import pytest
 
 from paceline.cluster.launcher import janitor
 from paceline.timings import DEFAULTS
+from tests.harness.jobs import PATIENCE
 
 TIMINGS = json.dumps(asdict(DEFAULTS.janitor))
 MARK = "0123abcd" * 4
@@ -170,7 +171,7 @@ def test_who_is_ended_is_told():
         subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], process_group=0, env={"PACELINE_JOB": mark})
         for mark in ("none", "abe")
     )
-    assert janitor.sweep("abe", [group.pid], set(), seconds=1.5) == {group.pid, other.pid}
+    assert janitor.sweep("abe", [group.pid], set(), seconds=PATIENCE) == {group.pid, other.pid}
     assert group.wait(60) == other.wait(60) == -9
 
 
@@ -184,7 +185,7 @@ def test_who_was_ended_does_nothing_any_more(grouped):
         [sys.executable, "-S", "-c", body], process_group=0, env={"PACELINE_JOB": name}, stdout=subprocess.PIPE
     ) as process:
         assert process.stdout is not None and process.stdout.readline()
-        janitor.sweep(name, [process.pid] if grouped else [], set(), seconds=1.5)
+        janitor.sweep(name, [process.pid] if grouped else [], set(), seconds=PATIENCE)
         assert process.poll() == -9
 
 
@@ -230,5 +231,5 @@ def test_the_folders_of_servers_go_with_their_job(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     mine, other = (Path(tempfile.mkdtemp(prefix=janitor.sockets(mark * 16))) for mark in ("ab", "ac"))
     (mine / "server").touch()
-    janitor.sweep("ab" * 16, [], set(), seconds=1.5)
+    janitor.sweep("ab" * 16, [], set(), seconds=PATIENCE)
     assert not mine.exists() and other.exists()
