@@ -54,7 +54,7 @@ def test_a_server_is_killed_and_then_its_copy(job: Jobs, alone: Callable[..., Ou
     launched = begun(job, nap=until(2, 0.6), after=TOLD)
     pause(random.Random(which), 0.3)
     before = servers(launched)
-    assert len(before) == 4
+    assert len(before) == 4, launched.end()
     for count, victim in enumerate((before[which], before[(which + 2) % 4])):
         until_told(launched, job.folder / "killed" / "c", f"4 {count}")
         victim.kill()

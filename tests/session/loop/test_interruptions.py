@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import mmap
 import os
 import resource
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -92,6 +95,30 @@ def test_a_delayed_thread_has_lost_its_processor(tmp_path: Path, monkeypatch: py
     now[0] += 1.0
     assert found.take(1.0).stolen == 0.0
     found.close()
+
+
+@pytest.mark.skipif(not SCHEDSTAT, reason="this kernel counts no delays")
+def test_a_processor_that_a_program_has_is_lost() -> None:
+    """One that never rests, beside a thread of less priority."""
+    core = min(os.sched_getaffinity(0))
+    program = f"import os; os.sched_setaffinity(0, [{core}]); print(flush=True)\nwhile True: pass"
+    taken: list[Interruptions] = []
+
+    def burn() -> None:
+        os.sched_setaffinity(0, [core])
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        found = meter()
+        hashlib.pbkdf2_hmac("sha256", b"all the same", b"work", 100_000)
+        taken.append(found.take(1000.0))
+        found.close()
+
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline()
+        thread = threading.Thread(target=burn)
+        thread.start()
+        thread.join()
+        other.kill()
+    assert taken[0].stolen > 0
 
 
 def test_what_the_host_of_a_virtual_machine_takes_is_shared_by_its_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

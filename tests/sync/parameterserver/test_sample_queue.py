@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from paceline.errors import DataError, UsageError
 from paceline.session.run import Run
 from paceline.sync.parameterserver.strategy import ParameterServer
+from tests.harness.jobs import wait_for
 from tests.harness.parameter_servers import ASP, EACH, REQUEUE, SSP, Numbers, Table, epoch, table, turn
 from tests.harness.runs import parameters, workers
 
@@ -33,9 +34,17 @@ class TestWhatIsTrained:
             assert steps == found[0][2]
 
     def test_quick_workers_train_more(self) -> None:
-        found = epoch(ASP, slow=lambda rank: 0.03 if rank == 1 else 0.002)
-        taken = [len(ids) for ids, _, _ in found]
-        assert sum(taken) == 60 and taken[1] < 15, "a third would be 20, and 2 of 32 by their speeds"
+        turns = [0, 0, 0]
+
+        def slow(rank: int) -> float:
+            """Rank 1 waits in each of its turns for six of the others, as long as there are so many."""
+            turns[rank] += 1
+            if rank == 1:
+                wait_for(lambda: turns[0] + turns[2] >= min(6 * turns[1], 28 - turns[1]))
+            return 0.0
+
+        taken = [len(ids) for ids, _, _ in epoch(ASP, slow=slow)]
+        assert sum(taken) == 60 and taken[1] < 15, "a third would be 20, and 2 of 14 by their speeds"
         bounded = epoch(ParameterServer(1, 1), slow=lambda rank: 0.03 if rank == 1 else 0.002)
         assert all(14 <= len(ids) <= 26 for ids, _, _ in bounded), "the bound keeps them together"
 
