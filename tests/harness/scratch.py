@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 
-ROOM = 4 << 30  # bytes that must be free in memory: a run of all tests has written about a quarter of that in the end
+ROOM = 4 << 30  # bytes of memory that must be free, and that may be written: what all tests write has room in it
 DISK = "PACELINE_TEST_DISK"  # where temporary files would lie otherwise
 _NEW_MOUNTS, _DETACH = 0x20000, 2  # CLONE_NEWNS, MNT_DETACH
 _PRIVATE = 0x4000 | 0x40000  # MS_REC | MS_PRIVATE

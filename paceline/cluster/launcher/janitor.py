@@ -209,7 +209,8 @@ def reclaim(mark: str, killed: set[int], held: set[int], since: float, *, second
     """Remove what the processes of a job had made and not removed yet in the moment when they were killed: shared memory, and folders.
 
     `killed` are all processes that may have been (numbers), `held` the semaphores that they had in hand (`semaphores`); `since` is when
-    the first of them was started (time.time()). What others may have made stays: they get so many `seconds` to unlink it.
+    the first of them was started (time.time()). What others may have made stays: they get so many `seconds` to unlink it. A folder whose
+    listeners are all dead doesn't tell who made it, and goes.
     """
 
     def left() -> set[Path]:

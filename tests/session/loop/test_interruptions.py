@@ -113,11 +113,13 @@ def test_a_processor_that_a_program_has_is_lost() -> None:
         found.close()
 
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None and other.stdout.readline()
-        thread = threading.Thread(target=burn)
-        thread.start()
-        thread.join()
-        other.kill()
+        try:
+            assert other.stdout is not None and other.stdout.readline()
+            thread = threading.Thread(target=burn)
+            thread.start()
+            thread.join()
+        finally:
+            other.kill()
     assert taken[0].stolen > 0
 
 
