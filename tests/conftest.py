@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 import pytest
 
-from tests.harness import scratch
+from tests.harness import scratch, sources
 from tests.harness.tiers import LAB, tier, uses
 
 if TYPE_CHECKING:
@@ -81,10 +81,12 @@ def _group(item: pytest.Item) -> str:
 def pytest_collectstart() -> None:
     """Have torch before any test module asks for it, whole but for its compiler: optimizers load that only to be left alone.
 
-    Each process of a DataLoader would load `numpy.random` by itself, were it not there when it is forked.
+    Each process of a DataLoader would load `numpy.random` by itself, were it not there when it is forked. Nobody looks for garbage
+    until all tests are collected.
     """
     for name in ("torch", "tests.harness.brisk", "numpy.random"):
         importlib.import_module(name)
+    gc.disable()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -107,6 +109,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         assert not loose, f"pytest-xdist makes no groups with this pytest, and these run one after another: {loose[:3]}"
     gc.collect()
     gc.freeze()
+    gc.enable()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Let go of the trees of sources after the last test of those that read them: whoever looks for garbage goes through all of them."""
+    if sources.reads(item) and (nextitem is None or not sources.reads(nextitem)):
+        sources.parsed.cache_clear()
 
 
 def pytest_runtest_logfinish() -> None:

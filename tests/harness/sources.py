@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import gc
 from functools import cache
 from typing import NamedTuple
 
 import pytest
 
-TOGETHER = pytest.mark.xdist_group("sources")  # in one process of pytest-xdist
+GROUP = "sources"
+TOGETHER = pytest.mark.xdist_group(GROUP)  # in one process of pytest-xdist
 
 
 class Parsed(NamedTuple):
@@ -20,5 +22,17 @@ class Parsed(NamedTuple):
 
 @cache
 def parsed(source: str) -> Parsed:
-    tree = ast.parse(source)
-    return Parsed(tree, tuple(ast.walk(tree)))
+    """Parse a source. Two million objects are made for all sources: who looks for garbage meanwhile takes half as long again."""
+    looked = gc.isenabled()
+    gc.disable()
+    try:
+        tree = ast.parse(source)
+        return Parsed(tree, tuple(ast.walk(tree)))
+    finally:
+        if looked:
+            gc.enable()
+
+
+def reads(item: pytest.Item) -> bool:
+    """Whether a test is one of those that read sources together."""
+    return any(GROUP in mark.args for mark in item.iter_markers("xdist_group"))

@@ -28,7 +28,8 @@ def read(url: str) -> str:
         return str(stream.readline() + stream.readline(), "utf-8")
 
 
-def test_a_job_is_shown_from_before_it_begins_to_its_last_words(tmp_path: Path) -> None:
+def test_a_job_is_shown_from_before_it_begins_to_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "PATIENCE", PATIENCE)
     said: list[str] = []
     with WatchedJob(WatchAddress.parse("127.0.0.1:0", "--watch"), KEY, say=said.append) as job:
         job.begin(), job.begin()
