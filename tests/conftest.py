@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests that run side by side leave each other the cores
 ROOT = str(Path(__file__).parents[1])
-SITE = os.path.join(ROOT, "tests/harness/site")
 
 hypothesis.settings.register_profile("paceline", deadline=None)  # a machine may be slow for a moment
 hypothesis.settings.load_profile("paceline")
@@ -136,9 +135,9 @@ def _interruptible() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _importable() -> None:
-    """Programs under test import torch as `tests.harness.brisk` does, wherever they lie, and may import that."""
-    ours, given = (SITE, ROOT), os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    os.environ["PYTHONPATH"] = os.pathsep.join([*ours, *(path for path in given if path not in ("", *ours))])
+    """Scripts under test may import `tests.harness.brisk`, wherever they lie."""
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *(path for path in given if path not in ("", ROOT))])
 
 
 @pytest.fixture

@@ -84,7 +84,9 @@ class Job:
     ) -> None:
         self.mark = uuid.uuid4().hex
         kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+        path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(os.pathsep)
         own = {
+            "PYTHONPATH": path,
             "TMPDIR": str(temporary),
             "OMP_NUM_THREADS": "1",
             MARK: self.mark,

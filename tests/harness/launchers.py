@@ -30,7 +30,7 @@ class Launched:
             stderr=subprocess.PIPE,
             text=True,
             cwd=folder,
-            env={**kept, **environ},
+            env={**kept, "PYTHONPATH": str(ROOT), **environ},
         )
 
     def end(self, timeout: float = PATIENCE) -> tuple[int, str, str]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from tests.harness.jobs import PATIENCE
+from tests.harness.jobs import PATIENCE, ROOT
 from tests.harness.terminal_screen import TerminalScreen
 
 
@@ -21,7 +21,9 @@ class OnTerminal:
         self._master, slave = os.openpty()
         termios.tcsetwinsize(slave, (24, columns))
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "PACELINE_")) and name != "CI"}
-        self.process = subprocess.Popen(command, stdout=slave, stderr=slave, cwd=folder, env={**kept, "TERM": "xterm", **environ})
+        self.process = subprocess.Popen(
+            command, stdout=slave, stderr=slave, cwd=folder, env={**kept, "PYTHONPATH": str(ROOT), "TERM": "xterm", **environ}
+        )
         os.close(slave)
         self._terminal = TerminalScreen(columns, 24)
         self.said = b""

@@ -27,7 +27,7 @@ from paceline.cluster.control import progress
 from paceline.cluster.control.progress import Page
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.lab.running import Outcome
-from tests.harness.jobs import PATIENCE, PRELUDE, wait_for
+from tests.harness.jobs import PATIENCE, PRELUDE, ROOT, wait_for
 
 MEGA = 10**6
 QUIET = 0.05  # Mbit/s: bridges have a word with each other now and then
@@ -339,7 +339,9 @@ def command(folder: Path, *faults: str) -> subprocess.CompletedProcess[str]:
     (folder / "script.py").write_text(BEGINNING + STEPS)
     options = [word for fault in faults for word in ("--fault", fault)]
     line = [sys.executable, "-m", "paceline", "lab", "run", *options, "two-hosts", "script.py", "done"]
-    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    return subprocess.run(
+        line, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
 
 
 @pytest.mark.slow

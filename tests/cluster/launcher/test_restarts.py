@@ -18,7 +18,7 @@ from paceline.cluster.discover import JobStart
 from paceline.cluster.hosts.peers import Failure, NoPeers
 from paceline.cluster.hosts.restart_messages import HostReport
 from paceline.cluster.launcher.restarts import JobRestarts, newest
-from tests.harness.jobs import Job, Jobs, wait_for
+from tests.harness.jobs import ROOT, Job, Jobs, wait_for
 from tests.harness.survivors import Outcome, apart, outcome, script
 
 KILLED = Failure(1, "box", 137, "was killed by SIGKILL (exit code 137)")
@@ -340,6 +340,7 @@ def test_ctrl_c_between_two_starts(tmp_path, script):
         text=True,
         cwd=tmp_path,
         check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 130 and "(restart 1 of 3)" in done.stderr and "restart 2" not in done.stderr, done
     assert len(list(tmp_path.glob("[01]-*"))) <= 2  # whoever was there before the other's end was seen

@@ -1,7 +1,6 @@
 """Read by any Python that has this folder in PYTHONPATH, before all else: its first `import torch` begins with tests.harness.brisk.
 
-So do the programs that tests start, also those that aren't ours: kernels of notebooks, launchers of others and their workers. Those that
-need no torch get none.
+Kernels of notebooks, launchers of others and their workers start by programs that aren't ours; those that need no torch get none.
 """
 
 from __future__ import annotations
