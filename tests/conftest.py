@@ -113,7 +113,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Let go of the trees of sources after the last test of those that read them: whoever looks for garbage goes through all of them."""
+    """Drop the trees of sources after the last test that reads them: each garbage collection of later tests would go through them."""
     if sources.reads(item) and (nextitem is None or not sources.reads(nextitem)):
         sources.parsed.cache_clear()
 

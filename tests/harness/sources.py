@@ -22,7 +22,7 @@ class Parsed(NamedTuple):
 
 @cache
 def parsed(source: str) -> Parsed:
-    """Parse a source. Two million objects are made for all sources: who looks for garbage meanwhile takes half as long again."""
+    """Parse a source, without garbage collection: all sources make two million objects, and with it take half as long again."""
     looked = gc.isenabled()
     gc.disable()
     try:
