@@ -73,5 +73,5 @@ with pl.start(total_steps=100) as run:
     with torch.no_grad():
         written = encoded[:8].tolist()
         for _ in range(60):
-            written.append(model(torch.tensor([written[-CONTEXT:]]))[0, -1].argmax().item())
+            written.append(model(torch.tensor([written[-CONTEXT:]], device=run.device))[0, -1].argmax().item())
     run.print("".join(letters[place] for place in written))

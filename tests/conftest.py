@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tests.harness.survivors import Outcome
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests that run side by side leave each other the cores
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # looking for GPUs doesn't begin to use them, after which nothing can be forked
 ROOT = str(Path(__file__).parents[1])
 
 hypothesis.settings.register_profile("paceline", deadline=None)  # a machine may be slow for a moment
@@ -51,7 +52,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have temporary files in memory where many tests run: those of a single file are kept on the disk, to be looked at."""
+    """Have temporary files in memory where many tests run: those of a single file are kept on the disk, to be looked at.
+
+    Tests see GPUs with `-m gpu` alone: all others are of processors, and fork where autograd would have threads for GPUs.
+    """
+    if "gpu" not in config.getoption("markexpr", ""):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if config.getoption("numprocesses", None) and config.getoption("basetemp") is None and (end := scratch.in_memory()) is not None:
         config.add_cleanup(end)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from paceline.cluster.mesh import Mesh
 from paceline.comm.axes import AxisGroups
 from paceline.errors import UsageError
+from paceline.parallel.meta import CPU
 from paceline.parallel.placement import Placement, Placements
 
 if TYPE_CHECKING:
@@ -77,6 +79,7 @@ class CutContext:
     mesh: Mesh
     groups: AxisGroups
     placements: Placements  # a parameter that none is noted of is whole
+    device: torch.device = CPU  # on which parameters without memory come to lie
     renewed: dict[Parameter, Parameter] = field(default_factory=dict)  # what optimizers step in the place of each parameter
     sources: list[CutGradients] = field(default_factory=list)  # gradients that autograd doesn't add to the parameters that are stepped
     endings: list[Callable[[], None]] = field(default_factory=list)  # what is called when the run ends

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from paceline.errors import UsageError
-from paceline.parallel.meta import Birth, WriteLog, birth
+from paceline.parallel.meta import CPU, Birth, WriteLog, birth
 from paceline.parallel.placement import Placement, Placements, local
 from paceline.state.versioned import SHOWN, Randomness
 
@@ -101,8 +101,11 @@ class Blueprint:
         self._unborn = {id(found.stand_in): found for found in self._find(model)}
         self._units = self._plan() if self._unborn else []
 
-    def make(self, model: nn.Module, placements: Placements, seed: int) -> None:
-        """Give this worker's part of each parameter its values. `model` is what cuts have left of it, `placements` say what is where."""
+    def make(self, model: nn.Module, placements: Placements, seed: int, device: torch.device = CPU) -> None:
+        """Give this worker's part of each parameter its values. `model` is what cuts have left of it, `placements` say what is where.
+
+        Modules are made on the processor, so numbers are the same for each `device` on which their parts come to lie.
+        """
         kept: dict[str, Tensor] = {placement.name: parameter for parameter, placement in placements.parameters()}
         kept |= {self._prefix + name: parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
         with kept_randomness():
@@ -110,12 +113,12 @@ class Blueprint:
                 names = [self._prefix + unborn.name for unborn in unit.unborn]
                 if not any(placements.of(kept[name], name).regions for name in names):  # other workers have all of it
                     for name in names:
-                        give_memory(kept[name], placements.of(kept[name], name))
+                        give_memory(kept[name], placements.of(kept[name], name), device)
                     continue
                 _seed(seed, self._prefix + unit.root.name)
                 for unborn, value in self._made(unit):
                     name = self._prefix + unborn.name
-                    _fill(kept[name], placements.of(kept[name], name), value)
+                    _fill(kept[name], placements.of(kept[name], name), value, device)
 
     # ---- the model as it is
 
@@ -247,7 +250,7 @@ class Blueprint:
             copies[id(shape)] = _shallow(
                 shape,
                 {name: None if p is None else real.setdefault(id(p), _real(p)) for name, p in shape._parameters.items()},
-                {name: None if b is None else b.detach().clone() for name, b in node.module._buffers.items()},
+                {name: None if b is None else b.detach().to(CPU, copy=True) for name, b in node.module._buffers.items()},
                 {name: None if child is None else copies.get(id(child), child) for name, child in shape._modules.items()},
             )
         for copy in copies.values():
@@ -288,22 +291,22 @@ def _holder(model: nn.Module, parameter: Parameter) -> str:
 
 def _real(stand_in: Parameter) -> Parameter:
     """Give a parameter memory; elements that nothing writes to are no numbers, where their dtype has such."""
-    memory = torch.empty_like(stand_in, device="cpu", requires_grad=False)
+    memory = torch.empty_like(stand_in, device=CPU, requires_grad=False)
     if memory.is_floating_point() or memory.is_complex():
         memory.fill_(torch.nan)
     return Parameter(memory, requires_grad=stand_in.requires_grad)
 
 
-def give_memory(parameter: Tensor, placement: Placement) -> None:
+def give_memory(parameter: Tensor, placement: Placement, device: torch.device = CPU) -> None:
     """Give memory to a parameter that has none, for the part of it that this worker holds; it stays the same object."""
     if parameter.is_meta:
-        memory = torch.empty(placement.local, dtype=parameter.dtype, device="cpu")
+        memory = torch.empty(placement.local, dtype=parameter.dtype, device=device)
         torch.utils.swap_tensors(parameter, Parameter(memory, requires_grad=parameter.requires_grad))
 
 
-def _fill(parameter: Tensor, placement: Placement, value: Tensor) -> None:
+def _fill(parameter: Tensor, placement: Placement, value: Tensor, device: torch.device) -> None:
     """Copy this worker's part of a logical parameter to where it is held."""
-    give_memory(parameter, placement)
+    give_memory(parameter, placement, device)
     mine = local(parameter)
     for region in placement.regions:
         region.of_local(mine).copy_(region.of_logical(value))

@@ -28,6 +28,7 @@ from paceline.errors import UsageError
 
 _MADE: Final[ContextVar[list[Parameter] | None]] = ContextVar("made without memory", default=None)  # by this thread
 _COPIES: Final = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
+CPU: Final = torch.device("cpu")  # where modules are made, whatever has their parameters later
 BIRTH: Final = "_paceline_birth"  # an attribute of parameters: a weak reference to one would keep it from being made real
 
 

@@ -99,7 +99,9 @@ class pipeline:
         dealer = StageDealer(model, graph, group, context, self.axis)
         holding = dealer.deal(split)
         terms = PipelineTerms(self.schedule, count, self.chunks, pads=context.mesh.extent("shard") > 1)
-        messages = pairs(group, device=_device(model))
+        device = _device(model, context.device)
+        _wake_autograd(device)
+        messages = pairs(group, device=device)
         context.groups.count(self.axis, messages)
         profiler = PipelineProfiler(context.groups.meter(self.axis), context.record)
         made = PipelinedModel(model, graph, holding, terms, group=group, pairs=messages, trained=context.known, profiler=profiler)
@@ -157,6 +159,13 @@ def _numel(model: nn.Module, graph: LayerGraph, layer: int) -> int:
     return sum(parameter.numel() for parameter in own_parameters(model, graph.part(layer, layer + 1)))
 
 
-def _device(model: nn.Module) -> torch.device:
-    """Return where a model is; the processor, for one without memory."""
-    return next((parameter.device for parameter in model.parameters() if not parameter.is_meta), torch.device("cpu"))
+def _wake_autograd(device: torch.device) -> None:
+    """Have autograd's own thread for a GPU run a kernel: torch warns where its first is a matrix product, as that of a stage is."""
+    if device.type == "cuda":
+        x = torch.ones(1, device=device, requires_grad=True)
+        torch.autograd.grad((x * x).sum(), x)
+
+
+def _device(model: nn.Module, default: torch.device) -> torch.device:
+    """Return where a model is; `default`, for one without memory."""
+    return next((parameter.device for parameter in model.parameters() if not parameter.is_meta), default)

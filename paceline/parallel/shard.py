@@ -26,6 +26,7 @@ from paceline.comm.group import Group
 from paceline.errors import UsageError
 from paceline.formatting import spell, unknown
 from paceline.parallel.cut import CutContext
+from paceline.parallel.meta import CPU
 from paceline.parallel.sharding.gradients import ShardGradients
 from paceline.parallel.sharding.memory import FlatMemory, Held, refuse_change
 from paceline.parallel.sharding.optimizers import clear_pieces_too, is_refused, refuse_idle_clipping, refuse_partial_norms
@@ -89,7 +90,8 @@ class shard:
         before = {id(parameter): context.placements.of(parameter, name) for name, parameter in model.named_parameters()}
         if again := [before[id(parameter)].name for parameter in model.parameters() if is_refused(parameter)]:
             raise UsageError(f"{again[0]} is cut by shard() already; cut each model once")
-        made = ShardedModel(model, self, groups.another(self.axis), groups.another(self.axis), groups.meter(self.axis), tied=context.tied)
+        gathering, reducing = groups.another(self.axis), groups.another(self.axis)
+        made = ShardedModel(model, self, gathering, reducing, groups.meter(self.axis), tied=context.tied, home=context.device)
         for held, piece, (start, stop) in made.pieces():
             placement = before[id(held.parameter)].piece(start, stop, self.axis)
             if piece is held.parameter:
@@ -105,7 +107,8 @@ class ShardedModel:
     """A model of which this worker has its part, shared out among the workers of a group; all of them make it together.
 
     There are two groups of them that nothing else uses, as gathering and reducing have each an order of their own. `meter` measures what
-    goes through them. Parameters that are `tied` lie in a memory of their own, so that pieces are the same wherever the parameter is.
+    goes through them. Parameters that are `tied` lie in a memory of their own, so that pieces are the same wherever the parameter is. Those
+    without memory get it on the device `home`.
     """
 
     def __init__(
@@ -117,6 +120,7 @@ class ShardedModel:
         meter: AxisMeter | None = None,
         *,
         tied: Sequence[Parameter] = (),
+        home: torch.device = CPU,
     ) -> None:
         meter = AxisMeter(cut.axis) if meter is None else meter
         for group in (gathering, reducing):
@@ -138,7 +142,15 @@ class ShardedModel:
             )
         dtype = getattr(torch, cut.params) if cut.params else None
         self.memories = [
-            FlatMemory(unit, part, gathering, frees=frees, dtype=dtype if part[0].parameter.is_floating_point() else None, meter=meter)
+            FlatMemory(
+                unit,
+                part,
+                gathering,
+                frees=frees,
+                dtype=dtype if part[0].parameter.is_floating_point() else None,
+                meter=meter,
+                home=home,
+            )
             for unit, part in _flat_parts(held, {id(parameter) for parameter in tied}, frozen=frees)
         ]
         self.gradients = ShardGradients(

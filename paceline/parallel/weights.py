@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from paceline.errors import UsageError
 from paceline.formatting import nearest
 from paceline.parallel.initialise import give_memory
+from paceline.parallel.meta import CPU
 from paceline.parallel.placement import Placements, Range, Rectangle, local
 from paceline.state.checksum import checksums
 from paceline.state.versioned import SHOWN
@@ -64,8 +65,8 @@ def opened(source: Source) -> Iterator[Weights]:
         yield weights
 
 
-def load(model: nn.Module, weights: Weights, placements: Placements, *, prefix: str = "") -> None:
-    """Give a model these weights, each worker its part; parameters without memory get it.
+def load(model: nn.Module, weights: Weights, placements: Placements, *, prefix: str = "", device: torch.device = CPU) -> None:
+    """Give a model these weights, each worker its part; parameters without memory get it on `device`.
 
     Raises `UsageError` before anything is changed where names or shapes are not those of the model, and for a file that can't be read after
     all. One name of a tied parameter is enough.
@@ -79,7 +80,7 @@ def load(model: nn.Module, weights: Weights, placements: Placements, *, prefix: 
                 continue
             done.add(id(target))
             placement = placements.of(target, prefix + name)
-            give_memory(target, placement)
+            give_memory(target, placement, device)
             mine = local(target)
             for region in placement.regions:
                 region.of_local(mine).copy_(_part(weights, name, region.logical).view(region.shape))

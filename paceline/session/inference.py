@@ -19,14 +19,15 @@ from paceline.parallel.pipelining.batches import Share
 from paceline.parallel.tensor.vocab import VocabLogits
 from paceline.session.axes import RunAxes
 from paceline.session.prepare.cuts import ModelCuts
+from paceline.session.prepare.device import mover
 from paceline.session.prepare.tensor_peers import EARLY, OFTEN, check_equal
 
 
 class ModelInference:
     """Runs the models of a run. Whether workers along `tensor` have the same inputs is looked at in the first calls, and now and then."""
 
-    def __init__(self, axes: RunAxes, cuts: ModelCuts) -> None:
-        self._axes, self._cuts = axes, cuts
+    def __init__(self, axes: RunAxes, cuts: ModelCuts, device: torch.device) -> None:
+        self._axes, self._cuts, self._move = axes, cuts, mover(device)
         self._calls = 0
 
     def forward(self, model: nn.Module, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
@@ -40,6 +41,8 @@ class ModelInference:
         if group.size > 1 and (self._calls <= EARLY or self._calls % OFTEN == 0):
             hint = "give both the same, as each of them has a part of the model"
             check_equal(group, [*args, *options.values()], f"the input of run.forward (call {self._calls})", hint)
+        if self._move is not None:
+            args, options = self._move((*args,)), self._move(dict(options))
         with torch.no_grad():
             stages = self._cuts.pipeline_of(model)
             if stages is not None:

@@ -64,7 +64,7 @@ class Run:
         self._hints, self._watch, self._collector, self._resumption = parts.hints, parts.watch, parts.collector, parts.resumption
         self._comparer, self._survival, self._ending = parts.comparer, parts.survival, parts.ending
         self._backward = parts.loop.backward
-        self._inference = ModelInference(parts.axes, parts.prepared.cuts)
+        self._inference = ModelInference(parts.axes, parts.prepared.cuts, self.device)
         self._stepped = SteppedModels(parts.loop, parts.prepared.cuts)
 
     # ---- where this worker is
@@ -256,8 +256,8 @@ class Run:
 
         >>> logits = run.forward(model, x)
 
-        Workers that differ along `tensor` alone give it the same inputs, and get the same outputs; those along `data` and `shard` may have
-        inputs of their own. Whether dropout acts is the model's own matter: say `model.eval()` before. Collective where the model is cut.
+        Inputs come to my device as batches do. Workers that differ along `tensor` alone give it the same ones, and get the same outputs;
+        those along `data` and `shard` may have their own. Say `model.eval()` before where dropout is to rest. Collective if it is cut.
         """
         return self._inference.forward(model, inputs, options)
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 import paceline as pl
 from tests.harness.jobs import Jobs
+from tests.harness.programs import beside_processors
 from tests.harness.runs import Numbered, distance, parameters
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none")]
@@ -37,14 +38,14 @@ def data(count: int = 256, batch: int = 16) -> DataLoader[Any]:
 def plain(width: int = 32) -> tuple[list[float], Tensor]:
     model = net(width).cuda()
     opt = torch.optim.Adam(model.parameters(), lr=0.01)
-    losses = []
+    losses, loader = list[float](), data()
     for _ in range(2):
-        for x, y in data():
+        for x, y in loader:
             loss = F.mse_loss(model(x.cuda()), y.cuda())
             loss.backward()
             opt.step()
             opt.zero_grad()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
     return losses, parameters(model).cpu()
 
 
@@ -186,6 +187,16 @@ def test_two_workers_that_share_a_gpu_have_the_weights_of_one(job: Jobs, tmp_pat
         assert ("several workers share a GPU" in ended.err) == (count == 2 and torch.cuda.device_count() == 1)
     one, two = (json.loads((tmp_path / f"w{count}.json").read_text()) for count in (1, 2))
     assert two[0][0] == two[0][1] and two[0][0] == pytest.approx(one[0][0], rel=1e-9) and one[1] == two[1] == 203
+
+
+@pytest.mark.real_processes
+@pytest.mark.parametrize("group", beside_processors.GROUPS)
+def test_every_way_to_train_ends_where_it_does_on_processors(group: str, job: Jobs, tmp_path: Path) -> None:
+    ended = job.program(Path(beside_processors.__file__), 4 if group == "four" else 2, args=(group, str(tmp_path / "out.json"))).end()
+    assert ended.code == 0 and "current CUDA context" not in ended.err, ended.err
+    for way, found in json.loads((tmp_path / "out.json").read_text()).items():
+        assert found["weights"] < found["near"] and found["losses"] < 10 * found["near"], (way, found)
+        assert found.get("resumed", 0.0) < 1e-9, (way, found)
 
 
 def test_rows_of_sparse_tables_come_to_the_gpu(tmp_path: Path) -> None:

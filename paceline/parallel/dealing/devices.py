@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -66,6 +66,9 @@ def spread(model: nn.Module, cut: DeviceLayers, context: CutContext) -> None:
     forward = PlacedForward(model, graph, places, devices)
     model.forward = forward
     context.valued.append(forward.place)
+    one_thread = ExitStack()  # or each device has its own, and gradients of two of them come in another order on each worker
+    one_thread.enter_context(torch.autograd.set_multithreading_enabled(False))
+    context.endings.append(one_thread.close)
 
 
 def _checked(given: Sequence[str | torch.device]) -> list[torch.device]:

@@ -32,7 +32,7 @@ class StageDealer:
         dealt = list(self._places(split))
         for name, parameter, stages in dealt:
             if self._group.rank not in _places(split, stages):
-                empty = _empty(parameter)
+                empty = _empty(parameter, self._context.device)
                 _replace(self._model, parameter, empty)
                 self._context.renew(parameter, empty, self._whole[name].elsewhere(self._axis))
         now = dict(self._model.named_parameters())
@@ -95,11 +95,10 @@ def _places(split: StageSplit, stages: Sequence[int] | Mapping[int, str]) -> tup
     return tuple(sorted({split.placed[stage] for stage in stages}))
 
 
-def _empty(parameter: Parameter) -> Parameter:
-    """Make what stands for a parameter that is elsewhere."""
-    return Parameter(
-        torch.empty(0, dtype=parameter.dtype, device="cpu" if parameter.is_meta else parameter.device), parameter.requires_grad
-    )
+def _empty(parameter: Parameter, device: torch.device) -> Parameter:
+    """Make what stands for a parameter that is elsewhere; on `device`, where it has no memory."""
+    home = device if parameter.is_meta else parameter.device
+    return Parameter(torch.empty(0, dtype=parameter.dtype, device=home), parameter.requires_grad)
 
 
 def _replace(model: nn.Module, old: Parameter, new: Parameter) -> None:

@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from paceline.comm.axis_meter import AxisMeter
 from paceline.comm.group import Group, Work, gather_into
 from paceline.errors import UsageError
+from paceline.parallel.meta import CPU
 from paceline.parallel.sharding.layout import FlatLayout
 
 
@@ -36,7 +37,7 @@ class FlatMemory:
     """Parameters of one unit, dtype and need of gradients. `group`: the workers that have parts; to gather is collective.
 
     `dtype`: what whole parameters are gathered in; None for that of the pieces. `frees`: the memory is released between uses. `meter`
-    measures the gathering.
+    measures the gathering. `home` is the device of parameters that have no memory yet.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class FlatMemory:
         frees: bool,
         dtype: torch.dtype | None = None,
         meter: AxisMeter | None = None,
+        home: torch.device = CPU,
     ) -> None:
         self.unit, self.held, self._group, self.frees, self.rank = unit, list(held), group, frees, group.rank
         self._meter, self._begun = AxisMeter("shard") if meter is None else meter, 0
@@ -55,7 +57,7 @@ class FlatMemory:
         self.layout = FlatLayout(tuple(one.parameter.numel() for one in held), group.size)
         self.spans, self.places = self.layout.spans(), self.layout.within(group.rank)  # in the memory, and in this worker's part
         self.trained, self.kept_dtype, self.dtype = first.requires_grad, first.dtype, dtype or first.dtype
-        device = torch.device("cpu") if first.is_meta else first.device
+        device = home if first.is_meta else first.device
         self._memory = torch.zeros(self.layout.padded, dtype=self.dtype if frees else self.kept_dtype, device=device)
         self._raw = self._memory.data  # what is written there doesn't count as a change of the whole parameters
         chunks = list(self._raw.chunk(group.size))

@@ -31,10 +31,10 @@ class RandomZone:
         generator = _generator(device)
         if generator.initial_seed() in self._whole:
             return
-        state = generator.get_state()
+        state = _state(device)
         seed = _seed(state, self._rank)
         generator.manual_seed(seed)
-        self._whole[seed] = state, generator.get_state()
+        self._whole[seed] = state, _state(device)
         if len(self._whole) > REMEMBERED:
             self._whole.popitem(last=False)
 
@@ -50,7 +50,7 @@ class RandomZone:
         if (found := self._whole.get(generator.initial_seed())) is None:
             return False
         state, first = found
-        drawn = not torch.equal(generator.get_state(), first)
+        drawn = not torch.equal(_state(device), first)
         generator.set_state(state)
         return drawn
 
@@ -72,3 +72,8 @@ def _generator(device: torch.device) -> Generator:
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]
     return torch.default_generator
+
+
+def _state(device: torch.device) -> Tensor:
+    """Return the state of that generator."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

@@ -102,7 +102,6 @@ class ModelCuts:
     ) -> list[CutGradients]:
         """Cut models, which have these prefixes in names, and give their parts values. Return where gradients come from. Collective."""
         axes, sources, valued = self._axes, list[CutGradients](), list[Callable[[], None]]()
-        initial.check_device(cuts)
         self.refuse_late(optimizer for optimizer in optimizers if optimizer not in self._optimizers)
         self._optimizers.update(optimizers)
         for optimizer, (_, model) in itertools.product(optimizers, models if cuts else ()):
@@ -113,7 +112,7 @@ class ModelCuts:
                 before = dict(model.named_parameters())
                 for name, parameter in before.items():
                     self.placements.add(parameter, self.placements.of(parameter, prefix + name))
-                context = CutContext(axes.mesh, axes.groups, self.placements)
+                context = CutContext(axes.mesh, axes.groups, self.placements, initial.device)
                 context.known, context.record, context.tied = self.trained, self._record, tied
                 context.sample, context.announce = self.sample, axes.slice.announce
                 cut.apply(model, context)

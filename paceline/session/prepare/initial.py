@@ -26,10 +26,13 @@ def check_asked(init: Init | None, models: Sequence[nn.Module], fresh: Sequence[
 
 
 def move(models: Sequence[nn.Module], device: torch.device) -> None:
-    """Move models to a GPU; those without memory come when they have it."""
+    """Move models to a GPU; parameters without memory get theirs there."""
     for model in models if device.type == "cuda" else ():
         if not is_unborn(model):
             model.to(device)
+            continue
+        for module in model.modules():
+            module._buffers.update((name, buffer.to(device)) for name, buffer in module._buffers.items() if buffer is not None)
 
 
 class InitialValues:
@@ -40,7 +43,7 @@ class InitialValues:
 
     def __init__(self, models: Sequence[tuple[str, nn.Module]], init: Init | None, seed: int, device: torch.device) -> None:
         init = init if models else None
-        self._seed, self._device = seed, device
+        self._seed, self.device = seed, device
         self._source: Source | None = None if init is None or callable(init) else init
         unborn = [(prefix, model) for prefix, model in models if is_unborn(model)]
         if callable(init) and not unborn:
@@ -50,13 +53,8 @@ class InitialValues:
             )
         if self._source is not None and len(models) != 1:
             raise UsageError(f"init= has weights of one model, and {len(models)} models are prepared here: prepare each with its own")
-        self._models, self._unborn = list(models), bool(unborn)
+        self._models = list(models)
         self._plans = [] if self._source is not None else [(model, Blueprint(model, init, prefix=prefix)) for prefix, model in unborn]  # type: ignore[arg-type]
-
-    def check_device(self, cuts: Sequence[object]) -> None:
-        """Raise `UsageError` for models without memory that are cut, on a GPU: their parts are made on the processor."""
-        if self._unborn and cuts and self._device.type == "cuda":
-            raise UsageError("a model that was built under pl.meta() can be cut on processors only so far: build it without pl.meta()")
 
     def give(self, placements: Placements, agreement: Agreement, say: Callable[[str], None]) -> None:
         """Give each worker its part of the values. Collective, where weights are read: if one worker can't, all raise.
@@ -64,10 +62,10 @@ class InitialValues:
         `say` is told of checkpoints that can't be used, where an older one is.
         """
         for model, blueprint in self._plans:
-            blueprint.make(model, placements, self._seed)
+            blueprint.make(model, placements, self._seed, self.device)
         if self._source is not None:
             self._read(self._source, placements, agreement, say)
-        move([model for _, model in self._models], self._device)
+        move([model for _, model in self._models], self.device)
 
     def _read(self, source: Source, placements: Placements, agreement: Agreement, say: Callable[[str], None]) -> None:
         (prefix, model), found = self._models[0], list[Weights]()
@@ -77,7 +75,7 @@ class InitialValues:
             return found[0].digest.encode()
 
         def read() -> bytes:
-            load(model, found[0], placements, prefix=prefix)
+            load(model, found[0], placements, prefix=prefix, device=self.device)
             return b""
 
         with contextlib.ExitStack() as files:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ from paceline.parallel.layers import layers
 from paceline.parallel.pipelining.chain import LayerGraph
 from paceline.parallel.pipelining.split import LayerCost
 from paceline.session.run import Run
+from tests.harness.jobs import Jobs
 from tests.harness.models import fill
 from tests.harness.pipelines import LAYERS, Sentences, gpt, next_tokens
+from tests.harness.programs import beside_processors
 from tests.harness.runs import Numbered, alone, workers
 
 CPUS = ["cpu", "cpu"]
@@ -169,6 +172,22 @@ def test_one_device_is_none_to_deal_layers_to() -> None:
             layers(LAYERS, devices=given)
     cut = layers(LAYERS, devices=["cuda:0", "cuda:1"])
     assert notation.cuts(repr(cut)) == (cut,)
+
+
+def test_backward_is_in_one_thread_until_the_run_is_over(tmp_path: Path) -> None:
+    """Threads of two devices would hand gradients over in another order on each worker."""
+    with pl.start(folder=str(tmp_path), name="spread") as run:
+        run.prepare(model := gpt(), torch.optim.SGD(model.parameters(), lr=0.1), cut=layers(LAYERS, devices=CPUS))
+        assert not torch._C._is_multithreading_enabled()
+    assert torch._C._is_multithreading_enabled()
+
+
+def test_workers_that_have_layers_on_devices_end_where_whole_models_do(job: Jobs, tmp_path: Path) -> None:
+    """With processors alone; tests/session/test_gpu.py has it, and all other ways to train, beside a GPU."""
+    ended = job.program(Path(beside_processors.__file__), args=("devices", str(tmp_path / "out.json"))).end()
+    assert ended.code == 0, ended.err
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found.keys() == beside_processors.GROUPS["devices"].keys() and all(way["weights"] < way["near"] for way in found.values())
 
 
 @pytest.mark.gpu
