@@ -12,10 +12,28 @@ from pathlib import Path
 import pytest
 
 from tests.harness import nursery
-from tests.harness.jobs import PLAIN, PRELOADED, jobs, wait_for
+from tests.harness.jobs import PATIENCE, PLAIN, PRELOADED, jobs, wait_for
 from tests.harness.preloaded import ROOM
 
 pytestmark = pytest.mark.slow
+
+READING = """
+import gc, threading, time
+import tests.harness.brisk
+import torch
+
+def read():
+    for _ in range(1000):
+        torch.get_rng_state()
+
+gc.callbacks.append(lambda *_: time.sleep(0))
+gc.set_threshold(1)
+threads = [threading.Thread(target=read, daemon=True) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
 
 BODY = """
 import json, signal, threading
@@ -138,3 +156,8 @@ def test_workers_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
         launched.process.send_signal(signal.SIGKILL)
         launched.end()
         assert not job.left()
+
+
+def test_threads_that_read_the_state_of_the_generator_never_wait_for_each_other_for_good() -> None:
+    """They did, where Python looked for garbage while torch held the lock of its generator."""
+    subprocess.run([sys.executable, "-c", READING], check=True, timeout=PATIENCE)

@@ -12,7 +12,9 @@ import functools
 import gc
 import importlib
 import sys
+import threading
 import typing
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -23,7 +25,7 @@ for name in left_out:
     sys.modules[name] = ModuleType(name)
 import torch  # noqa: E402  before the stand-in is there: it loads a part of torch._dynamo and lets go of it
 
-if left_out:  # what those modules would have done besides: there are no generators without it. Whatever needs them loads them later
+if left_out and hasattr(torch._C, "_set_generator_metaclass"):  # what they do besides in newer versions of torch: generators need it
     from torch._opaque_base import OpaqueBaseMeta
 
     torch._C._set_generator_metaclass(OpaqueBaseMeta)
@@ -34,7 +36,29 @@ for devices in (torch.cuda, torch.xpu, torch.mtia):
     if not devices.is_available():  # each seed would be kept for them, with the stack of its caller as text: a millisecond
         devices.manual_seed_all = lambda seed: None
 
-if sys.version_info < (3, 12):  # from then on it remembers: what a protocol asks for would be looked up for each object it is asked of
+_READING = threading.Lock()
+
+
+@functools.wraps(torch.get_rng_state)
+def _get_rng_state(read: Callable[[], torch.Tensor] = torch.get_rng_state) -> torch.Tensor:
+    """Read the state of torch's generator while nobody looks for garbage.
+
+    Torch holds a lock of the generator as it makes the tensor, which may be when Python looks for garbage; and where that calls Python code
+    (finalizers, `gc.callbacks`) another thread may come on, that wants the generator and waits for it without letting anybody else on.
+    """
+    with _READING:
+        looks = gc.isenabled()
+        gc.disable()
+        try:
+            return read()
+        finally:
+            if looks:
+                gc.enable()
+
+
+if sys.version_info < (3, 12):
+    torch.get_rng_state = torch.random.get_rng_state = _get_rng_state  # later versions look for garbage between two instructions alone
+    # from then on it remembers: what a protocol asks for would be looked up for each object it is asked of
     typing._get_protocol_attrs = functools.cache(typing._get_protocol_attrs)
 
 gc.freeze()
