@@ -3,7 +3,7 @@
 before the last micro-batch    nothing is clipped; the norm is that of what this worker has added up so far
 in the last one                what has not been exchanged is, and torch clips
 where servers step             they clip by the norm, as they alone have the gradients of all
-where models are cut           run.clip takes the norm over all workers; torch's functions see what this worker has
+where models are cut           both take the norm over all workers
 """
 
 from __future__ import annotations
@@ -48,10 +48,13 @@ class GradientClipping:
     def clip_norm(self, parameters: list[Tensor], max_norm: float, norm_type: float, own: Callable[[], Tensor]) -> Tensor:
         """Clip by the norm, and return it."""
         loop = self._loop
-        if loop.micro_batches(last=False) is not None and not self._axes.cut:
-            return nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None], norm_type)
-        loop.ready("clip_grad_norm_")
-        return self.clip(parameters, max_norm, norm_type) if self._remote.steps_all and loop.acting else own()
+        if loop.micro_batches(last=False) is None:
+            loop.ready("clip_grad_norm_")
+            if not (self._axes.cut or self._remote.steps_all):
+                return own()
+            if loop.acting:
+                return self.clip(parameters, max_norm, norm_type)
+        return nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None], norm_type)
 
     def clip_by(self, name: str, own: Callable[[], Any]) -> Any:
         """Clip each gradient by itself. Raises `UsageError` where only servers have the gradients that a step takes."""

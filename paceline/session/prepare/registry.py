@@ -217,6 +217,9 @@ class Prepared:
             if self._remote is not None or self.tables.has(optimizer):
                 self._bindings.remote[id(optimizer)] = self._remote_steps
             hooks.bind_optimizer(optimizer, loop, self._bindings, accumulate=accumulate)
+        if self.axes.cut:
+            named = [parameter for _, model in self.models for parameter in model.parameters()]
+            self.clipping.follow([*named, *map(self.cuts.trained, named)])
         if self.context.group.size == 1 and not accumulate and not self.survives and not self.cuts.pipelines:
             return
         handles = self.tables.handles()

@@ -6,13 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import paceline as pl
 from paceline.errors import UsageError
 from paceline.session.run import Run
 from paceline.sync.parameterserver.strategy import ParameterServer
-from tests.harness.models import net, sgd
+from tests.harness.models import fill, net, sgd
 from tests.harness.runs import alone, batches, distance, parameters, workers
 
 Clip = Callable[[nn.Module], Any]
@@ -65,6 +67,39 @@ def test_servers_clip_the_gradient_of_all() -> None:
 def test_servers_do_not_clip_each_gradient(clip: Clip) -> None:
     with pytest.raises(UsageError, match="_ would clip this worker's own gradients, and with ParameterServer a step takes those of all"):
         workers(2, lambda run: train(run, clip), strategy=ParameterServer())
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("mesh", "cut"),
+    [
+        ("tensor=2", [pl.tensor({"0": pl.column(), "2": pl.row()})]),
+        ("data=2, tensor=2", [pl.tensor({"0": pl.column(), "2": pl.row()})]),
+        ("stage=2", [pl.pipeline("0, 1, 2", micro_batches=2)]),
+        *(("shard=2", [pl.shard("0", zero=zero)]) for zero in (1, 2, 3)),
+    ],
+    ids=["tensor", "replicas of tensor", "stage", "zero=1", "zero=2", "zero=3"],
+)
+def test_where_a_model_is_cut_the_norm_is_that_of_all_parts(mesh: str, cut: Any, accumulate: int) -> None:
+    def body(run: Run, cut: Any) -> tuple[list[float], Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+        fill(model)
+        model, optimizer, loader = run.prepare(model, sgd(model), batches(24), cut=cut, accumulate=accumulate)
+        norms = []
+        for x, y in loader:
+            run.step(model, x, y, loss=F.mse_loss)
+            norm = by_norm(model)
+            if accumulate == 1:
+                norms.append(float(norm))
+            optimizer.step()
+            optimizer.zero_grad()
+        return norms, run.forward(model, torch.ones(1, 6, dtype=torch.float64))
+
+    norms, answer = alone(lambda run: body(run, None))
+    for found, said in workers(4 if "," in mesh else 2, lambda run: body(run, cut), mesh=mesh):
+        assert found == pytest.approx(norms, rel=1e-9)
+        assert torch.allclose(said, answer, rtol=1e-9, atol=0)
 
 
 def test_inside_of_no_sync_gradients_are_not_there_yet() -> None:
