@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 Asked = ModelCut | str | Sequence[ModelCut]
 WHOLE = ("Adafactor", "Muon")  # optimizers of torch that look at all of a matrix
+LAYERWISE = ("adafactor", "fusedlamb", "fusednovograd", "lamb", "larc", "lars", "muon", "novograd", "shampoo", "soap")  # of any library
 ORDER = ("tensor", "stage", "shard")  # layers are cut first, then dealt, and what a worker has left of them is shared out
 
 
@@ -183,10 +184,12 @@ class ModelCuts:
         mesh = self._axes.mesh
         dealt = {id(p) for model, _ in self.pipelines for p in model.parameters()} if mesh.extent("stage") > 1 else set()
         for optimizer in optimizers:
-            kinds = {kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim")}
-            stepped = [p for group in optimizer.param_groups for p in group["params"]] if kinds & set(WHOLE) else []
+            kinds = type(optimizer).__mro__
+            of_torch = any(kind.__name__ in WHOLE and kind.__module__.startswith("torch.optim") for kind in kinds)
+            whole = of_torch or any(kind.__name__.lower() in LAYERWISE for kind in kinds)
+            stepped = [p for group in optimizer.param_groups for p in group["params"]] if whole else []
             parts = [where.name for p in stepped if mesh.extent("tensor") > 1 and "tensor" in (where := self.placements.of(p)).axes]
-            if parts or any(id(p) in dealt for p in stepped):
+            if parts or (of_torch and any(id(p) in dealt for p in stepped)):
                 why = f"each worker has a part of {parts[0]}" if parts else "fails on those that other stages of the pipeline have"
                 raise UsageError(
                     f"{type(optimizer).__qualname__} looks at whole matrices, and {why}: what goes is an optimizer that steps each element "

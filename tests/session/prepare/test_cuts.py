@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 import pytest
@@ -91,7 +92,14 @@ def test_optimizers_that_fail_on_what_other_stages_have_are_refused_on_all(kind:
     workers(2, lambda run: run.prepare(model, kind(model.parameters())))  # whole models have them
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon])
+class FusedLAMB(torch.optim.SGD):
+    """As other libraries have it: a step by the norm of each parameter."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, 0.1)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon, FusedLAMB])
 def test_optimizers_of_whole_matrices_are_refused_where_workers_have_parts(kind: type[torch.optim.Optimizer]) -> None:
     def body(run: Run) -> None:
         model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
