@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import os
 import sys
 import threading
 import typing
@@ -37,6 +38,7 @@ for devices in (torch.cuda, torch.xpu, torch.mtia):
         devices.manual_seed_all = lambda seed: None
 
 _READING = threading.Lock()
+os.register_at_fork(before=_READING.acquire, after_in_parent=_READING.release, after_in_child=_READING.release)  # no child finds it taken
 
 
 @functools.wraps(torch.get_rng_state)
