@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from harness import Row, arguments, interleave, ratio, report
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import paceline as pl
-from paceline.apps.gpt import GPT, MEDIUM, SMALL, GPTShape
+from paceline.apps.gpt import GPT, MEDIUM, SMALL, GPTShape, next_token_loss
 
 Build = Callable[[], tuple[nn.Module, Tensor]]
 
@@ -55,7 +54,7 @@ def gpt(shape: GPTShape) -> Build:
 
 def next_token(model: nn.Module, x: Tensor) -> Tensor:
     with torch.autocast(x.device.type, dtype=torch.bfloat16):
-        return F.cross_entropy(model(x).flatten(0, 1), x.flatten())
+        return next_token_loss(model(x), x)
 
 
 def square(model: nn.Module, x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import itertools
 import os
+import re
 import signal
 import tempfile
 from collections import Counter
@@ -56,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Tests see GPUs with `-m gpu` alone: all others are of processors, and fork where autograd would have threads for GPUs.
     """
-    if "gpu" not in config.getoption("markexpr", ""):
+    if not re.search(r"(?<!not )\bgpu\b", config.getoption("markexpr", "")):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if config.getoption("numprocesses", None) and config.getoption("basetemp") is None and (end := scratch.in_memory()) is not None:
         config.add_cleanup(end)

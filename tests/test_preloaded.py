@@ -158,6 +158,36 @@ def test_workers_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
         assert not job.left()
 
 
+FORKING = """
+import os, sys, threading
+import tests.harness.brisk
+import torch
+
+def read():
+    while not over:
+        torch.get_rng_state()
+
+over = []
+sys.setswitchinterval(1e-6)
+threads = [threading.Thread(target=read) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for _ in range(300):
+    if (child := os.fork()) == 0:
+        torch.get_rng_state()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+over.append(True)
+for thread in threads:
+    thread.join()
+"""
+
+
 def test_threads_that_read_the_state_of_the_generator_never_wait_for_each_other_for_good() -> None:
     """They did, where Python looked for garbage while torch held the lock of its generator."""
     subprocess.run([sys.executable, "-c", READING], check=True, timeout=PATIENCE)
+
+
+def test_forked_processes_read_it_whatever_threads_did_at_that_moment() -> None:
+    """Readers of a DataLoader are forked while another worker on threads reads it, and none may find a lock taken for good."""
+    subprocess.run([sys.executable, "-c", FORKING], check=True, timeout=PATIENCE)

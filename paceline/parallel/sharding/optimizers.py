@@ -1,6 +1,6 @@
 """Optimizers of flat pieces: those that step each element by itself are right on pieces, and all others are refused.
 
-Clipping by torch's own norm is refused for pieces too, as a worker has a part of each gradient alone.
+Clipping by torch's own norm is refused for pieces where no run clips in its place, as a worker has a part of each gradient alone.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Asked = ModelCut | str | Sequence[ModelCut]
 WHOLE = ("Adafactor", "Muon")  # optimizers of torch that look at all of a matrix
-LAYERWISE = ("adafactor", "fusedlamb", "fusednovograd", "lamb", "larc", "lars", "muon", "novograd", "shampoo", "soap")  # of any library
+LAYERWISE = (*map(str.lower, WHOLE), "fusedlamb", "fusednovograd", "lamb", "larc", "lars", "novograd", "shampoo", "soap")  # of any library
 ORDER = ("tensor", "stage", "shard")  # layers are cut first, then dealt, and what a worker has left of them is shared out
 
 

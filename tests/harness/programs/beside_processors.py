@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
-from paceline.apps.gpt import GPT, GPTShape
+from paceline.apps.gpt import GPT, GPTShape, next_token_loss
 
 STEPS, ROWS, SAVED = 9, 8, 5  # SAVED: steps before a checkpoint, where one is asked for
 LAYERS = "tokens, positions, blocks.*, norm, head"
@@ -159,10 +158,6 @@ class Normed(nn.Module):
         return self.inner(x).unsqueeze(1)
 
 
-def next_token(logits: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
-
-
 def parts(way: Way) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
     """A model, an optimizer and a loader of rows of tokens; of all but a GPT the last token alone is asked for."""
     torch.manual_seed(0)
@@ -197,7 +192,7 @@ def train(way: Way, device: str | None, name: str, *, stop: int | None = None, r
         for x, y in loader:
             assert x.device.type == kind
             with cast(way, kind):
-                loss = run.step(called, x, y, loss=next_token) if way.stepped else next_token(called(x), y)
+                loss = run.step(called, x, y, loss=next_token_loss) if way.stepped else next_token_loss(called(x), y)
             if not way.stepped:
                 scaler.scale(loss).backward()
             if way.clip is not None:
