@@ -117,6 +117,7 @@ class StoreTimings:
     longest_retry: float = 0.5  # at most between two tries
     connect: float = 2.0  # at most for one try
     heard: float = 2.0  # for others to read why nothing comes of the meeting
+    ending: float = 0.5  # for the store of an earlier start in this process to end, before a worker looks for the next one
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ SECONDS: dict[str, dict[str, float]] = {
     },
     "janitor": {"look": 0.5, "close_look": 0.05, "young": 5.0, "ending": 1.5, "unlinking": 0.05},
     "hangs": {"look": 0.25, "least": 5.0, "margin": 4.0, "answer": 1.0, "stack_dump": 0.5},
-    "store": {"shortest_retry": 0.02, "longest_retry": 0.5, "connect": 2.0, "heard": 2.0},
+    "store": {"shortest_retry": 0.02, "longest_retry": 0.5, "connect": 2.0, "heard": 2.0, "ending": 0.5},
     "recovery": {"view": 5.0, "look": 0.5, "join_look": 0.02, "meet_look": 0.002, "connect": 4.0, "form": 5.0, "copy": 5.0},
     "servers": {"look": 0.1, "wait_look": 0.02, "key": 10.0, "silence": 4.0, "alive": 10.0, "fill": 1.0, "last_pull": 1.0},
     "probe": {"answer": 30.0, "ready": 120.0, "word": 150.0},

@@ -10,7 +10,7 @@ import socket
 import time
 from collections import Counter
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from torch.distributed import DistError
 
@@ -30,6 +30,7 @@ else:
     from torch.distributed import Store as TorchStore
 
 _SHORTEST_NAP, _LONGEST_NAP = 0.0005, 0.02  # seconds between two looks at the store
+_JOINED: Final[dict[tuple[str, int], store_client.EndOfServer]] = {}  # by meeting point: the server that this process has joined there last
 
 
 class Store:
@@ -321,7 +322,7 @@ def _bindable(place: Place) -> str:
     return mine[0]
 
 
-def _join(place: Place, left: float, deadline: float | None = None) -> TorchStore:
+def _join(place: Place, left: float, deadline: float | None = None) -> TCPStore:
     """Try to connect until a server listens: torch's own wait for one can't be interrupted, and names nobody.
 
     `left` seconds are left of `deadline` (None: all of them).
@@ -333,7 +334,7 @@ def _join(place: Place, left: float, deadline: float | None = None) -> TorchStor
     nap = place.timings.store.shortest_retry
     while True:
         outcome = _knock(place, end - time.monotonic(), deadline)
-        if isinstance(outcome, TorchStore):
+        if isinstance(outcome, TCPStore):
             return outcome
         if time.monotonic() + nap >= end:
             reason = getattr(outcome, "strerror", None) or str(outcome) or type(outcome).__name__
@@ -346,7 +347,7 @@ def _join(place: Place, left: float, deadline: float | None = None) -> TorchStor
         nap = min(2 * nap, place.timings.store.longest_retry)
 
 
-def _knock(place: Place, left: float, deadline: float) -> TorchStore | Exception:
+def _knock(place: Place, left: float, deadline: float) -> TCPStore | Exception:
     """Try to connect once: a client of the store, or why there is none yet. Names may start to resolve, and servers to listen, after us.
 
     `left` seconds are left for that; the client waits for an answer for `deadline` seconds.
@@ -368,19 +369,23 @@ def _knock(place: Place, left: float, deadline: float) -> TorchStore | Exception
     return client
 
 
-def _follow(place: Place, deadline: float) -> tuple[TorchStore, int]:
+def _follow(place: Place, deadline: float) -> tuple[TCPStore, int]:
     """Find the store to which rank 0 has come once more than this rank, and how often that is.
 
     Workers that start again in one process meet under new keys; the store of their last start may be about to end, so no worker
-    stays in it to wait.
+    stays in it to wait. Its end is awaited a short while, as torch writes pages about a store that ends under a call.
     """
+    assert place.meeting is not None
     end = time.monotonic() + deadline
+    if (before := _JOINED.pop(place.meeting, None)) is not None and not place.agent_store:
+        before.wait(min(deadline, place.timings.store.ending))
     nap = place.timings.store.shortest_retry
     while True:
         store = _join(place, max(0.0, end - time.monotonic()), deadline)
         try:
             claims = _claim(store, place)
             if claims.add("starts/0", 0) > claims.add(f"starts/{place.rank}", 0):
+                _JOINED[place.meeting] = store_client.EndOfServer(store)
                 return store, int(claims.add(f"starts/{place.rank}", 1))
         except DistError:
             nap = place.timings.store.shortest_retry  # it has ended now, and the next one is near

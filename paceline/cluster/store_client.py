@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import select
 import socket
 import stat
 import struct
@@ -55,16 +56,50 @@ def limit(store: TorchStore, seconds: float) -> None:
         store = store.underlying_store
     if not isinstance(store, TCPStore):
         return
-    with contextlib.suppress(PlaceError):  # a name that means nothing any more
+    whole, rest = divmod(seconds, 1)
+    for connection in _connections_to(store):
+        with connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(whole), int(1e6 * rest)))
+
+
+class EndOfServer:
+    """Sees when the server of a store ends, by a copy of a client's connection, which outlives the client."""
+
+    def __init__(self, store: TCPStore) -> None:
+        copies = [*_connections_to(store)]
+        self._descriptor = copies.pop().detach() if copies else None
+        for other in copies:
+            other.close()
+
+    def wait(self, seconds: float) -> None:
+        """Return when the server has ended, and after so many seconds in any case. It can be called once."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is None:
+            return
+        try:
+            poll = select.poll()
+            poll.register(descriptor, select.POLLIN)  # nobody reads from it any more, so that what comes is its end
+            poll.poll(1e3 * seconds)
+        finally:
+            os.close(descriptor)
+
+
+def _connections_to(store: TCPStore) -> Iterator[socket.socket]:
+    """Yield copies of this process's connections to the server of a store."""
+    try:
         addresses = {*network.resolve(store.host)}
-        for connection in _connections():
-            with connection, contextlib.suppress(OSError):  # one that is not connected, or is closed meanwhile
-                if connection.family not in (socket.AF_INET, socket.AF_INET6):
-                    continue
+    except PlaceError:  # a name that means nothing any more
+        return
+    for connection in _connections():
+        found = False
+        with contextlib.suppress(OSError):  # one that is not connected, or is closed meanwhile
+            if connection.family in (socket.AF_INET, socket.AF_INET6):
                 address, port, *_ = connection.getpeername()
-                if port == store.port and address.removeprefix("::ffff:") in addresses:  # torch has sockets for both versions of IP
-                    whole, rest = divmod(seconds, 1)
-                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(whole), int(1e6 * rest)))
+                found = port == store.port and address.removeprefix("::ffff:") in addresses  # torch has sockets for both versions of IP
+        if found:
+            yield connection
+        else:
+            connection.close()
 
 
 def _connections() -> Iterator[socket.socket]:

@@ -16,7 +16,9 @@ import pytest
 from paceline.cluster import network
 from paceline.cluster import store as stores
 from paceline.cluster.discover import Place
+from paceline.cluster.store_client import EndOfServer
 from paceline.errors import DeadlineExceeded, Mismatch, PlaceError, SecretError, WorkerLost
+from paceline.timings import StoreTimings, Timings
 
 SECRET = b"0123456789abcdef"
 
@@ -174,6 +176,36 @@ def test_two_processes_with_one_rank(claims):
     assert zero.exception() is None
     failures = [future.exception() for future in others if future.exception()]
     assert len(failures) == 1 and isinstance(failures[0], PlaceError) and "already is rank 1" in str(failures[0])
+
+
+def test_who_starts_again_looks_for_no_store_while_the_last_one_ends(claims, monkeypatch):
+    first, second = places(2)
+    second = replace(second, timings=replace(Timings(), store=replace(StoreTimings(), ending=3600.0)))
+    zero, one = (future.result() for future in together(stores.connect, [first, second]))
+    awaited, ended, order = threading.Event(), threading.Event(), []
+    wait, join = EndOfServer.wait, stores._join
+
+    def waits(self: EndOfServer, seconds: float) -> None:
+        awaited.set()
+        wait(self, seconds)
+
+    def joins(*asked: Any) -> Any:
+        order.append(ended.is_set())
+        return join(*asked)
+
+    monkeypatch.setattr(EndOfServer, "wait", waits)
+    monkeypatch.setattr(stores, "_join", joins)
+    one.close()
+    with ThreadPoolExecutor(1) as pool:
+        again = pool.submit(stores.connect, second)
+        assert awaited.wait(60)
+        ended.set()
+        zero.close()
+        del zero  # and with it the server
+        served = stores.connect(first)
+        again.result()
+        served.close()
+    assert all(order)
 
 
 class TestHosts:

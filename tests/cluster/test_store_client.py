@@ -13,6 +13,8 @@ from paceline.cluster import store, store_client
 from paceline.cluster.discover import Place
 from paceline.errors import DeadlineExceeded
 
+DEADLINE = 3600.0  # seconds; a test that waits so long is ended before
+
 
 def waits(port: int) -> set[float]:
     """How long sockets of this process wait that are connected to this port."""
@@ -54,3 +56,14 @@ def test_a_client_waits_for_an_answer_so_many_seconds() -> None:
     client.set("here", b"1")
     assert server.get("here") == b"1"
     store_client.limit(HashStore(), 2.5)  # which nobody serves
+
+
+def test_the_end_of_a_server_is_seen_though_the_client_is_gone() -> None:
+    server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False)
+    client = store_client.connect("127.0.0.1", server.port, 5.0)
+    end, other = store_client.EndOfServer(client), store_client.EndOfServer(client)
+    del client
+    other.wait(0.05)  # it serves, and the time is over
+    del server
+    end.wait(DEADLINE)
+    end.wait(DEADLINE)  # nothing is left to wait for
