@@ -46,8 +46,9 @@ class shard:
     ...     model, optimizer, loader = run.prepare(model, optimizer, loader, cut=pl.shard("blocks.*", zero=3))
 
     `units`: patterns of names of modules (`*` matches dots too), whose parameters travel together; what none matches is one more unit. Of
-    modules inside each other that one pattern matches, the outermost is meant. `params`: what parameters are gathered in (zero=3);
-    optimizers step them in their own dtype. `reduce`: what gradients are summed in.
+    modules inside each other that one pattern matches, the outermost is meant. `zero`: what is shared out: 1 the optimizer's state, 2
+    gradients too, 3 parameters too. `params`: what parameters are gathered in (zero=3); optimizers step them in their own dtype.
+    `reduce`: what gradients are summed in.
     """
 
     units: str | tuple[str, ...] = ()

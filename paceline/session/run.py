@@ -256,8 +256,8 @@ class Run:
 
         >>> logits = run.forward(model, x)
 
-        Inputs come to my device as batches do. Workers that differ along `tensor` alone give it the same ones, and get the same outputs;
-        those along `data` and `shard` may have their own. Say `model.eval()` before where dropout is to rest. Collective if it is cut.
+        Inputs come to my device as batches do. Workers that differ along `tensor` or `stage` alone give it the same ones, and get the same
+        outputs; others may have their own. Say `model.eval()` before where dropout is to rest. Collective if it is cut.
         """
         return self._inference.forward(model, inputs, options)
 

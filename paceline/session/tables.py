@@ -3,7 +3,7 @@
 model.parameters() -- handle of a table --> optimizer group       the group says how the table is stepped
 optimizer.step     -- gradients of rows --> servers               then its own step, for everything else in it
 
-Where workers are not in lockstep, both are made on servers, by the same workers (`sync.tables.freerows`).
+Where workers are not in lockstep, both are made on servers, by the same workers (`sync.tables.steps`).
 Where losses are survived, both are made on all workers or on none (`sync.tables.steps`); a turn that is dealt again begins with the
 gradients that it began with at first.
 """
@@ -36,7 +36,7 @@ from paceline.trace import Served
 
 
 class TableView:
-    """What a module sees of its table (a `parallel.embedding.Source`)."""
+    """What a module sees of its table (a `parallel.embedding.RowSource`)."""
 
     def __init__(self, lookup: TableClient, backward: GradientTracker, *, frozen: bool) -> None:
         self._lookup, self._backward, self._frozen = lookup, backward, frozen

@@ -48,8 +48,8 @@ class AllReduce:
     >>> pl.start(sync=pl.AllReduce(codec="auto"))  # or: paceline run --sync 'AllReduce(codec="auto")'
 
     `via` says how it travels: "auto" (shared memory inside a host, one copy per host between hosts, NCCL between GPUs; with a measured
-    cluster what suits its links and cores, see `start`), "native" (Gloo or NCCL over all ranks), or a schedule: "direct", "ring", "tree",
-    "halving-doubling", "hierarchical", "uneven" (chunks by the links of a measured cluster). `bucket_mb`: size of a bucket in MB.
+    cluster what suits its links and cores, see `start`), "native" (Gloo or NCCL over all ranks), or a schedule: "direct", "owners", "ring",
+    "tree", "halving-doubling", "hierarchical", "uneven" (chunks by the links of a measured cluster). `bucket_mb`: size of a bucket in MB.
     `codec`: how gradients are written on the wire, such as `int8()` or `error_feedback(topk(0.01))`; p.grad is then what arrived, the same
     on every worker. "auto" begins exact and takes a codec where that pays (see `auto`). Inside a host sums are exact, unless all workers
     have one host, or via="native".

@@ -195,7 +195,7 @@ class RunSummary:
     hosts: int
     totals: RunTotals
     bytes_sent: dict[str, float]  # by all workers, in a step: "within" hosts, and "between" them
-    codecs: list[dict[str, Any]]  # whether each codec in use paid: the fields of `paceline.sync.codec_cost.Verdict`
+    codecs: list[dict[str, Any]]  # whether each codec in use paid: the fields of `paceline.sync.codec_cost.CodecVerdict`
     parameters_sha256: str
     checkpoints: dict[str, Any]  # the fields of `paceline.session.checkpoint.saving.SaveTally`, and the "best" if there is one
     events: list[dict[str, Any]]  # joins, losses, recoveries: at least {"time": seconds since the start, "what": text}
