@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -44,16 +45,19 @@ class Versioned:
     def __init__(self, **parts: Stateful) -> None:
         self.version = 0
         self._parts: dict[str, Stateful] = {}
+        self._later = set[str]()
         for name, part in parts.items():
             self.add(name, part)
 
-    def add(self, name: str, part: Stateful) -> None:
-        """Add `part` under a new name."""
+    def add(self, name: str, part: Stateful, *, later: bool = False) -> None:
+        """Add `part` under a new name. `later`: earlier versions of paceline have not saved it, so that a state may lack it."""
         if not isinstance(part, Stateful):
             raise UsageError(f"{name} is a {type(part).__qualname__} without state_dict and load_state_dict; give it both to have it kept")
         if name in self._parts or name == CLASSES:
             raise UsageError(f"there is a {name!r} already; names in use: {', '.join(self._parts)}")
         self._parts[name] = part
+        if later:
+            self._later.add(name)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -83,8 +87,10 @@ class Versioned:
         """Return the SHA-256 of the state, equal where every bit is equal."""
         return self.snapshot(copy=False).sha256()
 
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: Snapshot) -> tuple[str, ...]:
         """Restore what the snapshot holds, and take its version; the snapshot stays usable.
+
+        Returns the names of parts that earlier versions of paceline have not saved, and that it lacks; they are left as they are.
 
         A snapshot of something else (other parts, parameters or shapes) raises CheckpointError with the first differences, before
         anything is changed.
@@ -102,6 +108,8 @@ class Versioned:
             )
         done: list[str] = []
         for name, part in self._parts.items():
+            if name not in state:
+                continue
             try:
                 part.load_state_dict(state[name])
                 _check_settings(part)
@@ -110,10 +118,11 @@ class Versioned:
                 raise CheckpointError(f"{name} ({type(part).__qualname__}) refused its state{after}: {error}") from error
             done.append(name)
         self.version = snapshot.version
+        return tuple(name for name in self._parts if name not in state)
 
     def differences(self, state: Mapping[str, Any]) -> list[str]:
         """List why the unpacked `state` can't be loaded here, one sentence each; empty if it can, as far as can be known beforehand."""
-        lines = [f"it lacks {name}, which is here" for name in self._parts if name not in state]
+        lines = [f"it lacks {name}, which is here" for name in self._parts if name not in state and name not in self._later]
         lines += [f"it has {name}, which is not here" for name in state if name not in self._parts and name != CLASSES]
         known = state.get(CLASSES, {})  # nothing in what older versions have saved
         lines += [
@@ -127,6 +136,33 @@ class Versioned:
             elif isinstance(part, Optimizer):
                 lines += _optimizer_differences(name, part, state[name])
         return lines
+
+
+class UnownedParameters:
+    """Parameters that optimizers have and no model, such as learned weights of losses, as state. They are told by their order."""
+
+    def __init__(self) -> None:
+        self._all: list[Parameter] = []
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def add(self, parameters: Iterable[Parameter]) -> None:
+        """Count these in, too."""
+        self._all += parameters
+
+    def state_dict(self) -> list[Tensor]:
+        """Return the value of each parameter."""
+        return [parameter.detach() for parameter in self._all]
+
+    def load_state_dict(self, state: Sequence[Tensor]) -> None:
+        """Give the parameters these values. Raises `ValueError` where they are of others."""
+        there, here = [_form(value) for value in state], [_form(parameter.detach()) for parameter in self._all]
+        if there != here:
+            raise ValueError(f"it has {', '.join(there) or 'none'}, and here optimizers have {', '.join(here)} that are in no model")
+        with torch.no_grad():
+            for parameter, value in zip(self._all, state, strict=True):
+                parameter.copy_(value)
 
 
 class Randomness:
@@ -177,6 +213,6 @@ def _check_settings(part: Stateful) -> None:
 
 
 def _form(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return type(value).__qualname__

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from paceline.errors import CheckpointError, UsageError
 from paceline.state.snapshot import loads, pack
-from paceline.state.versioned import Randomness, Versioned
+from paceline.state.versioned import Randomness, UnownedParameters, Versioned
 
 
 def test_freed_tensors_are_not_taken_for_each_other() -> None:
@@ -122,6 +122,25 @@ def test_a_part_that_refuses_its_state_is_named() -> None:
     state = Versioned(model=nn.Linear(1, 1), picky=Picky())
     with pytest.raises(CheckpointError, match=r"picky \(.*Picky\) refused its state \(model had been loaded before it\): 'b'"):
         state.restore(state.snapshot())
+
+
+def test_parameters_of_no_model() -> None:
+    kept, weights = UnownedParameters(), [nn.Parameter(torch.tensor([1.0, 2.0])), nn.Parameter(torch.tensor(3.0))]
+    kept.add(weights)
+    state = Versioned(model=nn.Linear(1, 1))
+    before = state.snapshot()
+    state.add("parameters of no model", kept, later=True)
+    saved = state.snapshot()
+    with torch.no_grad():
+        for weight in weights:
+            weight.zero_()
+    assert state.restore(before) == ("parameters of no model",)  # written by a paceline that didn't save them
+    assert [float(weight.detach().sum()) for weight in weights] == [0.0, 0.0]
+    assert state.restore(saved) == ()
+    assert [float(weight.detach().sum()) for weight in weights] == [3.0, 3.0]
+    kept.add([nn.Parameter(torch.ones(4))])
+    with pytest.raises(CheckpointError, match=r"float32\[2\], float32\[\], and here optimizers have .*float32\[4\] that are in no model"):
+        state.restore(saved)
 
 
 def test_the_state_of_another_optimizer() -> None:

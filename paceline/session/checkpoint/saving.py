@@ -266,7 +266,8 @@ class CheckpointSaver:
         bodies = [shared, *(found[0].own[rank] for rank in head[1])] if found else [None] * (1 + len(head[1]))
         snapshots = [self._hand_out(body) for body in bodies]
         state = self._parts.read(Path(head[0]), snapshots[0], self._state) if cut else snapshots[0]
-        self._state.restore(state)
+        if lacking := self._state.restore(state):
+            context.announce(f"{Path(head[0]).name} has no {', '.join(lacking)}, as an earlier version wrote it: they stay as they are")
         for loader in [part for part in self._state.parts if isinstance(part, ShareLoader)]:
             loader.begin_anew()
         own.load(self._agreement.group.rank, dict(zip(head[1], snapshots[1:], strict=True)))

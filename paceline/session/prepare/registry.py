@@ -33,10 +33,11 @@ from paceline.session.prepare.initial import InitialValues, check_asked, move
 from paceline.session.prepare.options import PrepareOptions
 from paceline.session.prepare.remote import RemoteSteps
 from paceline.session.tables import RunTables
-from paceline.state.versioned import Stateful, Versioned
+from paceline.state.versioned import Stateful, UnownedParameters, Versioned
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.base import Slot
 
+UNOWNED = "parameters of no model"  # the name of their part of the state
 UNCUT = "use shard, which cuts the layers beside it, or nn.Embedding"
 
 
@@ -58,7 +59,7 @@ class Prepared:
         self.optimizers: list[Optimizer] = []
         self.loaders: list[ShareLoader] = []
         self.slots: list[Slot] = []
-        self.axes, self.cuts, self.state = axes, cuts, Versioned()
+        self.axes, self.cuts, self.state, self._unowned = axes, cuts, Versioned(), UnownedParameters()
         self.context = context = axes.slice
         self.survives = context.survives
         self._backward, self._loop, self._device, self.subgroups = backward, loop, device, subgroups
@@ -113,8 +114,9 @@ class Prepared:
         if self._remote is not None:
             checks.check_owner(self.slots, optimizers)
         new = [(prefix, model) for prefix, model in self.models if model in fresh]
-        unknown = checks.unknown(self.cuts.slots(checks.slots(self.models, optimizers)), self.slots)
-        checks.level(self.axes.everyone, list(unknown), new, optimizers, self.context.announce)
+        unknown = list(checks.unknown(self.cuts.slots(checks.slots(self.models, optimizers)), self.slots))
+        checks.level(self.axes.everyone, unknown, new, optimizers, self.context.announce)
+        self._keep_unowned(unknown)
         home = self._device if all(cut.axis for cut in cuts) else torch.device("cpu")  # a cut of this worker's own moves its model
         for source in self.cuts.apply(new, cuts, optimizers, InitialValues(new, options["init"], self.cuts.seed, home)):
             self._backward.follow(source)
@@ -284,6 +286,13 @@ class Prepared:
     def _fresh(self, things: list[Any]) -> list[Any]:
         """Return those of these objects that were not prepared before."""
         return [thing for thing in things if not any(thing is part for part in self.state.parts)]
+
+    def _keep_unowned(self, slots: list[Slot]) -> None:
+        """Keep the values of those of these parameters that no model has."""
+        owned = {id(parameter) for _, model in self.models for parameter in model.parameters()}
+        self._unowned.add(slot.parameter for slot in slots if id(slot.parameter) not in owned)
+        if self._unowned and UNOWNED not in self.state.names:
+            self.state.add(UNOWNED, self._unowned, later=True)
 
     def _add(self, kind: str, thing: Stateful) -> None:
         taken = sum(name.startswith(kind) for name in self.state.names)

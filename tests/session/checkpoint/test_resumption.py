@@ -96,6 +96,36 @@ def test_without_restarts_a_run_has_its_own_folder_and_begins_anew(tmp_path: Pat
     assert (tmp_path / "test-2" / "metrics.jsonl").exists()
 
 
+def with_a_learned_loss(run: Run, *, resumes: bool = False, until: int = 15) -> Tensor:
+    """Three epochs with a loss whose weight the optimizer has, and no model; a checkpoint at step 3."""
+    model, weight = nn.Linear(6, 2, dtype=torch.float64), nn.Parameter(torch.ones((), dtype=torch.float64))
+    for parameter in model.parameters():
+        parameter.data = torch.linspace(-0.5, 0.5, parameter.numel(), dtype=torch.float64).reshape(parameter.shape)
+    optimizer = torch.optim.SGD([*model.parameters(), weight], 0.1, momentum=0.9)
+    model, optimizer, loader = run.prepare(model, optimizer, batches())
+    if resumes:
+        run.resume()
+    for _ in run.epochs(3):
+        for x, y in loader:
+            ((model(x) * weight - y) ** 2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if run.steps + 1 == 3:
+                run.save()
+            if run.steps + 1 == until:
+                break
+        if run.steps + 1 >= until:
+            break
+    return torch.cat([parameters(model), weight.detach().view(1)])
+
+
+def test_parameters_of_no_model_go_on_where_they_were(tmp_path: Path) -> None:
+    wanted = workers(2, with_a_learned_loss)
+    workers(2, lambda run: with_a_learned_loss(run, until=4), folder=tmp_path)
+    found = workers(2, lambda run: with_a_learned_loss(run, resumes=True), folder=tmp_path, start=again(tmp_path))
+    assert all(map(torch.equal, found, wanted))
+
+
 def in_two_loops(run: Run, saves: int, until: int) -> list[tuple[int, str, list[int]]]:
     """Two epochs, of two training loops with an evaluation in each turn of the first; a checkpoint within step `saves`."""
     model = nn.Linear(1, 1)
