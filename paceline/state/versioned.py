@@ -17,6 +17,7 @@ from paceline.errors import CheckpointError, UsageError
 from paceline.state.snapshot import UNREADABLE, Snapshot, pack
 
 SHOWN = 5  # differences that a message lists
+UNOWNED = "parameters of no model"  # the name of a part
 CLASSES = "classes"  # of optimizers and schedulers, by name, beside the parts of a state
 
 
@@ -144,12 +145,11 @@ class UnownedParameters:
     def __init__(self) -> None:
         self._all: list[Parameter] = []
 
-    def __len__(self) -> int:
-        return len(self._all)
-
-    def add(self, parameters: Iterable[Parameter]) -> None:
-        """Count these in, too."""
+    def add(self, parameters: Iterable[Parameter], state: Versioned) -> None:
+        """Count these in, too; with the first of them become a part of `state`."""
         self._all += parameters
+        if self._all and UNOWNED not in state.names:
+            state.add(UNOWNED, self, later=True)
 
     def state_dict(self) -> list[Tensor]:
         """Return the value of each parameter."""

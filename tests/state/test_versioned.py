@@ -126,10 +126,10 @@ def test_a_part_that_refuses_its_state_is_named() -> None:
 
 def test_parameters_of_no_model() -> None:
     kept, weights = UnownedParameters(), [nn.Parameter(torch.tensor([1.0, 2.0])), nn.Parameter(torch.tensor(3.0))]
-    kept.add(weights)
     state = Versioned(model=nn.Linear(1, 1))
+    kept.add([], state)
     before = state.snapshot()
-    state.add("parameters of no model", kept, later=True)
+    kept.add(weights, state)
     saved = state.snapshot()
     with torch.no_grad():
         for weight in weights:
@@ -138,7 +138,7 @@ def test_parameters_of_no_model() -> None:
     assert [float(weight.detach().sum()) for weight in weights] == [0.0, 0.0]
     assert state.restore(saved) == ()
     assert [float(weight.detach().sum()) for weight in weights] == [3.0, 3.0]
-    kept.add([nn.Parameter(torch.ones(4))])
+    kept.add([nn.Parameter(torch.ones(4))], state)
     with pytest.raises(CheckpointError, match=r"float32\[2\], float32\[\], and here optimizers have .*float32\[4\] that are in no model"):
         state.restore(saved)
 

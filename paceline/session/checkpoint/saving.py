@@ -18,6 +18,7 @@ from typing import Any
 
 import msgpack
 import torch
+from torch.optim import Optimizer
 
 from paceline.data.loader import ShareLoader
 from paceline.errors import CheckpointError
@@ -29,6 +30,7 @@ from paceline.session.checkpoint import best
 from paceline.session.checkpoint import tables as stored
 from paceline.session.checkpoint.parts import CutParts, PendingParts
 from paceline.session.checkpoint.state import WorkerState
+from paceline.session.prepare.checks import strangely_scheduled
 from paceline.session.record.history import RunHistory
 from paceline.session.tables import RunTables
 from paceline.state.snapshot import Snapshot, byte_tensor, loads
@@ -92,12 +94,14 @@ class CheckpointSaver:
         self._failure: CheckpointError | None = None  # in the background, not raised yet
         self._promised: Path | None = None  # what the last save in the background is to become
         self._tally = SaveTally()
+        self._left_out = False  # whether it was said what checkpoints lack
         self._best = best.BestCheckpoint(context.announce)
 
     def save(self, order: SaveRequest) -> Path:
         """Write a checkpoint, or begin one in the background, and return its path on all workers. Collective."""
         began = time.perf_counter()
         checkpoint.check(order.step, order.keep)
+        self._say_left_out()
         asked = order.background
         if asked and self._tables.kept:
             self._context.announce(
@@ -132,6 +136,17 @@ class CheckpointSaver:
         self._tally.stall_seconds += time.perf_counter() - began
         self._history.saved(path.name, order.step, background=order.background)
         return path
+
+    def _say_left_out(self) -> None:
+        """Say once which optimizers have schedulers that are not in checkpoints."""
+        said, self._left_out = self._left_out, True
+        parts = self._state.parts
+        optimizers = [part for part in parts if isinstance(part, Optimizer)]
+        for optimizer in () if said else strangely_scheduled(optimizers, parts):
+            self._context.announce(
+                f"a learning rate scheduler of the {type(optimizer).__qualname__} was not given to run.prepare, so checkpoints don't say "
+                "where it is, and it begins anew in a run that is resumed unless the script sees to that; give it to run.prepare, too"
+            )
 
     def _prove(self, folder: Path, metric: Metric) -> bytes:
         """Raise `UsageError` for a metric that can't be compared with those of what was saved before."""

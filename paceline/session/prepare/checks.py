@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgpack
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import LBFGS, Optimizer
@@ -90,6 +91,12 @@ def unknown(found: Iterable[Slot], known: Iterable[Slot]) -> Iterator[Slot]:
     return (slot for slot in found if id(slot.parameter) not in there)
 
 
+def unowned(found: Iterable[Slot], models: list[tuple[str, nn.Module]]) -> Iterator[Parameter]:
+    """Yield the parameters of those slots that are in no model."""
+    owned = {id(parameter) for _, model in models for parameter in model.parameters()}
+    return (slot.parameter for slot in found if id(slot.parameter) not in owned)
+
+
 def check_known(found: Iterable[Slot], known: list[Slot]) -> None:
     """Raise `UsageError` for a parameter that a model or an optimizer got after it was prepared: its gradient would not be exchanged."""
     for slot in unknown(found, known):
@@ -105,14 +112,20 @@ def check_known(found: Iterable[Slot], known: list[Slot]) -> None:
 
 def check_schedulers(optimizers: list[Optimizer], prepared: Iterable[Any]) -> None:
     """Raise `UsageError` for an optimizer with a scheduler that wasn't prepared: it would step again in a turn that is dealt again."""
-    known = [getattr(part, "optimizer", None) for part in prepared]
+    for optimizer in strangely_scheduled(optimizers, prepared):
+        raise UsageError(
+            f"a learning rate scheduler was made for the {type(optimizer).__qualname__}, and not given to run.prepare: when a "
+            "worker is lost, it would step twice for one step; give it to run.prepare, too"
+        )
+
+
+def strangely_scheduled(optimizers: Iterable[Optimizer], kept: Iterable[Any]) -> Iterator[Optimizer]:
+    """Yield the optimizers for which a learning rate scheduler was made, and none is among what is kept."""
+    known = [getattr(part, "optimizer", None) for part in kept]
     for optimizer in optimizers:
         scheduled = any("initial_lr" in group for group in optimizer.param_groups)  # as torch's schedulers leave there
         if scheduled and not any(optimizer is other for other in known):
-            raise UsageError(
-                f"a learning rate scheduler was made for the {type(optimizer).__qualname__}, and not given to run.prepare: when a "
-                "worker is lost, it would step twice for one step; give it to run.prepare, too"
-            )
+            yield optimizer
 
 
 def check_scaler(known: list[Any], why: str) -> None:

@@ -37,7 +37,6 @@ from paceline.state.versioned import Stateful, UnownedParameters, Versioned
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.base import Slot
 
-UNOWNED = "parameters of no model"  # the name of their part of the state
 UNCUT = "use shard, which cuts the layers beside it, or nn.Embedding"
 
 
@@ -108,15 +107,14 @@ class Prepared:
         fresh, cuts = self._fresh(models), self.cuts.choose(options["cut"])
         move(self.cuts.on_one_device(models, cuts), self._device)
         for model in fresh:
-            prefix = f"model{len(self.models)}." if self.models or len(models) > 1 else ""
-            self.models.append((prefix, model))
+            self.models.append((f"model{len(self.models)}." if self.models or len(models) > 1 else "", model))
             self._add("model", model)
         if self._remote is not None:
             checks.check_owner(self.slots, optimizers)
         new = [(prefix, model) for prefix, model in self.models if model in fresh]
         unknown = list(checks.unknown(self.cuts.slots(checks.slots(self.models, optimizers)), self.slots))
         checks.level(self.axes.everyone, unknown, new, optimizers, self.context.announce)
-        self._keep_unowned(unknown)
+        self._unowned.add(checks.unowned(unknown, self.models), self.state)
         home = self._device if all(cut.axis for cut in cuts) else torch.device("cpu")  # a cut of this worker's own moves its model
         for source in self.cuts.apply(new, cuts, optimizers, InitialValues(new, options["init"], self.cuts.seed, home)):
             self._backward.follow(source)
@@ -286,13 +284,6 @@ class Prepared:
     def _fresh(self, things: list[Any]) -> list[Any]:
         """Return those of these objects that were not prepared before."""
         return [thing for thing in things if not any(thing is part for part in self.state.parts)]
-
-    def _keep_unowned(self, slots: list[Slot]) -> None:
-        """Keep the values of those of these parameters that no model has."""
-        owned = {id(parameter) for _, model in self.models for parameter in model.parameters()}
-        self._unowned.add(slot.parameter for slot in slots if id(slot.parameter) not in owned)
-        if self._unowned and UNOWNED not in self.state.names:
-            self.state.add(UNOWNED, self._unowned, later=True)
 
     def _add(self, kind: str, thing: Stateful) -> None:
         taken = sum(name.startswith(kind) for name in self.state.names)

@@ -337,3 +337,21 @@ def test_what_another_version_had_for_each_worker_is_named(tmp_path: Path) -> No
 
     with pytest.raises(CheckpointError, match="what worker 0 had for itself lacks optimizers, sync: another version"):
         workers(1, body, folder=tmp_path)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_scheduler_that_is_in_no_checkpoint_is_said_once(tmp_path: Path, *, kept: bool) -> None:
+    said: list[str] = []
+
+    def body(run: Run) -> None:
+        model = nn.Linear(6, 2).double()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        run.prepare(model, optimizer)
+        if kept:
+            run.keep("schedule", scheduler)
+        run.save()
+        run.save()
+
+    workers(2, body, folder=tmp_path, said=said)
+    assert sum("a learning rate scheduler of the SGD was not given to run.prepare" in text for text in said) == (not kept)
