@@ -10,7 +10,7 @@ Where models are cut, each worker writes its own part of them, into a folder tha
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from paceline.session.prepare.checks import strangely_scheduled
 from paceline.session.record.history import RunHistory
 from paceline.session.tables import RunTables
 from paceline.state.snapshot import Snapshot, byte_tensor, loads
-from paceline.state.versioned import Versioned
+from paceline.state.versioned import Stateful, Versioned
 from paceline.sync.context import SyncContext
 
 EARLIER = 10.0  # seconds before the others' deadline at which the first worker gives up, so that its own error says what it waited for
@@ -94,14 +94,15 @@ class CheckpointSaver:
         self._failure: CheckpointError | None = None  # in the background, not raised yet
         self._promised: Path | None = None  # what the last save in the background is to become
         self._tally = SaveTally()
-        self._left_out = False  # whether it was said what checkpoints lack
+        self._said = set[str]()
         self._best = best.BestCheckpoint(context.announce)
 
     def save(self, order: SaveRequest) -> Path:
         """Write a checkpoint, or begin one in the background, and return its path on all workers. Collective."""
         began = time.perf_counter()
         checkpoint.check(order.step, order.keep)
-        self._say_left_out()
+        for text in left_out(self._state.parts, self._said):
+            self._context.announce(text)
         asked = order.background
         if asked and self._tables.kept:
             self._context.announce(
@@ -136,17 +137,6 @@ class CheckpointSaver:
         self._tally.stall_seconds += time.perf_counter() - began
         self._history.saved(path.name, order.step, background=order.background)
         return path
-
-    def _say_left_out(self) -> None:
-        """Say once which optimizers have schedulers that are not in checkpoints."""
-        said, self._left_out = self._left_out, True
-        parts = self._state.parts
-        optimizers = [part for part in parts if isinstance(part, Optimizer)]
-        for optimizer in () if said else strangely_scheduled(optimizers, parts):
-            self._context.announce(
-                f"a learning rate scheduler of the {type(optimizer).__qualname__} was not given to run.prepare, so checkpoints don't say "
-                "where it is, and it begins anew in a run that is resumed unless the script sees to that; give it to run.prepare, too"
-            )
 
     def _prove(self, folder: Path, metric: Metric) -> bytes:
         """Raise `UsageError` for a metric that can't be compared with those of what was saved before."""
@@ -320,6 +310,17 @@ class CheckpointSaver:
         buffer = byte_tensor(data) if data else torch.empty(nbytes, dtype=torch.uint8)
         group.broadcast(buffer, name="run.resume").wait()
         return body if body is not None else loads(buffer.numpy().tobytes())
+
+
+def left_out(parts: Sequence[Stateful], said: set[str]) -> Iterator[str]:
+    """Say of which optimizers no scheduler is in checkpoints, each once, as `said` grows."""
+    for optimizer in strangely_scheduled([part for part in parts if isinstance(part, Optimizer)], parts):
+        if (name := type(optimizer).__qualname__) not in said:
+            said.add(name)
+            yield (
+                f"a learning rate scheduler of the {name} was not given to run.prepare, so checkpoints don't say where it is, and it "
+                "begins anew in a run that is resumed unless the script sees to that; give it to run.prepare, too"
+            )
 
 
 def _nothing(folders: Sequence[Path], *, named: bool) -> str:

@@ -107,7 +107,8 @@ class Prepared:
         fresh, cuts = self._fresh(models), self.cuts.choose(options["cut"])
         move(self.cuts.on_one_device(models, cuts), self._device)
         for model in fresh:
-            self.models.append((f"model{len(self.models)}." if self.models or len(models) > 1 else "", model))
+            prefix = f"model{len(self.models)}." if self.models or len(models) > 1 else ""
+            self.models.append((prefix, model))
             self._add("model", model)
         if self._remote is not None:
             checks.check_owner(self.slots, optimizers)
