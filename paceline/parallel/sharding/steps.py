@@ -10,7 +10,6 @@ from typing import Any, Final
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import UsageError
 from paceline.parallel.sharding.memory import FlatMemory
@@ -82,12 +81,14 @@ def follow(memories: Sequence[FlatMemory]) -> None:
 
 
 class StepAnnouncer:
-    """A hook of all optimizers of this process, which tells those `ShardSteps` that live of a step, before or after it."""
+    """A hook of all optimizers of this process, which tells those `ShardSteps` that live of a step, before or after it.
+
+    It stays when they are over: torch fails where its list of hooks changes while another thread's step goes through it.
+    """
 
     def __init__(self, when: Callable[[ShardSteps, Optimizer], None]) -> None:
         self._when = when
         self._steps: tuple[weakref.ref[ShardSteps], ...] = ()
-        self._handle: RemovableHandle | None = None
 
     def __call__(self, optimizer: Optimizer, args: Any, options: Any) -> None:
         for ref in self._steps:
@@ -98,15 +99,9 @@ class StepAnnouncer:
         """Tell `steps` too, as long as it lives."""
         self._steps = (*(ref for ref in self._steps if ref() is not None), weakref.ref(steps))
 
-    def begin(self, handle: RemovableHandle) -> None:
-        """Keep what removes this hook."""
-        self._handle = handle
-
     def leave_out(self, steps: ShardSteps) -> None:
-        """Tell `steps` no more, and be no hook any more where nobody is left to tell."""
+        """Tell `steps` no more."""
         self._steps = tuple(ref for ref in self._steps if ref() not in (None, steps))
-        if not self._steps and self._handle is not None:
-            self._handle.remove()
 
 
 def _announce_to(steps: ShardSteps) -> None:
@@ -119,5 +114,5 @@ def _announce_to(steps: ShardSteps) -> None:
             announcer = next((hook for hook in known.values() if isinstance(hook, StepAnnouncer)), None)
             if announcer is None:
                 announcer = StepAnnouncer(when)
-                announcer.begin(register(announcer))
+                register(announcer)
             announcer.add(steps)

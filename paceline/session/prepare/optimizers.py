@@ -13,13 +13,13 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
+from torch.optim import optimizer as torch_optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.errors import UsageError
 from paceline.session.loop.turns import TrainingLoop
@@ -61,19 +61,17 @@ class OptimizerWatch:
         if self._alike:
             self._prepared.context.agreement.compare_steps(self.tally.told)
         with _REGISTRY:
-            hook = next((hook for hook in _global_optimizer_pre_hooks.values() if isinstance(hook, _StepHook)), None)
+            hook = next(StepHook.all(), None)
             if hook is None:
-                hook = _StepHook()
-                hook.handle = register_optimizer_step_pre_hook(hook)
+                hook = StepHook()
+                register_optimizer_step_pre_hook(hook)
             hook.watches = (*hook.watches, self)
 
     def end(self) -> None:
         """Stop watching. Calling it twice is harmless."""
         with _REGISTRY:
-            for hook in [hook for hook in _global_optimizer_pre_hooks.values() if isinstance(hook, _StepHook)]:
+            for hook in StepHook.all():
                 hook.watches = tuple(watch for watch in hook.watches if watch is not self)
-                if not hook.watches and hook.handle is not None:
-                    hook.handle.remove()
 
     def see(self, optimizer: Optimizer, *, alone: bool, closure: bool) -> None:
         """Check an optimizer that is about to step.
@@ -146,12 +144,19 @@ class OptimizerWatch:
         return False
 
 
-class _StepHook:
-    """The hook that torch calls before each step. One serves all runs, as torch's own list may not change while it is gone through."""
+class StepHook:
+    """The hook that torch calls before each step. One serves all runs, and stays when they are over.
+
+    Torch fails where its list of hooks changes while another thread's step goes through it.
+    """
 
     def __init__(self) -> None:
         self.watches: tuple[OptimizerWatch, ...] = ()
-        self.handle: RemovableHandle | None = None
+
+    @staticmethod
+    def all() -> Iterator[StepHook]:
+        """Yield those that torch calls."""
+        return (hook for hook in torch_optimizer._global_optimizer_pre_hooks.values() if isinstance(hook, StepHook))
 
     def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         watches = self.watches

@@ -189,11 +189,18 @@ class ReplicaComparer:
         bodies = self._context.agreement.meet("buffers of each worker", msgpack.packb(self._mirrored.own()))
         first, *others = map(msgpack.unpackb, bodies)
         names = [name for name in first if any(other.get(name) != first[name] for other in others)]
-        if names and not self._said:
-            self._said = True
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        if not names or self._said:
+            return
+        self._said = True
+        frozen = [name for name in names if name in self._mirrored.frozen]
+        if frozen:
             self._context.announce(
-                f"the buffer {names[0]}{more} differs between workers: its module makes it of the samples that it sees, which are one "
+                f"the frozen parameter {_counted(frozen)} differs between workers: the script changes it, and with this strategy replicas "
+                "differ between exchanges. Each worker goes on with its own, and checkpoints have the first one's; run.mean gives the mean"
+            )
+        if buffers := [name for name in names if name not in frozen]:
+            self._context.announce(
+                f"the buffer {_counted(buffers)} differs between workers: its module makes it of the samples that it sees, which are one "
                 "worker's share. Each worker goes on with its own, in evaluation too, and checkpoints have the first one's; have the "
                 "module use run.gather(x) or run.mean(x), if it should be made of all samples"
             )
@@ -274,6 +281,11 @@ class ReplicaComparer:
     def _say(self, text: str) -> None:
         self._event(text)
         self._context.announce(text)
+
+
+def _counted(names: Sequence[str]) -> str:
+    """Return the first of the names, and how many more there are."""
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _described(found: Sequence[Difference], hosts: Sequence[str]) -> str:

@@ -1,6 +1,7 @@
 """Names everything that should be the same on all workers, and what it is here.
 
     parameters       all, frozen ones too                        "blocks.3.attn.weight"
+                     (where replicas differ between steps, frozen ones that the script changes are each worker's own)
     optimizers       state and settings                          "exp_avg of blocks.3.attn.weight", "lr of group 0 of AdamW"
                      (where replicas differ between steps, each worker has optimizer state of its own)
     the strategy's   what it says is the same, such as           "where all last agreed to be, 0"
@@ -23,6 +24,7 @@ from typing import Any, Final, NamedTuple
 import msgpack
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.parallel.batchnorm import is_synchronous
@@ -117,8 +119,9 @@ class ReplicaContents:
         return ReplicaDigest(parts, entries)
 
     def _parts(self, more: Mapping[str, Tensor]) -> Iterator[tuple[str, ReplicaPart]]:
+        frozen = self.frozen
         for slot in self._prepared.slots:
-            if _dense(slot.parameter):
+            if _dense(slot.parameter) and slot.name not in frozen:
                 yield slot.name, _tensor(slot.parameter)
         for name, buffer in self._buffers(synchronous=True):
             yield name, _tensor(buffer)
@@ -135,9 +138,17 @@ class ReplicaContents:
                     for key in state:
                         yield from _leaves(f"{key} of {names.get(id(parameter), '?')}", state, key)
 
+    @property
+    def frozen(self) -> dict[str, Parameter]:
+        """The parameters that a script may change on each worker in another way, by name, such as a teacher that follows its replica."""
+        return {slot.name: slot.parameter for slot in self._prepared.slots if self._apart and not slot.parameter.requires_grad}
+
     def _buffers(self, *, synchronous: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers of synchronous BatchNorm, or all but those of any BatchNorm; each once."""
+        """Yield the buffers of synchronous BatchNorm; or all but those of any BatchNorm, and parameters that may part. Each once."""
         seen: set[int] = set()
+        for name, parameter in () if synchronous else self.frozen.items():
+            if _dense(parameter):
+                yield name, parameter
         for prefix, model in self._prepared.models:
             for place, module in model.named_modules():
                 for name, buffer in module._buffers.items():

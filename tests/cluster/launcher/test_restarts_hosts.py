@@ -127,9 +127,14 @@ def hosts(script, launch) -> Both:
 
 
 STARTS = """
-import json, pathlib, signal
+import json, pathlib, signal, time
 starts = len(json.loads(os.environ["PACELINE_JOB_START"])["events"])
 pathlib.Path(f"{rank}-{starts}-{os.getppid()}-{os.environ['MASTER_PORT']}-{os.environ['PACELINE_STORE'].partition(':')[2]}").touch()
+"""
+
+
+ALL_HERE = """
+while len(list(pathlib.Path().glob(f"*-{starts}-*-*-*"))) < 3: time.sleep(0.01)
 """
 
 
@@ -150,7 +155,7 @@ def launcher(launched: list[Launched], folder: Path, rank: int) -> Launched:
 
 
 def test_hosts_keep_their_numbers_and_ports_are_fresh(hosts: Both, tmp_path: Path) -> None:
-    launched = hosts(STARTS + "if starts < 2 and rank == 2 - starts: os.kill(os.getpid(), 9)\nif starts < 2: signal.pause()", 3)
+    launched = hosts(f"{STARTS}{ALL_HERE}if starts < 2 and rank == 2 - starts: os.kill(os.getpid(), 9)\nif starts < 2: signal.pause()", 3)
     ends = [each.end() for each in launched]
     assert [code for code, _, _ in ends] == [0] * 3, ends
     for _, _, err in ends:

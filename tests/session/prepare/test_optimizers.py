@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.errors import UsageError
+from paceline.session.prepare.optimizers import StepHook
 from paceline.session.run import Run
 from paceline.sync.base import Strategy
 from paceline.sync.localsgd.strategy import LocalSGD
@@ -129,21 +131,49 @@ def test_an_optimizer_of_something_else_steps_as_it_likes_and_is_told_once() -> 
     assert workers(2, body) == [1, 1]
 
 
-def test_torch_calls_nobody_after_the_run() -> None:
-    before = len(_global_optimizer_pre_hooks)
+def test_nobody_is_told_after_the_run() -> None:
+    """Torch's hook stays: its list can't change while another thread's step goes through it."""
     model = net()
+
+    def told() -> list[int]:
+        return [len(hook.watches) for hook in StepHook.all()]
 
     def body(run: Run) -> Any:
         train(*run.prepare(model, sgd(model), batches()))
-        assert len(_global_optimizer_pre_hooks) == before + 1
+        assert told() == [1]
         return run._watch
 
     watch = alone(body)
-    assert len(_global_optimizer_pre_hooks) == before
+    assert told() == [0]
     watch.end()
     with pytest.raises(RuntimeError, match="on purpose"):
         workers(2, fail)
-    assert len(_global_optimizer_pre_hooks) == before
+    assert told() == [0]
+
+
+def test_runs_end_while_another_thread_steps() -> None:
+    """A run's end changes nothing that a step of this one goes through."""
+    model, over = net(), threading.Event()
+    optimizer = sgd(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def body(run: Run) -> None:
+        train(*run.prepare(other := net(1), sgd(other), batches()))
+        run.close()
+
+    def slow(stepping: torch.optim.Optimizer, *_: Any) -> None:
+        if stepping is optimizer:
+            alone(body)
+            over.set()
+
+    handle = register_optimizer_step_pre_hook(slow)
+    try:
+        alone(body)
+        optimizer.step()
+    finally:
+        handle.remove()
+    assert over.is_set()
 
 
 def fail(run: Run) -> None:

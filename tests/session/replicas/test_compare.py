@@ -305,6 +305,29 @@ def test_sequence_is_compared_where_hosts_are_equal() -> None:
     assert "after step 8: rank 3 on host1 in scale. " in found[0].error
 
 
+def test_a_teacher_that_follows_each_replica_is_its_workers_own() -> None:
+    said: list[str] = []
+
+    def body(run: Run) -> Tensor:
+        model, teacher = Net(), nn.Linear(5, 2)
+        teacher.load_state_dict(model.out.state_dict())
+        model, teacher, optimizer, loader = run.prepare(
+            model, teacher.requires_grad_(False), torch.optim.SGD(model.parameters(), 0.1), batches(dtype=torch.float32)
+        )
+        for _ in range(3):
+            for x, y in loader:
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    teacher.weight.lerp_(model.out.weight, 0.1)
+        return teacher.weight.clone()
+
+    one, other = workers(2, body, strategy=pl.LocalSGD(4), comparison=STOP, said=said)
+    assert not torch.equal(one, other)
+    assert sum("the frozen parameter model1.weight differs between workers" in text for text in said) == 1
+
+
 NEVER: list[Strategy] = [pl.Gossip(), pl.LocalSGD(4, fragments=2), pl.LocalSGD(4, delay=1, alpha=0.5)]
 
 
