@@ -20,6 +20,7 @@ from paceline.formatting import spell
 from paceline.parallel.cut import CutContext, CutGradients, ModelCut, SplitAgain
 from paceline.parallel.placement import Placements
 from paceline.parallel.repoint import begin_sums, refuse_memory, repoint
+from paceline.parallel.state_parts import mark
 from paceline.session.axes import RunAxes
 from paceline.session.prepare.copies import ModelCopies
 from paceline.session.prepare.initial import InitialValues
@@ -129,6 +130,8 @@ class ModelCuts:
                 self._spread += [model] if not cut.axis else []
                 self._followers += context.followers
                 self.pipelines += context.pipelines
+            if cuts:
+                mark(model, self.placements.of)
         if self._statistics == "sync" and self.pipelines:
             raise UsageError(
                 "batchnorm='sync' can't be had with layers on several workers (pipeline): leave it out, and statistics are those of each "

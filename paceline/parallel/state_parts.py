@@ -1,0 +1,54 @@
+"""Marks in the `state_dict` of a cut model: it has this worker's parts, and is not for a worker that has others.
+
+    worker 0, tensor=0    torch.save(model.state_dict(), ...)             "up.weight": rows 0 to 2
+    worker 1, tensor=1    model.load_state_dict(torch.load(...))          has rows 2 to 4: refused, as the shapes would fit
+
+A mark lies beside the tensors, where torch keeps the versions of modules (`_metadata`). A dict that is built anew, such as a checkpoint's,
+has none, and is taken as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, Final
+
+from torch import nn
+from torch.nn import Parameter
+
+from paceline.errors import UsageError
+from paceline.parallel.placement import Placement
+
+KEY: Final = "paceline.parts"  # in the metadata of a module: a digest of the place of each of its parameters that are cut
+
+
+def mark(model: nn.Module, place_of: Callable[[Parameter], Placement]) -> None:
+    """Mark the states of all modules that have parts of parameters, and refuse those of other parts from now on."""
+    for place, module in model.named_modules():
+        found = {name: place_of(parameter) for name, parameter in module.named_parameters(recurse=False)}
+        parts = {name: _digest(placement) for name, placement in found.items() if placement.axes}
+        if parts:
+            _follow(module, f"{place}." if place else "", parts)
+
+
+def _follow(module: nn.Module, place: str, parts: dict[str, str]) -> None:
+    """Put marks beside what a module gives, and look at those of what it is given."""
+
+    def write(_: nn.Module, state: Any, prefix: str, metadata: dict[str, Any]) -> None:
+        metadata[KEY] = dict(parts)
+
+    def read(_: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *options: Any) -> None:
+        for name, digest in metadata.get(KEY, {}).items():
+            if digest != parts.get(name, digest):
+                raise UsageError(
+                    f"this state_dict has another worker's part of {place}{name}: where a model is cut, model.state_dict() has the parts of "
+                    "its own worker alone. Save by run.save and go on by run.resume; paceline.state_dict(folder) reads the whole model of a "
+                    "checkpoint"
+                )
+
+    module.register_state_dict_post_hook(write)
+    module.register_load_state_dict_pre_hook(read)
+
+
+def _digest(placement: Placement) -> str:
+    return hashlib.sha256(repr((placement.shape, placement.local, placement.regions)).encode()).hexdigest()[:16]
