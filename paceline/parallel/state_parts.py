@@ -41,9 +41,9 @@ def _follow(module: nn.Module, place: str, parts: dict[str, str]) -> None:
         for name, digest in metadata.get(KEY, {}).items():
             if digest != parts.get(name, digest):
                 raise UsageError(
-                    f"this state_dict has another worker's part of {place}{name}: where a model is cut, model.state_dict() has the parts of "
-                    "its own worker alone. Save by run.save and go on by run.resume; paceline.state_dict(folder) reads the whole model of a "
-                    "checkpoint"
+                    f"this state_dict has another worker's part of {place}{name}: where a model is cut, model.state_dict() has the parts "
+                    "of its own worker alone. Save by run.save and go on by run.resume; paceline.state_dict(folder) reads the whole model "
+                    "of a checkpoint"
                 )
 
     module.register_state_dict_post_hook(write)
