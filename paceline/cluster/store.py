@@ -377,7 +377,7 @@ def _follow(place: Place, deadline: float) -> tuple[TCPStore, int]:
     """
     assert place.meeting is not None
     end = time.monotonic() + deadline
-    if (before := _JOINED.pop(place.meeting, None)) is not None and not place.agent_store:
+    if (before := _JOINED.pop(place.meeting, None)) is not None:
         before.wait(min(deadline, place.timings.store.ending))
     nap = place.timings.store.shortest_retry
     while True:
@@ -385,7 +385,8 @@ def _follow(place: Place, deadline: float) -> tuple[TCPStore, int]:
         try:
             claims = _claim(store, place)
             if claims.add("starts/0", 0) > claims.add(f"starts/{place.rank}", 0):
-                _JOINED[place.meeting] = store_client.EndOfServer(store)
+                if not place.agent_store:  # else it doesn't end between two starts
+                    _JOINED[place.meeting] = store_client.EndOfServer(store)
                 return store, int(claims.add(f"starts/{place.rank}", 1))
         except DistError:
             nap = place.timings.store.shortest_retry  # it has ended now, and the next one is near
