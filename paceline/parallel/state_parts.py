@@ -3,23 +3,22 @@
     worker 0, tensor=0    torch.save(model.state_dict(), ...)             "up.weight": rows 0 to 2
     worker 1, tensor=1    model.load_state_dict(torch.load(...))          has rows 2 to 4: refused, as the shapes would fit
 
-A mark lies beside the tensors, where torch keeps the versions of modules (`_metadata`). A dict that is built anew, such as a checkpoint's,
-has none, and is taken as it is.
+A mark is a digest of the place of each parameter that is cut. It lies beside the tensors, where torch keeps the versions of modules
+(`_metadata`). A dict that is built anew, such as a checkpoint's, has none, and is taken as it is.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 from torch import nn
 from torch.nn import Parameter
 
 from paceline.errors import UsageError
 from paceline.parallel.placement import Placement
-
-KEY: Final = "paceline.parts"  # in the metadata of a module: a digest of the place of each of its parameters that are cut
+from paceline.state.snapshot import MARK
 
 
 def mark(model: nn.Module, place_of: Callable[[Parameter], Placement]) -> None:
@@ -35,10 +34,10 @@ def _follow(module: nn.Module, place: str, parts: dict[str, str]) -> None:
     """Put marks beside what a module gives, and look at those of what it is given."""
 
     def write(_: nn.Module, state: Any, prefix: str, metadata: dict[str, Any]) -> None:
-        metadata[KEY] = dict(parts)
+        metadata[MARK] = dict(parts)
 
     def read(_: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *options: Any) -> None:
-        for name, digest in metadata.get(KEY, {}).items():
+        for name, digest in metadata.get(MARK, {}).items():
             if digest != parts.get(name, digest):
                 raise UsageError(
                     f"this state_dict has another worker's part of {place}{name}: where a model is cut, model.state_dict() has the parts "

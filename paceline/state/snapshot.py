@@ -31,6 +31,7 @@ DTYPES: Final[dict[str, torch.dtype]] = {  # by the name that they are written a
     str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)
 }
 WORD: Final = 8  # bytes
+MARK: Final = "paceline.parts"  # in the metadata of a module: which parts of its parameters a worker has, which isn't kept
 _RESERVED: Final = "__metadata__"  # a name that safetensors keeps for itself
 SAFE: Final = frozenset({"float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"})
 _SEQUENCES: Final[dict[type, str]] = {tuple: "tuple", torch.Size: "size", set: "set", frozenset: "frozenset"}
@@ -240,7 +241,8 @@ class _Encoder:
         items = [[self.encode(key, (*path, str(key))), self.encode(item, (*path, str(key)))] for key, item in value.items()]
         tree = {"$": _MAPPINGS[kind], "items": items}
         if kind is OrderedDict and hasattr(value, "_metadata"):  # the versions of a model's modules
-            tree["metadata"] = self.encode(value._metadata, (*path, "_metadata"))
+            kept = {name: {key: item for key, item in known.items() if key != MARK} for name, known in value._metadata.items()}
+            tree["metadata"] = self.encode(OrderedDict(kept), (*path, "_metadata"))
         return tree
 
     def _tensor(self, tensor: Tensor, path: tuple[str, ...]) -> dict[str, Json]:
