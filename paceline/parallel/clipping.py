@@ -7,6 +7,7 @@ A script may have imported the functions before: it is what they call that is re
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -23,8 +24,10 @@ _REGISTRY: Final = threading.Lock()  # of what stands in torch's functions, for 
 class GradientClipper(Protocol):
     """Whatever clips gradients in torch's place. `own` is torch's function, with the arguments that the script gave."""
 
-    def clip_norm(self, parameters: list[Tensor], max_norm: float, norm_type: float, own: Callable[[], Tensor]) -> Tensor:
-        """Clip by the norm, and return it."""
+    def clip_norm(
+        self, parameters: list[Tensor], max_norm: float, norm_type: float, own: Callable[[], Tensor], *, finite: bool = False
+    ) -> Tensor:
+        """Clip by the norm, and return it. Raises `RuntimeError`, as torch does, for one that isn't finite and has to be (`finite`)."""
         ...
 
     def clip_by(self, name: str, own: Callable[[], Any]) -> Any:
@@ -50,16 +53,28 @@ class ClipDoor:
 
         if self.name != "clip_grad_norm_":
             return clipper.clip_by(self.name.lstrip("_"), own)
-        return clipper.clip_norm(asked, *_norm(*args, **options), own)
+        max_norm, norm_type, finite = _norm(*args, **options)
+        return clipper.clip_norm(asked, max_norm, norm_type, own, finite=finite)
 
 
 def _nobody() -> None:
     return None
 
 
-def _norm(max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None) -> tuple[float, float]:
-    """Return the norm, and its kind, from what clip_grad_norm_ is called with."""
-    return float(max_norm), float(norm_type)
+def check_finite(norm: float, norm_type: float) -> None:
+    """Raise `RuntimeError`, as torch's clip_grad_norm_ does, for a norm that is no finite number."""
+    if not math.isfinite(norm):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped. To disable this "
+            "error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+        )
+
+
+def _norm(
+    max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+) -> tuple[float, float, bool]:
+    """Return the norm, its kind and whether it has to be finite from what clip_grad_norm_ is called with."""
+    return float(max_norm), float(norm_type), bool(error_if_nonfinite)
 
 
 def _doors() -> Iterable[ClipDoor]:

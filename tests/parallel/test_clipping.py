@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
 
-from paceline.parallel.clipping import clip_plainly, let_clip
+from paceline.parallel.clipping import check_finite, clip_plainly, let_clip
 
 
 class Noted:
@@ -20,8 +20,10 @@ class Noted:
     def __init__(self) -> None:
         self.asked: list[Any] = []
 
-    def clip_norm(self, parameters: list[Tensor], max_norm: float, norm_type: float, own: Callable[[], Tensor]) -> Tensor:
-        self.asked.append((len(parameters), max_norm, norm_type))
+    def clip_norm(
+        self, parameters: list[Tensor], max_norm: float, norm_type: float, own: Callable[[], Tensor], *, finite: bool = False
+    ) -> Tensor:
+        self.asked.append((len(parameters), max_norm, norm_type, *(["finite"] if finite else [])))
         return own()
 
     def clip_by(self, name: str, own: Callable[[], Any]) -> Any:
@@ -45,6 +47,17 @@ def test_the_clipper_of_any_of_the_parameters_is_asked() -> None:
     # torch's own clip_grad_norm_ goes through clip_grads_with_norm_
     assert noted.asked == [(2, 1.0, float("inf")), "clip_grads_with_norm_", "clip_grad_value_", "clip_grads_with_norm_"]
     assert all(p.grad is not None and torch.allclose(p.grad, torch.full((2,), 0.05)) for p in mine)
+
+
+def test_the_clipper_hears_whether_the_norm_has_to_be_finite() -> None:
+    mine, noted = weights(), Noted()
+    let_clip(mine, noted)
+    clip_grad_norm_(mine, 1.0, 2.0, True)
+    clip_grad_norm_(mine, 1.0, error_if_nonfinite=True)
+    assert [asked for asked in noted.asked if "finite" in asked] == [(2, 1.0, 2.0, "finite")] * 2
+    for norm in (float("nan"), float("inf")):
+        with pytest.raises(RuntimeError, match=r"The total norm of order 2\.0 for gradients from `parameters` is non-finite, so it cannot"):
+            check_finite(norm, 2.0)
 
 
 def test_other_parameters_are_clipped_by_torch() -> None:

@@ -14,14 +14,20 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from paceline.errors import UsageError
+from paceline.parallel.clipping import check_finite
 from paceline.session.axes import RunAxes
 from paceline.session.prepare.cuts import ModelCuts
 
 TINY = 1e-6  # as torch adds to a norm before it divides by it
 
 
-def clip(parameters: Iterable[Tensor], max_norm: float, norm_type: float, *, cuts: ModelCuts, axes: RunAxes) -> Tensor:
-    """Clip the gradients of these parameters, or of what is trained in their place, and return their norm before. Collective."""
+def clip(
+    parameters: Iterable[Tensor], max_norm: float, norm_type: float, *, finite: bool = False, cuts: ModelCuts, axes: RunAxes
+) -> Tensor:
+    """Clip the gradients of these parameters, or of what is trained in their place, and return their norm before. Collective.
+
+    `finite`: raise `RuntimeError` on all workers for a norm that isn't, and leave gradients as they are.
+    """
     if not norm_type > 0:
         raise UsageError(f"run.clip: norm_type={norm_type} is no norm; give a number above 0, or inf")
     norms = {frozenset(kind): list[Tensor]() for count in range(len(axes.cut) + 1) for kind in itertools.combinations(axes.cut, count)}
@@ -41,6 +47,8 @@ def clip(parameters: Iterable[Tensor], max_norm: float, norm_type: float, *, cut
     gathers = [group.all_gather(sums[kind], name="run.clip") for kind, group in groups.items()]  # all travel at once
     parts = axes.slice.agreement.wait(lambda: [part for gather in gathers for part in gather.wait()], "run.clip") if gathers else []
     total = float(_joined([sums[frozenset()], *parts], norm_type))
+    if finite:
+        check_finite(total, norm_type)
     if grads and not total + TINY <= max_norm:  # so that a norm that is no number reaches the gradients, as torch has it
         torch._foreach_mul_(grads, max_norm / (total + TINY))
     return torch.tensor(total, dtype=grads[0].dtype if grads else torch.get_default_dtype())

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.parallel.clipping import clip_plainly, let_clip
+from paceline.parallel.clipping import check_finite, clip_plainly, let_clip
 from paceline.session.axes import RunAxes
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare import clipping
@@ -38,22 +38,27 @@ class GradientClipping:
             let_clip(new, self)
             self._loop.bound.append(functools.partial(clip_plainly, new))
 
-    def clip(self, parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """Clip gradients where they are, and return their norm before."""
+    def clip(self, parameters: list[Tensor], max_norm: float, norm_type: float, *, finite: bool = False) -> Tensor:
+        """Clip gradients where they are, and return their norm before. `finite`: raise `RuntimeError` on all workers for one that isn't."""
         if self._axes.cut:
-            act = functools.partial(clipping.clip, parameters, max_norm, norm_type, cuts=self._cuts, axes=self._axes)
+            act = functools.partial(clipping.clip, parameters, max_norm, norm_type, finite=finite, cuts=self._cuts, axes=self._axes)
             return self._axes.slice.agreement.attempt(act, "run.clip")
-        return self._remote.clip(parameters, max_norm, norm_type)
+        found = self._remote.clip(parameters, max_norm, norm_type)
+        if finite:
+            check_finite(float(found), norm_type)
+        return found
 
-    def clip_norm(self, parameters: list[Tensor], max_norm: float, norm_type: float, own: Callable[[], Tensor]) -> Tensor:
-        """Clip by the norm, and return it."""
+    def clip_norm(
+        self, parameters: list[Tensor], max_norm: float, norm_type: float, own: Callable[[], Tensor], *, finite: bool = False
+    ) -> Tensor:
+        """Clip by the norm, and return it. Raises `RuntimeError` for one that isn't finite and has to be, where gradients are whole."""
         loop = self._loop
         if loop.micro_batches(last=False) is None:
             loop.ready("clip_grad_norm_")
             if not (self._axes.cut or self._remote.steps_all):
                 return own()
             if loop.acting:
-                return self.clip(parameters, max_norm, norm_type)
+                return self.clip(parameters, max_norm, norm_type, finite=finite)
         return nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None], norm_type)
 
     def clip_by(self, name: str, own: Callable[[], Any]) -> Any:

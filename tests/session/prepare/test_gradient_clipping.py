@@ -69,8 +69,7 @@ def test_servers_do_not_clip_each_gradient(clip: Clip) -> None:
         workers(2, lambda run: train(run, clip), strategy=ParameterServer())
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize(
+CUTS = pytest.mark.parametrize(
     ("mesh", "cut"),
     [
         ("tensor=2", [pl.tensor({"0": pl.column(), "2": pl.row()})]),
@@ -80,6 +79,10 @@ def test_servers_do_not_clip_each_gradient(clip: Clip) -> None:
     ],
     ids=["tensor", "replicas of tensor", "stage", "zero=1", "zero=2", "zero=3"],
 )
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@CUTS
 def test_where_a_model_is_cut_the_norm_is_that_of_all_parts(mesh: str, cut: Any, accumulate: int) -> None:
     def body(run: Run, cut: Any) -> tuple[list[float], Tensor]:
         torch.manual_seed(0)
@@ -100,6 +103,49 @@ def test_where_a_model_is_cut_the_norm_is_that_of_all_parts(mesh: str, cut: Any,
     for found, said in workers(4 if "," in mesh else 2, lambda run: body(run, cut), mesh=mesh):
         assert found == pytest.approx(norms, rel=1e-9)
         assert torch.allclose(said, answer, rtol=1e-9, atol=0)
+
+
+@CUTS
+def test_a_norm_that_has_to_be_finite_and_is_not_raises_on_all_workers(mesh: str, cut: Any) -> None:
+    """One worker along the axis has such a gradient, in a part of the first layer."""
+
+    def body(run: Run, cut: Any) -> tuple[int, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+        fill(model)
+        model, optimizer, loader = run.prepare(model, sgd(model), batches(24), cut=cut)
+        raised = 0
+        for number, (x, y) in enumerate(loader):
+            run.step(model, x, y, loss=F.mse_loss)
+            first = optimizer.param_groups[0]["params"][0]
+            if number == 1 and first.grad is not None and run.rank in (0, run.size // 2 if "data" in mesh else 0):
+                first.grad[..., :1] = torch.inf
+            try:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05, error_if_nonfinite=True)
+                optimizer.step()
+            except RuntimeError as error:
+                assert "is non-finite, so it cannot be clipped" in str(error)
+                raised += 1
+            optimizer.zero_grad()
+        return raised, run.forward(model, torch.ones(1, 6, dtype=torch.float64))
+
+    raised, answer = alone(lambda run: body(run, None))
+    assert raised == 1
+    for found, said in workers(4 if "," in mesh else 2, lambda run: body(run, cut), mesh=mesh):
+        assert found == 1 and torch.allclose(said, answer, rtol=1e-9, atol=0)
+
+
+def test_servers_have_a_norm_that_has_to_be_finite() -> None:
+    def body(run: Run) -> None:
+        model = net()
+        model, _, loader = run.prepare(model, sgd(model), batches(24))
+        for x, y in loader:
+            (F.mse_loss(model(x), y) * torch.inf).backward()
+            with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped"):
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05, error_if_nonfinite=True)
+            return
+
+    workers(2, body, strategy=ParameterServer())
 
 
 def test_inside_of_no_sync_gradients_are_not_there_yet() -> None:
