@@ -2,6 +2,8 @@
 
 nn.utils.clip_grad_norm_(model.parameters(), 1.0)    ->    the `GradientClipper` of these parameters, if they have one    ->    torch's own
 
+Where models are cut, the norm that torch takes of gradients by itself (get_total_norm) is refused, as is clipping that finds none of them.
+
 A script may have imported the functions before: it is what they call that is replaced, in the functions themselves.
 """
 
@@ -13,7 +15,8 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Final, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -34,17 +37,38 @@ class GradientClipper(Protocol):
         """Clip each gradient by itself, as the function of this name does: by value, or by a norm that is given."""
         ...
 
+    def check_norm(self, parameters: list[Tensor]) -> None:
+        """Raise `UsageError` where the norm of the gradients that these parameters have here isn't that of all workers."""
+        ...
 
-class ClipDoor:
+    def check_idle(self, name: str) -> None:
+        """Raise `UsageError` where this function, which was given no gradient, would do nothing, as there are some elsewhere."""
+        ...
+
+
+class Door:
     """What torch's function of this name calls in place of `own`."""
 
     def __init__(self, name: str, own: Callable[..., Any]) -> None:
         self.name, self.own = name, own
         self.clippers = WeakIdKeyDictionary()  # by parameter: a weak reference to its clipper
 
+    def check_idle(self) -> None:
+        """Have all clippers that live check a call without any gradient."""
+        with _REGISTRY:
+            living = {id(clipper): clipper for found in self.clippers.values() if (clipper := found()) is not None}
+        for clipper in living.values():
+            clipper.check_idle(self.name.lstrip("_"))
+
+
+class ClipDoor(Door):
+    """Has the clipper of any of the parameters clip."""
+
     def __call__(self, parameters: Any, *args: Any, **options: Any) -> Any:
         asked = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         clipper = next((found for parameter in asked if (found := self.clippers.get(parameter, _nobody)()) is not None), None)
+        if not asked or (self.name == "_clip_grads_with_norm_" and all(parameter.grad is None for parameter in asked)):
+            self.check_idle()
         if clipper is None:
             return self.own(asked or (parameter for parameter in asked), *args, **options)  # torch warns of a generator without any
 
@@ -57,8 +81,49 @@ class ClipDoor:
         return clipper.clip_norm(asked, max_norm, norm_type, own, finite=finite)
 
 
+class NormDoor(Door):
+    """Has clippers check the norm of gradients that parameters of theirs have."""
+
+    def __call__(self, tensors: Any, *args: Any, **options: Any) -> Any:
+        asked = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if not asked:
+            self.check_idle()
+        with _REGISTRY:
+            grads = {_place(p.grad): (p, clipper) for p, clipper in self.clippers.items() if p.grad is not None} if asked else {}
+        theirs: dict[Callable[[], GradientClipper | None], list[Tensor]] = {}
+        for parameter, clipper in (grads[place] for tensor in asked if (place := _place(tensor)) in grads) if grads else ():
+            theirs.setdefault(clipper, []).append(parameter)
+        for found, parameters in theirs.items():
+            if (living := found()) is not None:
+                living.check_norm(parameters)
+        return self.own(asked, *args, **options)
+
+
+DOORS: Final[dict[str, type[Door]]] = {
+    "clip_grad_norm_": ClipDoor,
+    "clip_grad_value_": ClipDoor,
+    "_clip_grads_with_norm_": ClipDoor,
+    "_get_total_norm": NormDoor,
+}
+
+
 def _nobody() -> None:
     return None
+
+
+def _place(tensor: Tensor) -> object:
+    """Return what tensors with the same numbers in memory have in common."""
+    plain = tensor.layout == torch.strided and type(tensor) in (Tensor, nn.Parameter) and tensor.numel()
+    return (tensor.data_ptr(), tensor.numel()) if plain else id(tensor)
+
+
+def norm_here(gradients: list[Tensor], norm_type: float) -> Tensor:
+    """Return torch's norm of these gradients, which nobody checks: that of this worker."""
+    with _REGISTRY:
+        own = next((door.own for door in _doors() if isinstance(door, NormDoor)), nn.utils.get_total_norm)
+    with torch.no_grad():
+        found: Tensor = own(gradients, norm_type)
+    return found
 
 
 def check_finite(norm: float, norm_type: float) -> None:
@@ -77,26 +142,26 @@ def _norm(
     return float(max_norm), float(norm_type), bool(error_if_nonfinite)
 
 
-def _doors() -> Iterable[ClipDoor]:
+def _doors() -> Iterable[Door]:
     """Yield what stands in each of torch's functions, and put it there the first time."""
-    for name in ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_"):
-        function = getattr(clip_grad, name)
+    for name, kind in DOORS.items():
+        function: Any = getattr(clip_grad, name, None)
         function = getattr(function, "before", function)  # where a cut stands before it
-        names = function.__code__.co_freevars
+        names = () if function is None else function.__code__.co_freevars
         if INNER not in names:
             continue  # another version of torch
         cell = function.__closure__[names.index(INNER)]
-        if not isinstance(cell.cell_contents, ClipDoor):
-            cell.cell_contents = ClipDoor(name, cell.cell_contents)
+        if not isinstance(cell.cell_contents, Door):
+            cell.cell_contents = kind(name, cell.cell_contents)
         yield cell.cell_contents
 
 
-def let_clip(parameters: Iterable[Tensor], clipper: GradientClipper) -> None:
-    """Let `clipper` clip the gradients of these parameters from now on, as long as it lives."""
+def let_clip(parameters: Iterable[Tensor], clipper: GradientClipper, *, cut: bool = False) -> None:
+    """Let `clipper` clip the gradients of these parameters from now on, as long as it lives; check their norms too, if some are `cut`."""
     known = list(parameters)
     with _REGISTRY:
         for door in _doors():
-            for parameter in known:
+            for parameter in known if cut or isinstance(door, ClipDoor) else ():
                 door.clippers[parameter] = weakref.ref(clipper)
 
 

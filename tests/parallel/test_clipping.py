@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
-from paceline.parallel.clipping import check_finite, clip_plainly, let_clip
+from paceline.parallel.clipping import check_finite, clip_plainly, let_clip, norm_here
 
 
 class Noted:
@@ -29,6 +29,12 @@ class Noted:
     def clip_by(self, name: str, own: Callable[[], Any]) -> Any:
         self.asked.append(name)
         return own()
+
+    def check_norm(self, parameters: list[Tensor]) -> None:
+        self.asked.append(("norm", len(parameters)))
+
+    def check_idle(self, name: str) -> None:
+        self.asked.append(("idle", name))
 
 
 def weights(count: int = 2) -> list[nn.Parameter]:
@@ -58,6 +64,38 @@ def test_the_clipper_hears_whether_the_norm_has_to_be_finite() -> None:
     for norm in (float("nan"), float("inf")):
         with pytest.raises(RuntimeError, match=r"The total norm of order 2\.0 for gradients from `parameters` is non-finite, so it cannot"):
             check_finite(norm, 2.0)
+
+
+def test_the_norm_of_parameters_of_which_some_are_cut_is_checked() -> None:
+    mine, others, noted = weights(), weights(), Noted()
+    let_clip(others, noted)
+    let_clip(mine, noted, cut=True)
+    for grads in ([p.grad for p in others], [mine[0].grad, others[0].grad], (p.grad.detach() for p in mine if p.grad is not None)):
+        get_total_norm(grads)  # type: ignore[arg-type]
+    assert noted.asked == [("norm", 1), ("norm", 2)]
+    assert mine[0].grad is not None and float(get_total_norm(mine[0].grad)) == float(norm_here([mine[0].grad], 2.0)) > 4
+    assert noted.asked == [("norm", 1), ("norm", 2), ("norm", 1)]
+    clip_plainly(mine)
+    assert float(get_total_norm([p.grad for p in mine if p.grad is not None])) == pytest.approx(6.0) and len(noted.asked) == 3
+
+
+def test_calls_without_gradients_are_checked() -> None:
+    mine, noted = weights(), Noted()
+    let_clip(mine, noted, cut=True)
+    assert float(get_total_norm([])) == 0
+    with pytest.warns(UserWarning, match="empty generator"):
+        assert float(clip_grad_norm_([], 1.0)) == 0
+    for parameter in mine:
+        parameter.grad = None
+    clip_grads_with_norm_(mine, 1.0, torch.tensor(10.0))
+    assert noted.asked == [
+        ("idle", "get_total_norm"),
+        ("idle", "clip_grad_norm_"),
+        ("idle", "get_total_norm"),
+        ("idle", "clip_grads_with_norm_"),
+        ("idle", "clip_grads_with_norm_"),
+        "clip_grads_with_norm_",
+    ]
 
 
 def test_other_parameters_are_clipped_by_torch() -> None:

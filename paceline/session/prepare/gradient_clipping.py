@@ -9,18 +9,22 @@ where models are cut           both take the norm over all workers
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Parameter
 
 from paceline.errors import UsageError
-from paceline.parallel.clipping import check_finite, clip_plainly, let_clip
+from paceline.parallel.clipping import check_finite, clip_plainly, let_clip, norm_here
 from paceline.session.axes import RunAxes
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare import clipping
 from paceline.session.prepare.cuts import ModelCuts
 from paceline.session.prepare.remote import RemoteSteps
+
+CALL = "call nn.utils.clip_grad_norm_(model.parameters(), max_norm) or run.clip(model, max_norm)"
 
 
 class GradientClipping:
@@ -29,13 +33,16 @@ class GradientClipping:
     def __init__(self, loop: TrainingLoop, cuts: ModelCuts, axes: RunAxes, remote: RemoteSteps) -> None:
         self._loop, self._cuts, self._axes, self._remote = loop, cuts, axes, remote
         self._known: set[int] = set()  # ids of parameters
+        self._wholes: list[weakref.ref[Parameter]] = []  # which others are trained in the place of
 
     def follow(self, parameters: Iterable[Tensor]) -> None:
         """Clip the gradients of these parameters in torch's place, until the run ends."""
         new = [parameter for parameter in parameters if id(parameter) not in self._known]
         if new:
             self._known.update(map(id, new))
-            let_clip(new, self)
+            let_clip(new, self, cut=bool(self._axes.cut))
+            parts = [whole for whole in new if isinstance(whole, Parameter) and self._cuts.renewed(whole) is not None]
+            self._wholes += map(weakref.ref, parts)
             self._loop.bound.append(functools.partial(clip_plainly, new))
 
     def clip(self, parameters: list[Tensor], max_norm: float, norm_type: float, *, finite: bool = False) -> Tensor:
@@ -59,7 +66,7 @@ class GradientClipping:
                 return own()
             if loop.acting:
                 return self.clip(parameters, max_norm, norm_type, finite=finite)
-        return nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None], norm_type)
+        return norm_here([parameter.grad for parameter in parameters if parameter.grad is not None], norm_type)
 
     def clip_by(self, name: str, own: Callable[[], Any]) -> Any:
         """Clip each gradient by itself. Raises `UsageError` where only servers have the gradients that a step takes."""
@@ -72,3 +79,23 @@ class GradientClipping:
         if loop.micro_batches(last=False) is None:
             loop.ready(name)
             own()
+
+    def check_norm(self, parameters: list[Tensor]) -> None:
+        """Raise `UsageError` where workers have parts of these parameters, or have others of the model."""
+        for parameter in parameters:
+            where = self._cuts.placements.of(parameter) if isinstance(parameter, Parameter) else None
+            along = [name for name in where.axes if name in self._axes.cut] if where is not None else []
+            if where is not None and along:
+                raise UsageError(
+                    f"get_total_norm of the gradient of {where.name} would be the norm of what this worker has, as the model is cut along "
+                    f"`{along[0]}`: {CALL}, which take it over all workers"
+                )
+
+    def check_idle(self, name: str) -> None:
+        """Raise `UsageError` where pieces have gradients, which a script doesn't find at the whole parameters of the model."""
+        pieces = [self._cuts.renewed(whole) for ref in self._wholes if (whole := ref()) is not None and whole.grad is None]
+        if any(piece is not None and piece.grad is not None for piece in pieces):
+            raise UsageError(
+                f"{name} was given no gradient and would do nothing: a model is cut by shard(zero=1) or (zero=2), where pieces have them; "
+                f"{CALL}, which find them"
+            )

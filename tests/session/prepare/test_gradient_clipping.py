@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -133,6 +134,74 @@ def test_a_norm_that_has_to_be_finite_and_is_not_raises_on_all_workers(mesh: str
     assert raised == 1
     for found, said in workers(4 if "," in mesh else 2, lambda run: body(run, cut), mesh=mesh):
         assert found == 1 and torch.allclose(said, answer, rtol=1e-9, atol=0)
+
+
+@CUTS
+def test_where_a_model_is_cut_no_worker_takes_the_norm_of_its_own_parts(mesh: str, cut: Any) -> None:
+    def body(run: Run, measure: Callable[[nn.Module], Tensor]) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+        fill(model)
+        model, optimizer, loader = run.prepare(model, sgd(model), batches(24), cut=cut if run.size > 1 else None)
+        for x, y in loader:
+            run.step(model, x, y, loss=F.mse_loss)
+            if run.size > 1:
+                with pytest.raises(UsageError, match=r"call nn\.utils\.clip_grad_norm_\(model.parameters\(\), max_norm\) or run"):
+                    by_given_norm(model)
+            norm = measure(model)
+            nn.utils.clip_grads_with_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.05, norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        found: Tensor = run.forward(model, torch.ones(1, 6, dtype=torch.float64))
+        return found
+
+    def measured(model: nn.Module) -> Tensor:
+        return nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+
+    answer = alone(lambda run: body(run, measured))
+    for said in workers(4 if "," in mesh else 2, lambda run: body(run, measured), mesh=mesh):
+        assert torch.allclose(said, answer, rtol=1e-9, atol=0)
+
+
+def test_gradients_that_workers_have_whole_have_their_norm() -> None:
+    def body(run: Run) -> None:
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+        run.prepare(model, sgd(model), cut=pl.tensor({"0": pl.column(), "2": pl.row()}))
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        assert float(nn.utils.get_total_norm(model[2].bias.grad)) == pytest.approx(2**0.5)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match=r"get_total_norm of the gradient of 0.weight .* what this worker has, .* along `tensor`"):
+            nn.utils.get_total_norm(model[0].weight.grad)  # type: ignore[arg-type]
+
+    workers(2, body, mesh="tensor=2")
+
+
+@pytest.mark.parametrize(("zero", "mesh"), [(1, "shard"), (2, "shard"), (2, "data=2, shard=2")])
+def test_clipping_that_finds_no_gradients_while_pieces_have_them_is_refused(zero: Any, mesh: str) -> None:
+    def acts(model: nn.Module) -> dict[str, Callable[[], Any]]:
+        found = [p for p in model.parameters() if p.grad is not None]
+        return {
+            "clip_grad_norm_": lambda: nn.utils.clip_grad_norm_(found, 0.05),
+            "get_total_norm": lambda: nn.utils.get_total_norm(found),
+            "clip_grads_with_norm_": lambda: nn.utils.clip_grads_with_norm_(model.parameters(), 0.05, torch.tensor(9.0)),
+        }
+
+    def body(run: Run) -> None:
+        model = net()
+        model, optimizer, loader = run.prepare(model, sgd(model), batches(8), cut=pl.shard(zero=zero))
+        acts(model)["clip_grads_with_norm_"]()  # there are none anywhere
+        for x, y in loader:
+            F.mse_loss(model(x), y).backward()
+            for name, act in acts(model).items():
+                with pytest.raises(UsageError, match=rf"{name} was given no gradient and would do nothing: a model is cut by shard"):
+                    act()
+            plain = nn.Linear(2, 2)
+            plain(torch.ones(1, 2)).sum().backward()
+            assert float(nn.utils.clip_grad_norm_(plain.parameters(), 0.1)) == pytest.approx(6**0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    workers(4 if "," in mesh else 2, body, mesh=mesh)
 
 
 def test_servers_have_a_norm_that_has_to_be_finite() -> None:
