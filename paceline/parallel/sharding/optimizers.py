@@ -19,11 +19,21 @@ from paceline.errors import UsageError
 
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 
+ONE_NUMBER = (  # in lower case: optimizers of any library that take a norm, a product or a step size over all parameters together
+    *("adai", "adaiv2", "alig", "asam", "bsam", "dadaptadagrad", "dadaptadam", "dadaptadan", "dadaptlion", "dadaptsgd", "dog", "dowg"),
+    *("friendlysam", "gsam", "looksam", "momo", "momoadam", "prodigy", "prodigyreference", "ranger21", "sam", "wsam"),
+)
+
+
+def takes_one_number(optimizer: Optimizer) -> bool:
+    """Whether an optimizer takes one number over all parameters, by the names of its class and of those that it is made of."""
+    return any(kind.__name__.lower() in ONE_NUMBER for kind in type(optimizer).__mro__)
+
 
 def check_elementwise(optimizer: Optimizer) -> None:
     """Raise `UsageError` for an optimizer that looks at whole parameters, or that isn't known to step each element by itself."""
     kinds = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim")]
-    if not kinds or kinds[0] not in ELEMENTWISE:
+    if not kinds or kinds[0] not in ELEMENTWISE or takes_one_number(optimizer):
         raise UsageError(
             f"{type(optimizer).__qualname__} may look at whole parameters, and shard() gives each worker flat pieces of them; what goes is "
             f"what steps each element by itself: {', '.join(ELEMENTWISE)}, and classes made of these"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -15,11 +15,13 @@ from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline import notation
+from paceline.cluster.mesh import Mesh
 from paceline.errors import UsageError
 from paceline.formatting import spell
 from paceline.parallel.cut import CutContext, CutGradients, ModelCut, SplitAgain
 from paceline.parallel.placement import Placements
 from paceline.parallel.repoint import begin_sums, refuse_memory, repoint
+from paceline.parallel.sharding.optimizers import takes_one_number
 from paceline.parallel.state_parts import mark
 from paceline.session.axes import RunAxes
 from paceline.session.prepare.copies import ModelCopies
@@ -187,6 +189,7 @@ class ModelCuts:
         mesh = self._axes.mesh
         dealt = {id(p) for model, _ in self.pipelines for p in model.parameters()} if mesh.extent("stage") > 1 else set()
         for optimizer in optimizers:
+            refuse_one_number(optimizer, self.placements, mesh, dealt)
             kinds = type(optimizer).__mro__
             of_torch = any(kind.__name__ in WHOLE and kind.__module__.startswith("torch.optim") for kind in kinds)
             whole = of_torch or any(kind.__name__.lower() in LAYERWISE for kind in kinds)
@@ -281,3 +284,15 @@ def read(asked: Asked) -> tuple[ModelCut, ...]:
     if wrong is not None:
         raise UsageError(f"cut={wrong!r} is no cut; write e.g. cut=[shard('blocks.*')]")
     return tuple(found)
+
+
+def refuse_one_number(optimizer: Optimizer, placements: Placements, mesh: Mesh, dealt: Container[int]) -> None:
+    """Raise `UsageError` for an optimizer that takes one number over all parameters, where workers have parts or other layers (`dealt`)."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]) if takes_one_number(optimizer) else ():
+        along = [name for name in placements.of(parameter).axes if mesh.extent(name) > 1]
+        if along or id(parameter) in dealt:
+            raise UsageError(
+                f"{type(optimizer).__qualname__} takes one number (a norm, a step size) over all parameters, and each worker along "
+                f"`{along[0] if along else 'stage'}` would take that of its own parts: what goes is an optimizer that steps each "
+                "element by itself, such as AdamW"
+            )

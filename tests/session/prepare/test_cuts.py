@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -107,6 +107,39 @@ def test_optimizers_of_whole_matrices_are_refused_where_workers_have_parts(kind:
 
     with pytest.raises(UsageError, match=f"{kind.__name__} looks at whole matrices, and each worker has a part of 0.weight"):
         workers(2, body, mesh="tensor=2")
+
+
+class Plain(torch.optim.SGD):
+    """Needs no learning rate."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, 0.1)
+
+
+class SAM(Plain):
+    """As other libraries have it: a step by the norm of all gradients."""
+
+
+class Prodigy(Plain):
+    """As other libraries have it: a step size from sums over all parameters."""
+
+
+@pytest.mark.parametrize("kind", [SAM, Prodigy])
+@pytest.mark.parametrize(
+    ("axis", "cut"),
+    [
+        ("tensor", pl.tensor({"0": pl.column(), "1": pl.row()})),
+        ("stage", pl.pipeline("0, 1")),
+        *(("shard", shard(zero=zero)) for zero in (1, 2, 3)),
+    ],
+)
+def test_optimizers_of_one_number_over_all_parameters_are_refused(axis: str, cut: Any, kind: type[Plain]) -> None:
+    def body(run: Run) -> None:
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        run.prepare(model, kind(model.parameters()), cut=cut)
+
+    with pytest.raises(UsageError, match=f"{kind.__name__} takes one number .* over all parameters, and each worker along `{axis}` would"):
+        workers(2, body, mesh=f"{axis}=2")
 
 
 def test_cuts_are_read_as_objects_and_as_text() -> None:
