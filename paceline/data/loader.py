@@ -20,6 +20,7 @@ from paceline.data.checks import check_cost, check_loader, check_speeds
 from paceline.data.costs import Cost, SampleCosts
 from paceline.data.dynamic import DynamicPipeline, check_terms
 from paceline.data.indexed import IndexedPipeline
+from paceline.data.outline import difference
 from paceline.data.sampler import check_samplers
 from paceline.data.shares import AskedShares, policy, probe
 from paceline.data.spec import GlobalBatch, LoaderSpec, Loss, MicroBatchPart, Pipeline, Readers, Sharding, Weigh, drained
@@ -130,6 +131,8 @@ def deal(
     options: dict[str, Any] = {"train": train, "pad": pad, "readers": readers, "shard": shard, "local": local, "say": say, "move": move}
     micros: dict[str, Any] = {"trial": trial} if accumulate == "auto" else {"accumulate": accumulate}
     terms = LoaderSpec(loader, agreement, dealt, loss=loss, weigh=weigh, asked=shares, **options, **micros)
+    if not agreement.alone:
+        terms.outline()
     if cost is not None:
         check_cost(loader, cost, lockstep=sample_queue is None or train is False)
         terms.costs = SampleCosts(cost, loader.dataset)
@@ -194,6 +197,8 @@ class ShareLoader:
         terms = self.terms
         terms.begin_epoch()
         self.hooks.epoch_asked(self)
+        if terms.agreement.recovery is not None:
+            terms.outline()  # of one worker alone, too: others may join later
         terms.try_memory()
         if (now := self.hooks.generation(self)) != self._generation:
             self._generation = now
@@ -411,13 +416,19 @@ def _weight(weigh: Weigh, part: MicroBatchPart) -> float:
 
 
 def _compare(terms: LoaderSpec, what: str, facts: list[Any]) -> None:
-    """Meet the others at `what`, and raise `DataError` where they deal on other terms."""
-    if terms.alone:
+    """Meet the others at `what`, and raise `DataError` where they deal on other terms, or have other data sets as an epoch begins."""
+    if terms.agreement.alone:
         return
     mine = [*facts, probe(terms.shares, terms.loader.batch_size), terms.loss, terms.readers, terms.shard, terms.cost_kind]
     names = [*("epoch", "step", "train", "accumulate")[: len(facts)], "shares", "loss", "readers", "shard", "cost="]
-    others = [msgpack.unpackb(body) for body in terms.agreement.meet(what, msgpack.packb(mine))]
-    for rank, other in enumerate(others):
-        for name, value, first in zip(names, other, others[0], strict=True):
+    body = msgpack.packb((mine, terms.outline() if facts else {}))
+    others = [msgpack.unpackb(answer) for answer in terms.agreement.compare(what, body)]
+    for rank, (other, _) in enumerate(others):
+        for name, value, first in zip(names, other, others[0][0], strict=True):
             if value != first:
                 raise DataError(f"workers deal a loader on different terms: {name} is {value} on rank {rank} and {first} on rank 0")
+    if different := difference([described for _, described in others]):
+        raise DataError(
+            f"workers have different data sets, and the samples of one are dealt to all: {different}. Seed a random split alike on all "
+            "workers, sort lists of files, and don't cut data by rank"
+        )

@@ -14,6 +14,7 @@ from paceline.comm.group import Group, pieces
 from paceline.data.balance import SpeedShares, WorkerSpeeds
 from paceline.data.batches import cut, rows
 from paceline.data.costs import MicroBatchDeal, SampleCosts, deal_micros
+from paceline.data.outline import Outline, outline
 from paceline.data.shares import AskedShares, Shares, fewest, parts, policy, spans
 
 Loss = Literal["mean", "sum"]
@@ -47,6 +48,7 @@ class LoaderSpec:
     costs: SampleCosts | None = None  # where samples differ, and are dealt by what they cost
     speeds: WorkerSpeeds | None = None  # of all workers, where shares are by speed
     most: tuple[int, ...] | None = None  # the largest micro-batch that each rank stands
+    _outline: Outline | None = None
     _said: set[str] = field(default_factory=set)
     _fewest: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)  # by the present shares, as found already
 
@@ -64,6 +66,12 @@ class LoaderSpec:
     def ghosts(self) -> bool:
         """Whether a worker with an empty share gets the first sample as a ghost, and not no rows."""
         return (self.training and not self.idle) or self.pad
+
+    def outline(self) -> Outline:
+        """Describe the data set as it was when this was called first: a script may change it later, on all workers alike."""
+        if self._outline is None:
+            self._outline = outline(self.loader.dataset)
+        return self._outline
 
     def begin_epoch(self) -> None:
         """Find out whether the epoch that begins is for training."""

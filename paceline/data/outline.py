@@ -1,0 +1,179 @@
+"""What of a data set can be compared between workers without reading a sample: its length, indices of a Subset, names of files.
+
+Workers on other hosts may keep the same files in other folders, so that the last part of a path counts alone.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from array import array
+from collections.abc import Sequence
+from operator import itemgetter
+from pathlib import PurePath
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
+
+LISTED: Final = 1_000_000  # indices, at most, that are all looked at
+NAMED: Final = 100_000  # names, which take longer
+SAMPLED: Final = 65_536  # entries of a longer list, about, at even distances
+LETTERS: Final = 255  # of a name, from its end
+PARTS: Final = 16  # of a data set made of others
+ENTRIES: Final = 64  # of an outline, which is sent at each epoch
+DEPTH: Final = 6  # of data sets in data sets
+FILE: Final = re.compile(r"[^.\s].*\.\w{1,8}", re.DOTALL)
+WORD: Final = re.compile(r"\S+")
+
+
+class Entry(NamedTuple):
+    """What is known of one list of a data set, or its length."""
+
+    contents: int  # the same for the same entries in any order, where it is a list of names
+    order: int
+    decides: bool  # whether data sets with other contents are different ones
+
+
+Outline = dict[str, Entry]  # by expressions, such as `loader.dataset.indices`
+
+
+def outline(dataset: Any) -> Outline:
+    """Describe a data set by what lies in its attributes; nothing is said of what could as well differ between workers that are right."""
+    found: Outline = {}
+    _look(dataset, "loader.dataset", found, set(), DEPTH)
+    return found
+
+
+def difference(outlines: Sequence[dict[str, Sequence[Any]]]) -> str | None:
+    """Say in what the data sets of workers differ, by rank; None where no difference is known. The same on all workers."""
+    first: dict[str, tuple[int, Entry]] = {}
+    for rank, described in enumerate(outlines):
+        for name, (contents, order, decides) in described.items():
+            other, entry = first.setdefault(name, (rank, Entry(contents, order, decides)))
+            if (contents, order) == entry[:2]:
+                continue
+            if contents == entry.contents:
+                return f"{name} has the same names in another order on rank {rank} than on rank {other}"
+            if decides and entry.decides and name.startswith("len("):
+                return f"{name} is {contents} on rank {rank} and {entry.contents} on rank {other}"
+            if decides and entry.decides:
+                return f"{name} has other entries on rank {rank} than on rank {other}"
+    return None
+
+
+def _look(data: Any, path: str, found: Outline, seen: set[int], depth: int) -> None:
+    if id(data) in seen or isinstance(data, IterableDataset):
+        return
+    seen.add(id(data))
+    count = _length(data)
+    _note(f"len({path})", None if count is None else Entry(count, count, True), found)
+    if isinstance(data, list | tuple):
+        _note(path, _of_names(data, of_samples=True), found)
+        return
+    for name, value in list(getattr(data, "__dict__", {}).items()):
+        where = f"{path}.{name}"
+        if isinstance(data, ConcatDataset | StackDataset) and name == "datasets":
+            parts = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, part in list(parts)[:PARTS] if depth else []:
+                _look(part, f"{where}[{key!r}]", found, seen, depth - 1)
+        elif isinstance(data, Subset) and name == "dataset":
+            if depth:
+                _look(value, where, found, seen, depth - 1)
+        elif isinstance(value, Dataset):
+            if depth and not isinstance(value, IterableDataset) and count is not None and _length(value) == count:
+                _look(value, where, found, seen, depth - 1)
+        elif id(value) not in seen and isinstance(value, list | tuple | range | np.ndarray | Tensor):
+            seen.add(id(value))
+            _note(where, _of(name, value, count, data), found)
+
+
+def _note(where: str, entry: Entry | None, found: Outline) -> None:
+    if entry is not None and len(found) < ENTRIES:
+        found[where] = entry
+
+
+def _of(name: str, values: Any, count: int | None, data: Any) -> Entry | None:
+    """Describe an attribute, where it says which samples a data set has."""
+    if isinstance(values, np.ndarray | Tensor) and values.ndim != 1:
+        return None
+    of_samples = len(values) == count
+    if (name == "indices" and (of_samples or isinstance(data, Subset))) or (name == "cumulative_sizes" and isinstance(data, ConcatDataset)):
+        entry = _of_numbers(values)
+        if entry is not None:
+            return entry
+    if isinstance(values, np.ndarray):
+        values = values.tolist() if values.dtype.kind == "U" else []
+    return _of_names(values, of_samples=of_samples) if isinstance(values, list | tuple) else None
+
+
+def _of_numbers(values: Any) -> Entry | None:
+    part = _part(values, LISTED)
+    try:
+        if isinstance(part, range):
+            numbers = np.arange(part.start, part.stop, part.step)
+        elif isinstance(part, list | tuple):
+            numbers = np.frombuffer(array("q", part), np.int64)
+        else:
+            numbers = np.asarray(part.detach().cpu() if isinstance(part, Tensor) else part)
+    except (TypeError, OverflowError):  # these are no indices
+        return None
+    if numbers.dtype.kind not in "iu":
+        return None
+    order = zlib.crc32(numbers.astype(np.int64, copy=False).tobytes(), len(values))
+    return Entry(order, order, True)
+
+
+def _of_names(values: Sequence[Any], *, of_samples: bool) -> Entry | None:
+    part = _part(values, NAMED)
+    rows = _column(part) or _rows(part)
+    if rows is None:
+        return None
+    looked = [row.partition("\t")[0] for row in rows[:: len(rows) // 256 + 1]]
+    files = all(map(FILE.fullmatch, looked))
+    if not (files or of_samples):
+        return None
+    codes = np.fromiter((zlib.crc32(row.encode("utf-8", "surrogatepass")) for row in rows), np.uint32, len(rows))
+    distinct = 2 * len(np.unique(codes)) > len(codes)  # what is said again and again is no name
+    decides = of_samples and distinct and (files or all(map(WORD.fullmatch, looked)))
+    return Entry(zlib.crc32(np.sort(codes).tobytes(), len(values)), zlib.crc32(codes.tobytes(), len(values)), decides)
+
+
+def _rows(values: Sequence[Any]) -> list[str] | None:
+    """Return names and what stands beside them, as in the pairs (file, class) of an ImageFolder; None where these are no such rows."""
+    if not values or not all(issubclass(kind, list | tuple) for kind in set(map(type, values))):
+        return None
+    widths = set(map(len, values))
+    if widths not in ({1}, {2}, {3}, {4}) or not isinstance(values[0][0], str | PurePath):
+        return None
+    columns: list[list[str]] = []
+    for at in range(widths.pop()):
+        column = list(map(itemgetter(at), values))
+        try:
+            columns.append(_column(column) or list(map(str, array("q", column))))
+        except (TypeError, OverflowError):  # neither names nor numbers
+            return None
+    return ["\t".join(row) for row in zip(*columns, strict=True)]
+
+
+def _column(values: Sequence[Any]) -> list[str] | None:
+    """Return the last parts of paths; None where these are no paths."""
+    kinds = set(map(type, values))
+    if kinds and all(issubclass(kind, str) for kind in kinds):
+        return [value[-LETTERS:].rpartition("/")[2] for value in values]
+    if kinds and all(issubclass(kind, str | PurePath) for kind in kinds):
+        return [str(value)[-LETTERS:].rpartition("/")[2] for value in values]
+    return None
+
+
+def _part(values: Any, most: int) -> Any:
+    """Return these entries, or some of them at even distances where they are many."""
+    return values if len(values) <= most else values[:: -(-len(values) // SAMPLED)]
+
+
+def _length(data: Any) -> int | None:
+    try:
+        return len(data)
+    except Exception:  # noqa: BLE001  a data set may have any reason not to tell it
+        return None
