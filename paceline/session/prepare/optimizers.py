@@ -29,6 +29,11 @@ from paceline.session.replicas.step_count import StepCount
 
 _REGISTRY: Final = threading.Lock()  # of what torch keeps for all threads
 
+INNER: Final = (
+    "{0} steps inside of {1}, in a micro-batch before the last: with accumulate it would step after every micro-batch, on what this worker "
+    "alone has added up, as only {1}.step waits for the last one; leave accumulate out, with a smaller batch if memory is short"
+)
+
 
 class KnownOptimizer(NamedTuple):
     """What is known of an optimizer, as long as nothing is added to it or to the run."""
@@ -125,7 +130,10 @@ class OptimizerWatch:
         elif any(id(p) in handles for group in optimizer.param_groups for p in group["params"]):
             why = "it has sparse tables, whose rows are stepped by a prepared optimizer alone"
         flat = self._prepared.cuts.flat(optimizer)
-        if not (why or flat) or self._within_prepared():
+        around = self._around() if why or flat else None
+        if partial and around is not None:
+            raise UsageError(INNER.format(name, type(around).__qualname__))
+        if not (why or flat) or around is not None:
             return
         if flat:
             self._prepared.cuts.refuse_late([optimizer])
@@ -134,14 +142,15 @@ class OptimizerWatch:
                 f"{name} steps on parameters of a prepared model and was not given to run.prepare: {why}; give it to run.prepare"
             )
 
-    def _within_prepared(self) -> bool:
-        """Whether a prepared optimizer is stepping, which has this one inside (SAM, Lookahead)."""
+    def _around(self) -> Optimizer | None:
+        """Return the prepared optimizer that is stepping, and has this one inside (SAM, Lookahead)."""
         frame = sys._getframe(2)
         while frame.f_back is not None:
             frame = frame.f_back
-            if any(frame.f_locals.get("self") is optimizer for optimizer in self._prepared.optimizers):
-                return True
-        return False
+            for optimizer in self._prepared.optimizers:
+                if frame.f_locals.get("self") is optimizer:
+                    return optimizer
+        return None
 
 
 class StepHook:

@@ -101,6 +101,49 @@ def test_an_optimizer_inside_of_a_prepared_one_needn_t_be_prepared() -> None:
         assert distance(found, wanted) < 1e-12
 
 
+class Ascent(torch.optim.Optimizer):
+    """Steps up, and then from where it was (Foret et al. 2021, SAM), as scripts copy it: the steps are methods of its own."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner, self.before = inner, list[Tensor]()
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        known = [p for group in self.param_groups for p in group["params"]]
+        self.before = [p.clone() for p in known]
+        for p in known:
+            p.add_(p.grad, alpha=0.1)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for p, old in zip((p for group in self.param_groups for p in group["params"]), self.before, strict=True):
+            p.copy_(old)
+        self.inner.step()
+        self.zero_grad()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_one_inside_is_refused_where_it_steps_in_each_micro_batch(size: int) -> None:
+    def body(run: Run, accumulate: int | None = None) -> Tensor:
+        model = net()
+        options: dict[str, Any] = {} if accumulate is None else {"accumulate": accumulate}
+        model, optimizer, loader = run.prepare(model, Ascent(sgd(model)), batches(), **options)
+        for x, y in loader:
+            F.mse_loss(model(x), y).backward()
+            optimizer.first_step()
+            F.mse_loss(model(x), y).backward()
+            optimizer.second_step()
+        return parameters(model)
+
+    wanted = alone(body)
+    for found in workers(size, body):
+        assert distance(found, wanted) < 1e-12
+    with pytest.raises(UsageError, match=r"SGD steps inside of Ascent, in a micro-batch before the last: .* only Ascent.step"):
+        workers(size, lambda run: body(run, 2))
+
+
 def test_it_is_refused_beside_servers() -> None:
     def body(run: Run) -> None:
         model, other = net(), net(1)
