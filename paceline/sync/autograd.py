@@ -115,6 +115,7 @@ class GradientTracker(JoiningTracker):
             for hook in self.hooks:  # the strategy lays its memory out anew
                 if hook.parameter.grad is not None and id(hook.parameter.grad) == hook.given:
                     hook.parameter.grad, hook.given = hook.parameter.grad.clone(), 0
+                    self.put_off.note(hook)
             self.sync.attach(self.slots)
 
     def _hook(self, hook: ParameterHook) -> None:
@@ -227,10 +228,10 @@ class GradientTracker(JoiningTracker):
         shown, hook.shown = hook.shown, None
         if grad is shown and shown is not None and shown._version == hook.version:
             return
-        if grad is shown and hook.prior is None:
+        if hook.waiting is not None:
+            self.put_off.changed(hook)
+        elif grad is shown and hook.prior is None:
             hook.carry = grad  # changed in place (zeroed, clipped): the carry is what it is now
-        elif (grad is None or not bool(grad.any())) and hook.waiting is not None:
-            self.put_off.go_back(hook)
         elif grad is None or not bool(grad.any()):
             hook.prior, hook.carry = grad, None
         else:
@@ -249,8 +250,7 @@ class GradientTracker(JoiningTracker):
         keeps = self._silent or hook.number in self.late
         total = grad if hook.carry is None else added(hook.carry, grad) if keeps else added(grad, hook.carry)
         hook.carry, hook.latest = total if keeps else None, self.begun
-        if hook.waiting is not None:
-            self.put_off.come(hook)
+        self.put_off.come(hook)
         if not keeps:
             self._deliver(hook.number, total, 1.0)
 
@@ -349,6 +349,7 @@ class GradientTracker(JoiningTracker):
             if hook.prior is not None and hook.shown is None:
                 if hook.parameter.grad is None:
                     hook.parameter.grad = hook.prior
+                    self.put_off.note(hook)
                 hook.prior = None
 
     def _forget(self) -> None:

@@ -9,6 +9,7 @@ comes after a step that was put off is added up beside what was there, until zer
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Protocol
 
@@ -31,6 +32,16 @@ CHANGED: Final = (
     "p.grad of {} was changed by the script in a micro-batch before the last, where it is what this worker has added up so far, and comes "
     "again in the next: with accumulate clip by run.clip or nn.utils.clip_grad_norm_, give a GradScaler to run.prepare and weight decay to "
     "the optimizer, and call zero_grad of the model or the optimizer itself"
+)
+
+BETWEEN: Final = (
+    "p.grad of {} was changed by the script after the step of a micro-batch before the last, where it is what this worker has added up so "
+    "far: with accumulate clear gradients by zero_grad of the model or the optimizer instead of p.grad.zero_(), and clip by run.clip"
+)
+
+SET: Final = (
+    "p.grad of {} was set by the script in a micro-batch before the last, and only what a backward brings is added up over micro-batches: "
+    "with accumulate let loss.backward() make the gradients, or leave accumulate out, with a smaller batch if memory is short"
 )
 
 
@@ -80,6 +91,7 @@ class PutOffSteps:
         self.waiting: dict[int, SummedParameter] = {}  # by id of the parameter
         self._others: dict[int, int] = {}  # parameters that are not followed (their ids), and the loader
         self._micro = 0  # micro-batches so far
+        self._there: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id of the parameter: p.grad that shows no sum, and its version
         self._begun: dict[int, int | None] = {}  # by loader: the passes before its present micro-batch; None in the first of a batch
 
     def __bool__(self) -> bool:
@@ -95,8 +107,7 @@ class PutOffSteps:
                 self._others[id(parameter)] = loader
                 continue
             self._check(hook)
-            if hook.shown is not None and hook.shown is parameter.grad and hook.shown._version != hook.version:
-                raise UsageError(CHANGED.format(hook.name))
+            self._check_own(hook)
             self._look(hook)
             self._join(hook)
             self.waiting[id(parameter)], hook.waiting = hook, WaitingSum(loader, self._micro)
@@ -141,7 +152,7 @@ class PutOffSteps:
         for hook in dropped:
             hook.carry = hook.prior = hook.shown = None
         for hook, carry, prior in found:
-            _hold(hook, carry, prior)
+            self._hold(hook, carry, prior)
             if carry is None and prior is None:
                 self.set_aside(hook)
         for parameter, grad in others:
@@ -162,26 +173,35 @@ class PutOffSteps:
     def begin(self, loader: int, begun: int, *, first: bool) -> bool:
         """Begin a micro-batch, before which so many passes have begun; whether steps of the batch before were never made."""
         self._begun[loader], self._micro = None if first else begun, self._micro + 1
-        if first:
-            return self._end(loader)
+        ended = self._end(loader) if first else False
+        self._there.clear()
         for hook in self._hooks.values():
-            if hook.discards and hook.waiting is None and hook.carry is not None:
+            if not first and hook.discards and hook.waiting is None and hook.carry is not None:
                 self.waiting[id(hook.parameter)], hook.waiting = hook, WaitingSum(loader, -1)
-        return False
+            self.note(hook)
+        return ended
 
     def _end(self, loader: int) -> bool:
         """Wait no longer for steps of a turn that is over; whether there were some."""
         ended = {key: hook for key, hook in self.waiting.items() if hook.waiting is not None and hook.waiting.loader == loader}
         for key, hook in ended.items():
-            self._look(hook)
-            if hook.waiting is not None and hook.waiting.cleared:
-                _hold(hook, None, None)
-            else:
-                self._join(hook)
-            hook.waiting = None
             del self.waiting[key]
+            self._let_go(hook)
         self._others = {key: other for key, other in self._others.items() if other != loader}
         return bool(ended)
+
+    def _let_go(self, hook: SummedParameter) -> None:
+        """Have p.grad be what the script has left there, as the step that it waited for never comes."""
+        waiting = hook.waiting
+        if waiting is not None and not waiting.cleared and waiting.aside is None:
+            hook.waiting = None  # no sum is kept apart: p.grad shows all
+        if waiting is None or not waiting.cleared or hook.parameter.grad is not hook.shown:
+            self._look(hook)
+        if hook.waiting is not None and hook.waiting.cleared:
+            self._hold(hook, None, None)
+        else:
+            self._join(hook)
+        hook.waiting = None
 
     # ---- what passes do
 
@@ -201,6 +221,20 @@ class PutOffSteps:
         elif waiting.joined:
             raise UsageError(MIXED.format(hook.name))
         waiting.kept, waiting.cleared = not hook.discards, True
+
+    def changed(self, hook: SummedParameter) -> None:
+        """Take zeros in p.grad for a zero_grad. Raises `UsageError` for any other change of what was shown while a step waits."""
+        grad, waiting = hook.parameter.grad, hook.waiting
+        lost = waiting is not None and waiting.aside is None and grad is not None and grad is hook.carry  # zeroed is the sum itself
+        if lost or _holds_something(grad):
+            raise UsageError(BETWEEN.format(hook.name))
+        self.go_back(hook)
+
+    def note(self, hook: SummedParameter) -> None:
+        """Note that what p.grad holds is of before this micro-batch, if it shows no sum."""
+        grad = hook.parameter.grad
+        if grad is not None and hook.shown is None:
+            self._there[id(hook.parameter)] = weakref.ref(grad), _version(grad)
 
     def come(self, hook: SummedParameter) -> None:
         """Note that a pass has added to what is not exchanged yet."""
@@ -233,6 +267,22 @@ class PutOffSteps:
         if hook.waiting is not None and hook.waiting.after and hook.waiting.micro != self._micro:
             raise UsageError(AFTER.format(hook.name))
 
+    def _check_own(self, hook: SummedParameter) -> None:
+        """Raise `UsageError` where p.grad holds what no pass has brought, but the script in this micro-batch."""
+        grad, shown = hook.parameter.grad, hook.shown
+        if grad is None or (shown is not None and grad is shown and grad._version == hook.version):
+            return
+        there = self._there.get(id(hook.parameter))
+        if shown is None and there is not None and there[0]() is grad and there[1] == _version(grad):
+            return
+        if grad is shown or _holds_something(grad):
+            raise UsageError((SET if shown is None else CHANGED).format(hook.name))
+
+    def _hold(self, hook: SummedParameter, carry: Tensor | None, prior: Tensor | None) -> None:
+        hook.carry, hook.prior = carry, prior
+        hook.show()
+        self.note(hook)
+
     def _join(self, hook: SummedParameter) -> None:
         """Add what has come since to what was there."""
         if hook.waiting is None or hook.waiting.aside is None:
@@ -240,7 +290,7 @@ class PutOffSteps:
         (carry, prior), hook.waiting.aside = hook.waiting.aside, None
         grad, carry = hook.parameter.grad, _sum(carry, hook.carry)
         if hook.shown is not None or grad is None:
-            _hold(hook, carry, prior)
+            self._hold(hook, carry, prior)
         else:  # it was exchanged
             hook.carry, hook.parameter.grad = carry, _sum(prior, grad)
 
@@ -250,9 +300,13 @@ def prior(hook: SummedParameter) -> Tensor | None:
     return hook.prior if hook.waiting is None or hook.waiting.aside is None else hook.waiting.aside[1]
 
 
-def _hold(hook: SummedParameter, carry: Tensor | None, prior: Tensor | None) -> None:
-    hook.carry, hook.prior = carry, prior
-    hook.show()
+def _version(grad: Tensor) -> int:
+    return -1 if grad.is_inference() else grad._version
+
+
+def _holds_something(grad: Tensor | None) -> bool:
+    """Whether a gradient is more than zeros."""
+    return grad is not None and bool((grad._values() if grad.is_sparse else grad).any())
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:

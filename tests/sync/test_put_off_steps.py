@@ -24,9 +24,11 @@ class Passes:
         self.begun = 0
 
     def reclaim(self, hook: ParameterHook, grad: Tensor | None) -> None:
-        hook.shown = None
-        if grad is None:
-            self.steps.go_back(hook)
+        shown, hook.shown = hook.shown, None
+        if hook.waiting is not None:
+            self.steps.changed(hook)
+        elif grad is shown:
+            hook.carry = grad
 
     def micro(self, *, first: bool = False) -> bool:
         return self.steps.begin(LOADER, self.begun, first=first)
@@ -54,6 +56,11 @@ class Passes:
         self.steps.clear([self.parameter], own, LOADER)
         if self.hook.waiting is None and self.parameter.grad is None:
             self.hook.carry = self.hook.shown = None  # as the next pass finds out
+
+    @property
+    def grad(self) -> Tensor:
+        assert self.parameter.grad is not None
+        return self.parameter.grad
 
     def made(self) -> tuple[float | None, bool]:
         """What a step takes that is made now, and whether some of it was kept apart."""
@@ -170,6 +177,53 @@ def test_a_step_that_never_comes_leaves_what_zero_grad_has_not_cleared() -> None
     passes.zero()
     assert passes.micro(first=True) and passes.parameter.grad is None and passes.hook.carry is None
     assert not passes.micro(first=True)
+
+
+def test_what_is_zeroed_by_hand_while_a_step_waits_is_refused_unless_the_sum_is_kept_apart() -> None:
+    passes = Passes()
+    passes.micro(first=True)
+    passes.back(1)
+    passes.step()
+    passes.back(100)  # of another loss
+    passes.grad.zero_()
+    passes.micro()
+    passes.zero()
+    passes.back(2)
+    passes.step()
+    passes.grad.zero_()
+    passes.micro()
+    with pytest.raises(UsageError, match=r"p.grad of weight was changed by the script after the step of a micro-batch before the last"):
+        passes.zero()
+
+
+@pytest.mark.parametrize("cleared", [False, True])
+def test_what_is_zeroed_by_hand_after_a_turn_that_was_left_is_zero(cleared: bool) -> None:
+    passes = Passes()
+    passes.micro(first=True)
+    passes.back(1)
+    passes.step()
+    if cleared:
+        passes.zero()
+    passes.grad.zero_()
+    assert passes.micro(first=True) and not passes.steps
+    assert passes.parameter.grad is None if cleared else not passes.grad.any()
+
+
+def test_a_gradient_that_was_there_before_is_none_that_the_script_has_set() -> None:
+    passes = Passes(before=8)
+    passes.micro(first=True)
+    passes.step()
+    passes.micro()
+    passes.back(100)
+    passes.zero()
+    passes.step()
+    passes.micro()
+    passes.step()
+    assert passes.made()[0] == 8
+    passes.micro(first=True)
+    passes.grad.add_(1)
+    with pytest.raises(UsageError, match=r"p.grad of weight was set by the script in a micro-batch before the last"):
+        passes.step()
 
 
 def test_parameters_that_are_not_followed_keep_their_gradient() -> None:

@@ -196,6 +196,90 @@ def test_a_gradient_that_the_script_changes_in_each_micro_batch_is_refused() -> 
     assert torch.isfinite(alone(lambda run: train(run, body))).all()
 
 
+def zeroed_at_the_top(both: Both, x: Tensor, y: Tensor, step: int) -> None:
+    for p in both.one.parameters():
+        if p.grad is not None:
+            p.grad.zero_()
+    F.mse_loss(both.one(x), y).backward()
+    both.first.step()
+
+
+def set_by_hand(both: Both, x: Tensor, y: Tensor, step: int) -> None:
+    known = list(both.one.parameters())
+    both.first.zero_grad()
+    for p, g in zip(known, torch.autograd.grad(F.mse_loss(both.one(x), y), known), strict=True):
+        p.grad = g
+    both.first.step()
+
+
+def added_by_hand(both: Both, x: Tensor, y: Tensor, step: int) -> None:
+    known = list(both.one.parameters())
+    both.first.zero_grad(set_to_none=False)
+    for p, g in zip(known, torch.autograd.grad(F.mse_loss(both.one(x), y), known), strict=True):
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        p.grad += g
+    both.first.step()
+
+
+def replaced(both: Both, x: Tensor, y: Tensor, step: int) -> None:
+    F.mse_loss(both.one(x), y).backward()
+    for p in both.one.parameters():
+        p.grad = p.grad * 0.5
+    both.first.step()
+    both.first.zero_grad()
+
+
+BY_HAND = {
+    zeroed_at_the_top: "was changed by the script after the step of a micro-batch before the last",
+    set_by_hand: "was set by the script in a micro-batch before the last",
+    added_by_hand: "was set by the script in a micro-batch before the last",
+    replaced: "was changed by the script in a micro-batch before the last",
+}
+
+
+@pytest.mark.parametrize("body", BY_HAND, ids=lambda body: body.__name__)
+def test_gradients_by_hand_in_each_micro_batch_are_refused(body: Body) -> None:
+    with pytest.raises(UsageError, match=rf"p.grad of model0\S+ {BY_HAND[body]}"):
+        alone(lambda run: train(run, body, 2))
+
+
+def set_to_zeros_at_the_top(both: Both, x: Tensor, y: Tensor, step: int) -> None:
+    for p in both.one.parameters():
+        p.grad = torch.zeros_like(p)
+    F.mse_loss(both.one(x), y).backward()
+    both.first.step()
+
+
+def zeroed_of_another_loss(both: Both, x: Tensor, y: Tensor, step: int) -> None:
+    for p in both.one.parameters():
+        if p.grad is not None:
+            p.grad.zero_()
+    F.mse_loss(both.one(x), y).backward()
+    both.first.step()
+    both.second.zero_grad()
+    (F.mse_loss(both.two(x), y) + beside(both.one)).backward()
+    both.second.step()
+
+
+def some_were_there_before(both: Both, x: Tensor, y: Tensor, step: int) -> None:
+    """No backward comes to the second model after the first turn, nor does zero_grad."""
+    if step == 0:
+        F.mse_loss(both.two(x), y).backward()
+    both.first.zero_grad()
+    F.mse_loss(both.one(x), y).backward()
+    both.first.step()
+    both.second.step()
+
+
+@pytest.mark.parametrize("body", [set_to_zeros_at_the_top, zeroed_of_another_loss, some_were_there_before], ids=lambda body: body.__name__)
+def test_others_by_hand_are_right(body: Body) -> None:
+    wanted = alone(lambda run: train(run, body))
+    for size in (1, 2):
+        for found in workers(size, lambda run: train(run, body, 2)):
+            assert distance(found, wanted) < 1e-12
+
+
 def test_a_scaler_that_was_not_prepared_is_refused() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
 
