@@ -273,7 +273,7 @@ class PutOffSteps:
         if grad is None or (shown is not None and grad is shown and grad._version == hook.version):
             return
         there = self._there.get(id(hook.parameter))
-        if shown is None and there is not None and there[0]() is grad and there[1] == _version(grad):
+        if shown is None and there is not None and there[1] == _version(grad) and there[0]() is grad:
             return
         if grad is shown or _holds_something(grad):
             raise UsageError((SET if shown is None else CHANGED).format(hook.name))

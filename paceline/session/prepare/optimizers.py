@@ -144,12 +144,11 @@ class OptimizerWatch:
 
     def _around(self) -> Optimizer | None:
         """Return the prepared optimizer that is stepping, and has this one inside (SAM, Lookahead)."""
-        frame = sys._getframe(2)
+        frame, prepared = sys._getframe(2), {id(optimizer): optimizer for optimizer in self._prepared.optimizers}
         while frame.f_back is not None:
             frame = frame.f_back
-            for optimizer in self._prepared.optimizers:
-                if frame.f_locals.get("self") is optimizer:
-                    return optimizer
+            if (found := prepared.get(id(frame.f_locals.get("self")))) is not None:
+                return found
         return None
 
 
