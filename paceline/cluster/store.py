@@ -377,9 +377,10 @@ def _follow(place: Place, deadline: float) -> tuple[TCPStore, int]:
     """
     assert place.meeting is not None
     end = time.monotonic() + deadline
+    nap = place.timings.store.shortest_retry
     if (before := _JOINED.pop(place.meeting, None)) is not None:
         before.wait(min(deadline, place.timings.store.ending))
-    nap = place.timings.store.shortest_retry
+        time.sleep(nap)  # it may take calls a moment longer
     while True:
         store = _join(place, max(0.0, end - time.monotonic()), deadline)
         try:
