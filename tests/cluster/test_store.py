@@ -209,11 +209,15 @@ def test_who_starts_again_looks_for_no_store_while_the_last_one_ends(claims, mon
 
 
 class TestHosts:
-    def meet(self, workers: list[Place], deadline: float = 60.0, measured: Callable[[Place], str] = lambda place: "") -> list[Future[Any]]:
-        done = threading.Barrier(len(workers))
+    def meet(self, workers: list[Place], patience: float = 60.0, measured: Callable[[Place], str] = lambda place: "") -> list[Future[Any]]:
+        """What each worker makes of those that it meets. The first waits `patience` seconds for others, once all these have connected."""
+        here, done = threading.Barrier(len(workers)), threading.Barrier(len(workers))
 
         def body(place: Place) -> Any:
-            store = stores.connect(place, deadline=deadline)
+            store = stores.connect(place, deadline=60)
+            here.wait(60)
+            if place.rank == 0:
+                store._deadline = patience
             try:
                 return stores.hosts(store, place, measured(place))
             finally:
@@ -249,7 +253,7 @@ class TestHosts:
 
     def test_a_missing_rank_is_named_on_all(self, claims):
         zero, one, _, three = places(4)
-        for future in self.meet([zero, one, three], deadline=1.5):
+        for future in self.meet([zero, one, three], patience=2.0):
             error = future.exception()
             assert isinstance(error, DeadlineExceeded) and "rank 2 of 4 never came" in str(error)
 
@@ -271,12 +275,15 @@ class TestHosts:
             return original(self, key, timeout)
 
         late: list[threading.Thread] = []
+        here = threading.Barrier(2)
         monkeypatch.setattr(stores.Store, "take", take)
 
         def body(place: Place) -> float:
             if place.rank == 1:
                 late.append(threading.current_thread())
-            store = stores.connect(place, deadline=2.0)
+            store = stores.connect(place, deadline=60)
+            here.wait(60)
+            store._deadline = 2.0
             with pytest.raises((SecretError, DeadlineExceeded)):
                 stores.hosts(store, place)
             return time.monotonic()
@@ -333,7 +340,7 @@ class TestAddress:
         if not outer:
             pytest.skip("this machine has loopback only")
         place = places(2)[0]
-        store = stores.connect(place, deadline=5)
+        store = stores.connect(place, deadline=60)
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((outer[0], place.meeting[1]), timeout=2)
         store.close()

@@ -46,8 +46,8 @@ def test_a_worker_that_finds_such_a_store_names_the_first() -> None:
 
 
 def test_a_client_waits_for_an_answer_so_many_seconds() -> None:
-    server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False)
-    client = store_client.connect("127.0.0.1", server.port, 5.0)
+    server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    client = store_client.connect("127.0.0.1", server.port, 60.0)
     assert waits(server.port) == {0.0}
     one, other = socket.socketpair()  # without addresses, as those between a launcher and its workers
     with one, other:
@@ -59,8 +59,8 @@ def test_a_client_waits_for_an_answer_so_many_seconds() -> None:
 
 
 def test_the_end_of_a_server_is_seen_though_the_client_is_gone() -> None:
-    server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False)
-    client = store_client.connect("127.0.0.1", server.port, 5.0)
+    server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    client = store_client.connect("127.0.0.1", server.port, 60.0)
     end, other = store_client.EndOfServer(client), store_client.EndOfServer(client)
     del client
     other.wait(0.05)  # it serves, and the time is over
