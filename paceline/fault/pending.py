@@ -51,10 +51,15 @@ def reserve(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def ending(place: Path) -> Iterator[Path]:
-    """Remove what `reserve` has made, after the checkpoint was given its name, or an error."""
+    """Remove what `reserve` has made, after the checkpoint was given its name, or an error.
+
+    After an error other workers may still be writing. The folder gets another name first, so that they can't add files while it is removed.
+    """
     try:
         yield place
     finally:
+        with contextlib.suppress(OSError):  # it has the name of the checkpoint
+            place.rename(place.with_name("removed"))
         shutil.rmtree(place.parent, ignore_errors=True)
 
 

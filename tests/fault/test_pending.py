@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +78,23 @@ def test_a_folder_that_is_gone(tmp_path: Path) -> None:
         pass
     with pytest.raises(CheckpointError, match=r"worker 3 can't write its part"):
         pending.leave(place, 3, part(0))
+
+
+def test_a_worker_that_writes_on_while_the_folder_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, unlink, late = pending.reserve(tmp_path), os.unlink, list[CheckpointError]()
+
+    def removed(*args: Any, **options: Any) -> None:
+        if not late:  # the folder has been listed
+            with pytest.raises(CheckpointError, match=r"worker 1 can't write its part") as raised:
+                pending.leave(place, 1, part(1))
+            late.append(raised.value)
+        unlink(*args, **options)
+
+    with pytest.raises(CheckpointError, match="it failed"), pending.ending(place):
+        pending.leave(place, 0, part(0))
+        monkeypatch.setattr(os, "unlink", removed)
+        raise CheckpointError("it failed")
+    assert late and list(tmp_path.iterdir()) == []
 
 
 def test_what_a_worker_says_is_not_believed(tmp_path: Path) -> None:
