@@ -12,7 +12,7 @@ from collections.abc import Mapping
 USUAL: dict[str, dict[str, float]] = {"replacement": {"backoff": 0.1}}  # before a worker is started again
 MEETING: dict[str, dict[str, float]] = {  # hosts that may join a job that runs: they look for it, and it for them
     "rendezvous": {"invitation": 1.5},
-    "membership": {"visit": 0.2},
+    "membership": {"visit": 0.2, "silence": 60.0, "call": 60.0},  # hosts that are killed are missed at once
 }
 
 

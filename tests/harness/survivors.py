@@ -60,6 +60,7 @@ with pl.start({start}) as run:
             {after}
             run.log(loss=loss)
             times.write(f"{{time.time()}}\\n"); times.flush()
+            while run.steps == {held} and not (out / "go").exists(): time.sleep(0.01)
             time.sleep({nap})
         {epoch_end}
     if run.is_first:
@@ -71,7 +72,10 @@ NET = "model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)).doub
 
 
 def script(**parts: Any) -> str:
-    """The training, with `before`, `between`, `after` its backward and `epoch_end` as given."""
+    """The training, with `before`, `between`, `after` its backward and `epoch_end` as given.
+
+    After the step `held` all workers wait for `let_go`, so that what a test does to them from outside happens while they train.
+    """
     usual = {
         "model": NET,
         "optimizer": "torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)",
@@ -82,6 +86,7 @@ def script(**parts: Any) -> str:
         "saved": "model.parameters()",
         "options": "",
         "nap": 0.02,
+        "held": -1,
         **dict.fromkeys(("before", "between", "after", "epoch_end"), "pass"),
     }
     return SCRIPT.format(**(usual | parts))
@@ -150,6 +155,11 @@ def trains(job: Job, out: Path, workers: int) -> None:
     """Wait until all workers are in their first turn."""
     wait_for(lambda: job.process.poll() is not None or len(list(out.glob("ready-*"))) >= workers)
     assert job.process.poll() is None, job.end()
+
+
+def let_go(out: Path) -> None:
+    """Let workers go on that are held after a step, or will be."""
+    (out / "go").touch()
 
 
 def kill(job: Job, chance: random.Random, number: int = signal.SIGKILL) -> None:

@@ -17,6 +17,7 @@ from tests.harness.served_training import script, weights
 from tests.harness.surviving_servers import servers
 
 SOAK = pytest.mark.soak
+SEEN = "while not os.path.exists('seen'): time.sleep(0.01)"  # the servers, by the test
 
 
 @pytest.fixture
@@ -32,9 +33,10 @@ def near(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @SOAK
 def test_on_one_host(job: Jobs, alone: torch.Tensor) -> None:
-    launched = job.run(script("served"), 2)
-    wait_for(lambda: len(servers(launched)) == 3)
+    launched = job.run(script("served", after=SEEN), 2)
+    wait_for(lambda: len(servers(launched)) == 3 or launched.process.poll() is not None)
     assert not any(process.net_connections("tcp") for process in servers(launched)), "inside a host nobody listens to the network"
+    (job.folder / "seen").touch()
     ended = launched.end()
     assert ended.code == 0 and near(weights(job, "served"), alone), ended
 
@@ -44,8 +46,16 @@ def test_on_two_hosts(job: Jobs, alone: torch.Tensor) -> None:
     """Each has servers, and reaches the other's by TCP."""
     environ = {"PACELINE_SECRET": "5a" * 32, "PACELINE_INTERFACE": "lo"}
     point = f"127.0.0.1:{free_port()}"
-    launched = [job.run(script("served"), 2, "--hosts", "2", "--join", point, **environ) for _ in range(2)]
-    wait_for(lambda: [len(servers(each)) for each in launched] in ([2, 1], [1, 2]), 60)
+    launched = [job.run(script("served", after=SEEN), 2, "--hosts", "2", "--join", point, **environ) for _ in range(2)]
+    counts = [0, 0]
+
+    def all_there() -> bool:
+        counts[:] = [len(servers(each)) for each in launched]
+        return sum(counts) == 3 or any(each.process.poll() is not None for each in launched)
+
+    wait_for(all_there)
+    (job.folder / "seen").touch()
+    assert sorted(counts) == [1, 2]
     for each in launched:
         ended = each.end()
         assert ended.code == 0, ended

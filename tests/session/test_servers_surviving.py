@@ -10,7 +10,7 @@ import pytest
 
 from tests.harness.jobs import Job, Jobs, free_port, wait_for
 from tests.harness.surviving_servers import ended, kill_primaries, servers
-from tests.harness.survivors import AT, PLACES, Outcome, apart, check, gap, outcome, pause, play, script, trains, until
+from tests.harness.survivors import AT, PLACES, Outcome, apart, check, gap, let_go, outcome, pause, play, script, trains, until
 
 SOAK = pytest.mark.soak
 
@@ -64,8 +64,9 @@ def test_a_server_is_killed(job: Jobs, alone: Callable[..., Outcome], which: int
 
 @pytest.mark.slow
 def test_a_server_without_a_copy_ends_the_run(job: Jobs) -> None:
-    launched = begun(job, SYNC, 2, nap=0.05)
+    launched = begun(job, SYNC, 2, held=24)
     servers(launched)[1].kill()
+    let_go(job.folder / "killed")
     end = launched.end()
     assert end.code == 1 and "nobody else has what was kept there" in end.err, end.err
 

@@ -320,12 +320,13 @@ def test_who_does_not_come_is_named() -> None:
     named = threading.Event()
 
     def body(run: Run) -> None:
-        run._context.deadline = 0.5
         model = SparseEmbedding(ROWS, DIM, servers=2)
         model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         if run.rank == 1:
             model(torch.tensor([[1, 2]])).sum().backward()
             optimizer.step()
+            model.source._lookup._library.settle()
+            run._context.deadline = 1.0
             try:
                 model(torch.tensor([[1, 2]]))
             finally:

@@ -12,7 +12,7 @@ import pytest
 from tests.harness.jobs import Job, Jobs, free_port
 from tests.harness.surviving_servers import ended, kill_primaries, servers, until_told
 from tests.harness.surviving_tables import parts
-from tests.harness.survivors import AT, PLACES, Outcome, check, gap, outcome, pause, play, script, trains, until
+from tests.harness.survivors import AT, PLACES, Outcome, check, gap, let_go, outcome, pause, play, script, trains, until
 
 SOAK = pytest.mark.soak
 SURVIVES = ("--min-workers", "1")
@@ -67,8 +67,9 @@ def test_a_server_is_killed_and_then_its_copy(job: Jobs, alone: Callable[..., Ou
 
 @pytest.mark.slow
 def test_a_server_without_a_copy_ends_the_run(job: Jobs) -> None:
-    launched = begun(job, workers=2, replicas=1, nap=0.05)
+    launched = begun(job, workers=2, replicas=1, held=24)
     servers(launched)[1].kill()
+    let_go(job.folder / "killed")
     end = launched.end()
     assert end.code == 1 and "nobody else has what was kept there" in end.err, end.err
 

@@ -53,6 +53,7 @@ def test_hosts_leave_one_after_another_until_none_of_the_first_is_left(job: Jobs
         launched.append(hosts.come(**more))
         trains(launched[-1], hosts.out, count)
         leave(launched[-2])
+        hosts.until_met()
     found = hosts.ended(launched[-1])
     check(found, alone(epochs=EPOCHS, **more))
     check_parting(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -80,22 +81,40 @@ def test_nobody_goes_on_before_all_have_met() -> None:
 
 @pytest.mark.parametrize("late", [0, 1, 2])
 def test_a_worker_that_does_not_come_is_named(late: int) -> None:
-    over, told = threading.Barrier(3), list[PacelineError]()
+    """Only who waits for the late one has a short deadline, and only once the others' word is on its way."""
+    over, said = threading.Barrier(3), threading.Event()
+    told: dict[int, PacelineError] = {}
+    timings = ProbeTimings(PATIENCE, PATIENCE, 0.4) if late == 0 else ProbeTimings(PATIENCE, 1.0, PATIENCE)
 
     def body(group: Group) -> None:
-        brief = 0.2
-        meter = LinkMeter(pairs(group), ProbeTimings(brief, 2 * brief, 4 * brief))
+        network = pairs(group)
+        meter = LinkMeter(network, timings)
         try:
+            if group.rank == 0 and late:
+                assert said.wait(PATIENCE)
+            if group.rank not in (0, late):
+                send = network.send
+
+                def sent(*given: Any, **more: Any) -> Any:
+                    work = send(*given, **more)
+                    said.set()
+                    return work
+
+                network.send = sent  # type: ignore[method-assign]
             if group.rank != late:
                 meter.meet()
         except PacelineError as error:
-            told.append(error)
+            told[group.rank] = error
+        finally:
+            if group.rank == 0 and late:
+                network.abort()  # those who wait for its word
         over.wait(PATIENCE)  # the late one stays as long as the others wait
         meter.meet()
 
     with pytest.raises(PacelineError):
         spawn(3, body)
-    assert isinstance(told[0], DeadlineExceeded) and f"from rank {late}" in str(told[0]) and told[0].missing == (late,)
+    named = told[0] if late else next(iter(told.values()))
+    assert isinstance(named, DeadlineExceeded) and f"from rank {late}" in str(named) and named.missing == (late,)
 
 
 def test_a_link_whose_other_end_does_not_answer() -> None:

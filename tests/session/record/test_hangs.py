@@ -27,6 +27,7 @@ from paceline.errors import UsageError
 from paceline.session.record.hangs import HangDetector, check_lateness
 from paceline.session.run import Run
 from paceline.timings import DEFAULTS, HangTimings, Timings
+from tests.harness import short_timings
 from tests.harness.jobs import Ended, Jobs, free_port, wait_for
 from tests.harness.runs import workers
 
@@ -36,12 +37,14 @@ TRAINING = """
 import signal
 with pl.start({start}) as run:
     model, optimizer, loader = parts(run, samples=160)
+    run._collector._meetings.next = 1000  # or workers would meet for their logs in a step that depends on how fast they are
     for x, y in loader:
         if run.rank == run.size - 1 and run.steps == 5:
             {hang}
         step(run, model, optimizer, x, y)
         {after}
 """
+ANSWERED = short_timings.environ(hangs={"answer": 60.0})  # where all workers answer when they are asked, and a busy machine is slow
 ENDLESS, QUIET = "while True: pass", "while True: time.sleep(0.01)"  # the second takes no processor
 
 
@@ -49,10 +52,11 @@ def training(hang: str, start: str, after: str = "pass") -> str:
     return TRAINING.format(hang=hang, start=start, after=after)
 
 
-def until_told(job: Jobs, hang: str, start: str = "deadline={seconds}, late_after=0.5") -> tuple[Ended, float]:
+def until_told(job: Jobs, hang: str, start: str = "deadline={seconds}, late_after=0.5", *, answers: bool = True) -> tuple[Ended, float]:
     """The training whose last worker does this, and the seconds that were given for it: more where a busy machine said nothing in time."""
     for seconds in (5.0, 20.0, 60.0):
-        ended = job.run(training(hang.format(seconds=seconds / 2), start.format(seconds=seconds))).end()
+        text = training(hang.format(seconds=seconds / 2), start.format(seconds=seconds))
+        ended = job.run(text, **(ANSWERED if answers else {})).end()
         if told(ended):
             break
     return ended, seconds
@@ -89,7 +93,7 @@ def test_an_endless_loop_is_named_with_its_stack_and_the_run_ends_at_the_deadlin
 def test_a_stopped_worker_is_named_as_stopped(job: Jobs) -> None:
     """And the signals that a script takes for itself stay its own."""
     taken = "signal.signal(signal.SIGUSR1, lambda *_: os._exit(3)); "
-    ended, _ = until_told(job, f"{taken}os.kill(os.getpid(), signal.SIGSTOP)")
+    ended, _ = until_told(job, f"{taken}os.kill(os.getpid(), signal.SIGSTOP)", answers=False)
     (head,) = told(ended)
     assert head.startswith(HEAD.partition(": its")[0]) and "it was stopped by a signal (SIGSTOP); `kill -CONT " in head, ended.err
     assert ended.code == 1 and "DeadlineExceeded" in ended.last, ended.err
@@ -125,7 +129,7 @@ with pl.start(deadline={seconds}, late_after=0.5, mesh="tensor") as run:
 def test_who_is_waited_for_along_an_axis_of_the_mesh_is_named(job: Jobs) -> None:
     """The others wait in the middle of a layer, and in no call of all."""
     for seconds in (5.0, 20.0, 60.0):
-        ended = job.run(CUT.format(seconds=seconds)).end()
+        ended = job.run(CUT.format(seconds=seconds), **ANSWERED).end()
         lines = [line for line in ended.err.splitlines() if "others wait" in line]
         if lines:
             break
@@ -137,7 +141,7 @@ def test_who_is_waited_for_along_an_axis_of_the_mesh_is_named(job: Jobs) -> None
 
 @pytest.mark.slow
 def test_the_launcher_of_its_host_shows_it_where_others_wait_on_another(job: Jobs) -> None:
-    common = {"PACELINE_SECRET": "5a" * 32, "PACELINE_INTERFACE": "lo"}
+    common = {"PACELINE_SECRET": "5a" * 32, "PACELINE_INTERFACE": "lo", **ANSWERED}
     for seconds in (5.0, 20.0, 60.0):
         text = training(QUIET, f"deadline={seconds}, late_after=0.5")
         options = ("--hosts", "2", "--join", f"127.0.0.1:{free_port()}")
