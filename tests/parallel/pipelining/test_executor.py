@@ -20,6 +20,7 @@ from paceline.parallel.pipelining.executor import MicroBatch, PipelineExecutor
 from paceline.parallel.pipelining.operations import OUTPUT
 from paceline.parallel.pipelining.schedules import make_schedule
 from paceline.parallel.pipelining.values import Values
+from tests.harness.jobs import PATIENCE
 from tests.harness.models import fill
 
 COUNT, ROWS = 6, 3
@@ -128,10 +129,11 @@ def test_a_stage_that_never_sends_is_named() -> None:
     schedule, over = make_schedule("1f1b", 2, 2), threading.Event()
 
     def body(group: Group) -> str:
-        messages = pairs(group)
+        messages: Any = pairs(group)
         if group.rank == 0:
-            assert over.wait(20)
+            assert over.wait(PATIENCE)
             return ""
+        messages._terms = messages._terms._replace(deadline=0.5)
         running = PipelineExecutor({1: Layer(1, 1, 0.0)}, messages, 1)
         batches = [MicroBatch({}, None, 1.0, ROWS)] * 2
         with pytest.raises(PacelineError) as caught:
@@ -139,5 +141,5 @@ def test_a_stage_that_never_sends_is_named() -> None:
         over.set()
         return str(caught.value)
 
-    said = spawn(2, body, deadline=1.0)[1]
+    said = spawn(2, body)[1]
     assert "what stage 0 gives stage 1 for micro-batch 0 in run.step 7" in said

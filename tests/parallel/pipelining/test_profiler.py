@@ -15,6 +15,7 @@ from paceline.parallel.pipelining.profiler import EVERY, FIRST, KEPT, WARM, Pipe
 from paceline.parallel.pipelining.schedules import make_schedule
 from paceline.session.run import Run
 from paceline.trace import Span
+from tests.harness.jobs import PATIENCE
 from tests.harness.pipelines import LAYERS, gpt, next_tokens
 from tests.harness.runs import workers
 
@@ -68,7 +69,7 @@ def test_a_wait_is_named_by_what_comes() -> None:
         """A layer that goes on once the other stage waits for it."""
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            gate.wait(20)
+            assert gate.wait(PATIENCE)
             return super().forward(x)
 
     def body(run: Run) -> list[str]:
@@ -79,7 +80,8 @@ def test_a_wait_is_named_by_what_comes() -> None:
             wait = profiler.wait
 
             def waiting(work: Any, what: str) -> Any:
-                threading.Timer(0.01, gate.set).start()
+                own = work.wait
+                work.wait = lambda: (gate.set(), own())[1]
                 return wait(work, what)
 
             profiler.wait = waiting  # type: ignore[method-assign]
