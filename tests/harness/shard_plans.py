@@ -14,9 +14,10 @@ from paceline.server.codings import CodingPhase
 from paceline.server.partition import RowRange
 from paceline.server.protocol.plans import write
 from paceline.server.shard import ShardPlan
+from tests.harness.jobs import PATIENCE
 
 WAYS = [(CodingPhase(0, topk(0.5)),), (CodingPhase(0, None), CodingPhase(1, int8(8)))]  # codings of two buckets
-SECONDS = 10.0  # in which a server under test answers
+SECONDS = PATIENCE  # in which a server under test answers
 
 
 def plan(rows: int = 4, ways: Any = ()) -> ShardPlan:

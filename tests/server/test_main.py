@@ -104,5 +104,5 @@ def test_senseless_messages(request: Any, kept: str, count: int) -> None:
 
 def test_the_end(begun: Any) -> None:
     begun(0, EndServer())
-    begun.thread.join(5)
+    begun.thread.join(SECONDS)
     assert not begun.thread.is_alive()

@@ -15,10 +15,10 @@ from paceline.server.main import Server
 from paceline.server.protocol import rows
 from paceline.server.protocol.message import Index, SentRequest, call, send
 from paceline.server.table import TableSpec
+from tests.harness.jobs import PATIENCE as SECONDS
 
 KEYS = keys(b"0123456789abcdef", "tests")
 SPEC = TableSpec(rows=100, dim=2, dtype="float64", seed=3, std=1.0, rule="SGD")
-SECONDS = 5.0
 Callers = list[RpcClient]
 Sent = SentRequest[Any]
 

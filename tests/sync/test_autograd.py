@@ -19,6 +19,7 @@ from paceline.session.run import Run
 from paceline.state.versioned import Randomness
 from paceline.sync.allreduce import AllReduce
 from tests.harness.compiling import COMPILES
+from tests.harness.jobs import PATIENCE
 from tests.harness.runs import alone, batches, cut, distance, parameters, workers
 
 CUTS = [None, cut(1, 7), cut(0, 8)]
@@ -739,5 +740,5 @@ def test_a_pass_in_which_a_worker_was_lost_ends_with_zeros(where: str) -> None:
         raise Lost
 
     with pytest.raises((Lost, PacelineError)):
-        workers(3, noted, deadline=5.0)
+        workers(3, noted, deadline=PATIENCE)
     assert found.count("failed" if where in ("forward", "the first gradient") else "through") >= 2

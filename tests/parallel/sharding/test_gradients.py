@@ -138,6 +138,7 @@ def test_a_worker_that_is_ahead_waits_for_the_others(monkeypatch: pytest.MonkeyP
                     self.ahead.set()
 
     monkeypatch.setattr(gradients, "GradientBucket", Watched)
+    monkeypatch.setattr(gradients, "LONGEST_WAIT", PATIENCE)
     same(odd_net, fitting(vectors), shard("blocks.*", zero=2), 2)
     assert len(most) == 16 and most[:2] == [1, 2] and max(most) == 2
 
@@ -221,6 +222,7 @@ def test_a_large_gradient_is_copied_when_no_bucket_is_on_its_way(monkeypatch: py
             super().put(index, grad, scale)
 
     monkeypatch.setattr(gradients, "GradientBucket", Watched)
+    monkeypatch.setattr(gradients, "LONGEST_WAIT", PATIENCE)
     layers = [nn.Linear(7, 9), *(nn.Linear(9, 9) for _ in range(3)), nn.Linear(9, 3)]
     same(lambda: fill(nn.Sequential(*(copy.deepcopy(layer) for layer in layers)).double()), fitting(vectors), shard("*", zero=3), 2)
     assert len(found) == 5 * 4 and not any(found), found

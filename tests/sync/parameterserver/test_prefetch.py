@@ -11,6 +11,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,7 +33,9 @@ from paceline.session.run import Run
 from paceline.sync.parameterserver.client import ParameterServerSync
 from paceline.sync.parameterserver.prefetch import PendingParameter
 from paceline.sync.parameterserver.strategy import ParameterServer
+from paceline.timings import DEFAULTS
 from tests.harness.compiling import COMPILES
+from tests.harness.jobs import PATIENCE
 from tests.harness.parameter_servers import OPTIMIZERS, epoch, net, train, two
 from tests.harness.runs import batches, cut, parameters, workers
 
@@ -623,6 +626,7 @@ def test_who_fails_between_the_step_and_forward_has_what_the_step_has_made() -> 
         kept[run.rank] = model
         run.barrier()  # or this worker may fail before the other has pushed: nobody makes that step
         if run.rank == 0:
+            run._context.timings = replace(DEFAULTS, servers=replace(DEFAULTS.servers, last_pull=PATIENCE))
             raise ZeroDivisionError
         run.barrier()
 

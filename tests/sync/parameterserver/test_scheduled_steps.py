@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from paceline.errors import DeadlineExceeded, UsageError
+from paceline.server.protocol.message import SentRequest
+from paceline.server.protocol.samples import GatherStep
 from paceline.session.run import Run
+from tests.harness.jobs import PATIENCE
 from tests.harness.parameter_servers import SSP, Numbers, table, turn
 from tests.harness.runs import workers
 
@@ -43,16 +47,19 @@ def test_a_step_without_a_loader_is_refused() -> None:
     workers(2, body, strategy=SSP)
 
 
-def test_a_worker_that_never_comes_is_named() -> None:
-    named = threading.Event()
+def test_a_worker_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    named, own = threading.Event(), SentRequest.wait
+
+    def hasty(self: SentRequest[Any], seconds: float) -> Any:
+        """Only the wait for the step is short."""
+        return own(self, 0.5 if self.request is GatherStep else seconds)
 
     def body(run: Run) -> str:
-        run._context.deadline = 0.5
         model, optimizer, loader = table(run)
         try:
             for ids in loader:
                 if run.rank == 1:
-                    named.wait(60)
+                    assert named.wait(PATIENCE)
                     break
                 turn(model, optimizer, ids)
         except DeadlineExceeded as error:
@@ -61,6 +68,7 @@ def test_a_worker_that_never_comes_is_named() -> None:
             return str(error)
         return ""
 
+    monkeypatch.setattr(SentRequest, "wait", hasty)
     said: list[str] = []
     workers(2, lambda run: said.append(body(run)), strategy=SSP)
     text = next(text for text in said if text)
