@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.session.run import Run
 from paceline.sync.parameterserver.strategy import ParameterServer
-from tests.harness.jobs import wait_for
+from tests.harness.jobs import PATIENCE, wait_for
 from tests.harness.parameter_servers import BACKUP, REQUEUE, SSP, Numbers, Table, epoch, table, turn
 from tests.harness.runs import parameters, workers
 
@@ -79,7 +80,7 @@ class TestStepsTogether:
 
         A worker that is `late` in a turn of an epoch ends it after another has ended its own.
         """
-        done = [0] * size
+        done = [[0] * size for _ in range(2)]  # of each epoch, as servers count
 
         def body(run: Run) -> tuple[Tensor, Any]:
             model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
@@ -89,15 +90,15 @@ class TestStepsTogether:
             schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
             data = TensorDataset(torch.randn(66, 4, generator=torch.Generator().manual_seed(3)).double())
             model, optimizer, schedule, loader = run.prepare(model, optimizer, schedule, DataLoader(data, 12))
-            for _ in run.epochs(2):
+            for number in run.epochs(2):
                 for count, (x,) in enumerate(loader):
                     if late(run.rank, count):
-                        wait_for(lambda: max(done) > done[run.rank])
+                        wait_for(lambda turns=done[number]: max(turns) > turns[run.rank])
                     (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
                     run.clip(model, 1.0)
                     optimizer.step()
                     optimizer.zero_grad()
-                    done[run.rank] += 1
+                    done[number][run.rank] += 1
                 schedule.step()
             run.barrier()
             return parameters(model), [*run._loop.backward.sync.facts(), {}][0]  # type: ignore[attr-defined]
@@ -161,11 +162,14 @@ class TestStepsTogether:
 
 class TestBackupWorkers:
     def test_who_comes_late_is_dropped_and_told(self, tmp_path: Path) -> None:
+        begun = threading.Barrier(3)
+
         def body(run: Run) -> tuple[Tensor, list[list[int]]]:
             model, optimizer, loader = table(run, count=90, batch=9)
             mine = []
             for ids in loader:
-                time.sleep(0.05 if run.rank == 2 else 0.005)
+                if not mine:  # the third to come is late for the first step
+                    begun.wait(PATIENCE)
                 mine.append(ids.tolist())
                 turn(model, optimizer, ids)
             run.barrier()
@@ -239,7 +243,15 @@ class TestBackupWorkers:
 
     def test_dealt_again_every_sample_is_in_a_step_once(self) -> None:
         """A step has 2 of 3 shares of 3, so that each sample in it moves by 1/6: but at the end of an epoch, where one is enough."""
-        found = epoch(REQUEUE, count=90, batch=9, slow=lambda rank: 0.03 if rank == 2 else 0.003)
+        begun, first = threading.Barrier(3), {0, 1, 2}
+
+        def slow(rank: int) -> float:
+            if rank in first:  # the third to come is late for the first step
+                first.discard(rank)
+                begun.wait(PATIENCE)
+            return 0.0
+
+        found = epoch(REQUEUE, count=90, batch=9, slow=slow)
         weights = found[0][1]
         assert sum(len(ids) for ids, _, _ in found) > 90
         near = [(weights + part).abs() < 1e-9 for part in (1 / 9, 1 / 6, 1 / 3)]
