@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness import short_timings
 from tests.harness.jobs import Ended, Jobs
 
 ROOT = Path(__file__).parents[2]
@@ -23,9 +24,9 @@ BEFORE = "migrations/ddp_before.py"
 LINES = 80
 
 
-def run(job: Jobs, name: str, *options: str, workers: int = 2, args: tuple[str, ...] = ()) -> tuple[Ended, dict[str, Any]]:
+def run(job: Jobs, name: str, *options: str, workers: int = 2, args: tuple[str, ...] = (), **environ: str) -> tuple[Ended, dict[str, Any]]:
     """Run an example to its end: what it wrote, and its summary if it has one."""
-    ended = job.program(EXAMPLES / name, workers, *options, args=args).end()
+    ended = job.program(EXAMPLES / name, workers, *options, args=args, **environ).end()
     assert ended.code == 0, ended
     summaries = sorted((job.folder / "runs").glob("*/summary.json"))
     return ended, json.loads(summaries[-1].read_text()) if summaries else {}
@@ -66,7 +67,8 @@ class TestRuns:
 
     def test_spot(self, job):
         """A worker is killed and replaced: all samples are trained on once, and the checkpoint is whole."""
-        ended, summary = run(job, "spot.py", "--min-workers", "1", "--restarts", "1", workers=3, args=("--interrupt", "20"))
+        options, patient = ("--min-workers", "1", "--restarts", "1"), short_timings.environ(recovery={"form": 60.0})
+        ended, summary = run(job, "spot.py", *options, workers=3, args=("--interrupt", "20"), **patient)
         assert summary["samples"] == 2 * 4096 and summary["steps"] == 128
         assert any("was lost" in event["what"] for event in summary["events"]), summary["events"]
         assert "was killed by SIGKILL" in ended.err

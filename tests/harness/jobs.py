@@ -171,9 +171,9 @@ class Jobs:
             started.append(self.start([sys.executable, self.write(body)], **place, **meeting))
         return [each.end() for each in started]
 
-    def program(self, path: Path, workers: int = 2, *options: str, args: tuple[str, ...] = ()) -> Job:
+    def program(self, path: Path, workers: int = 2, *options: str, args: tuple[str, ...] = (), **environ: str) -> Job:
         """The same with a program that is there."""
-        return self.start([sys.executable, *self.launcher, "run", "--workers", str(workers), *options, str(path), *args])
+        return self.start([sys.executable, *self.launcher, "run", "--workers", str(workers), *options, str(path), *args], **environ)
 
     def left(self, seconds: float = 30.0) -> list[str]:
         """What is left of all jobs after at most these seconds: processes, shared memory, temporary files."""
