@@ -13,9 +13,11 @@ import torch
 from paceline.cluster.store import Store
 from paceline.comm.shm import waiting
 from paceline.comm.shm.group import SharedGroup
+from paceline.comm.shm.segment import AGREES, OPS, SPAN
 from paceline.comm.shm.waiting import FEW_SPINS, SPINS, RankWaiter, WaitCondition
 from paceline.comm.waitgraph import GRACE
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ViewChanged, WorkerLost
+from tests.harness.jobs import wait_for
 from tests.harness.processes import fork, threads
 
 WAITS = {
@@ -26,8 +28,13 @@ WAITS = {
 }
 
 
-def join(store: Store, rank: int, size: int, deadline: float = 60.0) -> SharedGroup:
-    return SharedGroup.from_store(store, rank, size, deadline=deadline)
+def join(store: Store, rank: int, size: int) -> SharedGroup:
+    return SharedGroup.from_store(store, rank, size, deadline=60.0)
+
+
+def posts(group: SharedGroup, rank: int) -> int:
+    """How often a rank has posted that it has come to something."""
+    return sum(group.segment._cells[rank * SPAN // 8 + cell] for cell in (OPS, AGREES))
 
 
 @pytest.mark.parametrize("call", WAITS)
@@ -135,12 +142,15 @@ def test_abort_ends_a_meeting() -> None:
 @pytest.mark.parametrize("call", ["large", "agree"])
 def test_a_stopped_rank_is_named_at_the_deadline(call: str) -> None:
     def body(rank: int, size: int, store: Store) -> None:
-        group = join(store, rank, size, deadline=0.4)
+        group = join(store, rank, size)
         store.put(f"pid{rank}", os.getpid())
-        start = time.monotonic()  # before the first of all begins to wait, whose deadline ends the waits of the others
         group.barrier().wait()
         if rank == 2:
             os.kill(os.getpid(), signal.SIGSTOP)
+        if rank == 0:
+            wait_for(lambda: posts(group, 1) > posts(group, 0))  # only rank 2 is missing when the deadline runs
+            group.segment.watch.deadline = 0.4
+        start = time.monotonic()
         with pytest.raises(DeadlineExceeded, match=r"rank 2 did not come within 0.4 s") as caught:
             WAITS[call](group)
         assert caught.value.missing == (2,) and time.monotonic() - start >= 0.4
@@ -156,7 +166,9 @@ def test_a_stopped_rank_is_named_at_the_deadline(call: str) -> None:
 
 def test_who_comes_after_the_deadline_hears_of_it() -> None:
     def body(rank: int, size: int, store: Store) -> None:
-        group = join(store, rank, size, deadline=0.2)
+        group = join(store, rank, size)
+        group.barrier().wait()  # all are there before the deadline runs
+        group.segment.watch.deadline = 0.2
         if rank == 1:
             store.take("missed")
         with pytest.raises(DeadlineExceeded, match=r"rank 1 did not come within 0.2 s to all_reduce .*asked by rank 0") as caught:
