@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.backend.base import one, root_of
@@ -126,7 +127,14 @@ class GroupBackend(ReducingBackend):
     def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks, at most `timeout` (a float: seconds); `DeadlineExceeded` names those that didn't come, always all."""
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        self.barrier().complete(None if seconds is None else max(seconds, SHORTEST))
+        waited = dist.BarrierOptions()
+        waited.asyncOp = False  # who completes it in the background can't be interrupted after `seconds` to say who is missing
+        barrier = self.barrier(waited)
+        try:
+            barrier.complete(None if seconds is None else max(seconds, SHORTEST))
+        finally:
+            if not barrier.ended:  # those who come later still meet this rank
+                self._completer.add(barrier)
 
     # ---- between two ranks
 

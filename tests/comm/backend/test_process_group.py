@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -12,9 +13,11 @@ from torch import Tensor
 
 from paceline.cluster.store import Store
 from paceline.comm.backend.process_group import GroupBackend
+from paceline.comm.backend.work import BackendWork, Completer
 from paceline.comm.shm.group import SharedGroup
 from paceline.errors import DeadlineExceeded, Mismatch, UsageError
-from tests.harness.backends import RUNNERS, SIZES, Body, backend, mine, on_threads, reducing, rooted
+from tests.harness.backends import PATIENCE, RUNNERS, SIZES, Body, backend, meet, mine, on_threads, reducing, rooted
+from tests.harness.jobs import wait_for
 from tests.harness.processes import threads
 
 
@@ -100,16 +103,43 @@ def test_calls_that_differ_are_named_on_all_ranks(run: Any) -> None:
 
 def test_a_rank_that_never_comes_is_named() -> None:
     def body(rank: int, size: int, store: Store) -> None:
-        group = SharedGroup.from_store(store, rank, size, deadline=20)
+        group = SharedGroup.from_store(store, rank, size, deadline=PATIENCE)
+        ours = backend(group)
+        meet(ours)
         if rank == 0:
             options = dist.BarrierOptions()
             options.timeout = timedelta(seconds=0.2)
             with pytest.raises(DeadlineExceeded, match="rank 1"):
-                backend(group).barrier(options).wait()
+                ours.barrier(options).wait()
             with pytest.raises(DeadlineExceeded, match="rank 1"):
-                backend(group).monitored_barrier(timedelta(seconds=0.2))
+                ours.monitored_barrier(timedelta(seconds=0.2))
         store.put(f"done{rank}", True)
-        store.take(f"done{1 - rank}", 20)
+        store.take(f"done{1 - rank}", PATIENCE)
+
+    threads(2, body)
+
+
+def test_a_monitored_barrier_names_the_missing_though_the_completer_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    def complete(completer: Completer, work: BackendWork, *, soon: bool = False) -> None:
+        threading.Thread(target=work.end, daemon=True).start()
+        wait_for(lambda: work._lock.locked() or work.ended)
+
+    monkeypatch.setattr(Completer, "add", complete)
+
+    def body(rank: int, size: int, store: Store) -> None:
+        group = SharedGroup.from_store(store, rank, size, deadline=PATIENCE)
+        ours = backend(group)
+        meet(ours)
+        if rank == 0:
+            with pytest.raises(DeadlineExceeded, match=r"rank 1 did not come within 0\.05 s"):
+                ours.monitored_barrier(0.05)
+            store.put("named", True)
+        else:
+            store.take("named", PATIENCE)
+            ours.monitored_barrier(PATIENCE)  # rank 0 is still in it
+        store.put(f"done{rank}", True)
+        store.take(f"done{1 - rank}", PATIENCE)
+        group.close()
 
     threads(2, body)
 
@@ -189,15 +219,16 @@ def test_futures_of_what_is_gathered_hold_its_tensors() -> None:
 
 def test_a_monitored_barrier_takes_seconds_too() -> None:
     def body(rank: int, size: int, store: Store) -> None:
-        group = SharedGroup.from_store(store, rank, size, deadline=20)
+        group = SharedGroup.from_store(store, rank, size, deadline=PATIENCE)
         ours = backend(group)
-        ours.monitored_barrier(20.0)
+        meet(ours)
+        ours.monitored_barrier(PATIENCE)
         if rank == 0:
             for none in (0.0, timedelta(0)):
                 with pytest.raises(DeadlineExceeded, match="rank 1"):
                     ours.monitored_barrier(none)
         store.put(f"done{rank}", True)
-        store.take(f"done{1 - rank}", 20)
+        store.take(f"done{1 - rank}", PATIENCE)
         group.close()
 
     threads(2, body)
