@@ -332,7 +332,7 @@ class GlooTransport:
         assert self.broken is not None
         return copy.copy(self.broken)
 
-    def end(self, error: PacelineError, seconds: float = 1.0) -> PacelineError:
+    def end(self, error: PacelineError, seconds: float = waitposts.SILENCE) -> PacelineError:
         """End every operation under way, here and at the others, with `error`, or with that of the rank that was first."""
         if self.broken is None:
             if self.size > 1:

@@ -15,6 +15,7 @@ else:
     from torch.distributed import Store as TorchStore
 
 PERIOD = 0.3  # seconds between two looks at the others
+SILENCE = 15.0  # seconds after which a store that doesn't answer counts as lost, as a host does
 
 
 class GroupEnd(NamedTuple):
@@ -59,7 +60,7 @@ class Waitposts:
             self.others = {}
             self._changed.notify_all()
 
-    def verdict(self, mine: GroupEnd, seconds: float = 1.0) -> GroupEnd:
+    def verdict(self, mine: GroupEnd, seconds: float = SILENCE) -> GroupEnd:
         """Return why this group has ended: the reason that the first rank published, if `seconds` are enough to learn it; else `mine`."""
         answers: list[GroupEnd] = []
 

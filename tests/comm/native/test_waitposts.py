@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
+import pytest
 from torch.distributed import HashStore
 
+from paceline.cluster.store import Store
 from paceline.comm.native.waitposts import GroupEnd, Waitposts
 from paceline.comm.waitgraph import RankWait
 
@@ -38,6 +41,19 @@ def test_a_circle_is_found_by_both() -> None:
     until(lambda: set(one.stuck) == {0, 1} == set(other.stuck))
     one.close()
     other.close()
+
+
+@pytest.mark.slow
+def test_a_store_that_is_slow_is_waited_for() -> None:
+    class Slow(Store):
+        def first(self, key: str, value: Any) -> Any:
+            time.sleep(1.1)
+            return super().first(key, value)
+
+    base = HashStore()
+    first = GroupEnd("WorkerLost", "rank 2 is gone", (2,))
+    assert Waitposts(base, 0, 2).verdict(first) == first
+    assert Waitposts(Slow(base), 1, 2).verdict(GroupEnd("ViewChanged", "aborted")) == first
 
 
 def test_the_first_verdict_counts() -> None:
