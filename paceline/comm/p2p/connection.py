@@ -3,6 +3,7 @@
     sender      its rank, nonce a                                      -->
                                     <--   nonce b, MAC(receiver, ranks, a, b)
                 MAC(sender, ranks, a, b)                               -->
+                                    <--   a byte: it is let in
                 length | header | tensor | tensor | length | header ...
 
 Both prove that they know a key: it comes of the job's secret, and of a number that the receiver has put, signed, into the store.
@@ -26,7 +27,7 @@ from paceline.cluster import secret as secrets
 from paceline.comm.p2p.memory import SMALLEST, MemoryPool, tensor
 from paceline.comm.p2p.message import LONGEST, PairMessage, unpack
 from paceline.comm.wire_format import MalformedMessage
-from paceline.errors import DeadlineExceeded, SecretError, WorkerLost
+from paceline.errors import DeadlineExceeded, PacelineError, SecretError, WorkerLost
 from paceline.state.snapshot import raw
 
 MAGIC = b"pacepair"
@@ -34,6 +35,7 @@ HELLO = struct.Struct("<8sI16s")  # what it is, rank of the sender, nonce
 NONCE = 16
 PROOF = 4.0  # seconds that a connection may take to prove itself
 SILENCE = 15  # seconds after which a host that doesn't answer counts as lost
+WELCOME = b"."  # what the receiver says to a sender that it lets in
 LENGTH = struct.Struct("<I")
 MOST = 64  # pieces of memory that are sent at a time
 RETRY, LONGEST_RETRY = 0.02, 0.5  # seconds between two tries to connect
@@ -60,13 +62,14 @@ def call(
         try:
             connection = socket.create_connection((listening.address, listening.port), max(0.1, min(PROOF, last - time.monotonic())))
             introduce(connection, key, ranks, who)
+            _enter(connection, last, check)
             return connection
         except ConnectionRefusedError as error:
             raise WorkerLost(f"{who} is gone: nobody listens at {listening.address}:{listening.port} any more", (name,)) from error
-        except (OSError, SecretError) as error:
+        except (OSError, PacelineError) as error:
             if connection is not None:
                 connection.close()
-            if isinstance(error, SecretError):
+            if isinstance(error, PacelineError):
                 raise
             check()
             if time.monotonic() + nap > last:
@@ -86,6 +89,18 @@ def introduce(connection: socket.socket, key: bytes, ranks: tuple[int, int], who
     if not hmac.compare_digest(answer[NONCE:], _proof(key, "receiver", ranks, nonces)):
         raise SecretError(f"who answers in the place of {who} doesn't know the secret of this job: another program listens there")
     connection.sendall(_proof(key, "sender", ranks, nonces))
+
+
+def _enter(connection: socket.socket, last: float, check: Callable[[], None]) -> None:
+    """Wait until the receiver has let this sender in. Raises `OSError`: a receiver to which the proof came too late has hung up."""
+    while True:
+        try:
+            _exactly(connection, len(WELCOME), min(last, time.monotonic() + PROOF))
+            break
+        except TimeoutError:
+            if time.monotonic() >= last:
+                raise
+            check()
     connection.settimeout(None)
 
 
@@ -99,8 +114,11 @@ def admit(connection: socket.socket, key: bytes, rank: int, known: Collection[in
     nonces = nonce + random.token_bytes(NONCE)
     connection.sendall(nonces[NONCE:] + _proof(key, "receiver", (source, rank), nonces))
     mac = _exactly(connection, secrets.MAC_BYTES, end)
+    if not hmac.compare_digest(mac, _proof(key, "sender", (source, rank), nonces)):
+        return None
     connection.settimeout(None)
-    return int(source) if hmac.compare_digest(mac, _proof(key, "sender", (source, rank), nonces)) else None
+    connection.sendall(WELCOME)
+    return int(source)
 
 
 def _proof(key: bytes, side: str, ranks: tuple[int, int], nonces: bytes) -> bytes:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.cluster.secret import MAC_BYTES
 from paceline.comm.p2p import connection
-from paceline.comm.p2p.connection import HELLO, MAGIC, admit, frames, has_hung_up, introduce, read, send_all, send_some
+from paceline.comm.p2p.connection import HELLO, MAGIC, Listening, admit, call, frames, has_hung_up, introduce, read, send_all, send_some
 from paceline.comm.p2p.memory import MemoryPool
 from paceline.comm.p2p.message import pack
 from paceline.comm.wire_format import MalformedMessage
@@ -47,11 +48,50 @@ def both(left: Callable[[], Any], right: Callable[[], Any]) -> tuple[Any, Any]:
     return results[0], results[1]
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever proves itself may take long."""
+    monkeypatch.setattr(connection, "PROOF", PATIENCE)
+
+
+@pytest.mark.usefixtures("patient")
 def test_two_that_know_the_key_let_each_other_in() -> None:
     here, there = pair()
     assert both(lambda: introduce(here, KEY, (3, 5), "rank 5"), lambda: admit(there, KEY, 5, {3})) == (None, 3)
 
 
+def test_who_was_not_let_in_calls_again() -> None:
+    class Impatient:
+        """A receiver's connection, over which the proof comes too late."""
+
+        def __init__(self, own: socket.socket) -> None:
+            self._own = own
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._own, name)
+
+        def recv(self, nbytes: int) -> bytes:
+            if nbytes == MAC_BYTES:
+                raise TimeoutError
+            return self._own.recv(nbytes)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(PATIENCE)
+
+        def answer() -> tuple[int | None, socket.socket]:
+            with server.accept()[0] as first, pytest.raises(TimeoutError):
+                admit(Impatient(first), KEY, 5, {3})  # type: ignore[arg-type]
+            second = server.accept()[0]
+            return admit(second, KEY, 5, {3}), second
+
+        place = Listening(*server.getsockname(), "")
+        options: dict[str, Any] = {"who": "rank 5", "name": 5, "deadline": PATIENCE, "check": lambda: None}
+        here, (admitted, there) = both(lambda: call(place, KEY, (3, 5), **options), answer)
+    with here, there:
+        assert admitted == 3 and here.getsockname() == there.getpeername()
+
+
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(
     ("key", "ranks"),
     [(b"x" * 32, (3, 5)), (KEY, (4, 5)), (KEY, (3, 6))],
@@ -76,6 +116,7 @@ def test_a_stranger_is_not_let_in(key: bytes, ranks: tuple[int, int]) -> None:
         assert "rank 5 on node doesn't know the secret" in str(caller)
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_proof_does_not_count_a_second_time() -> None:
     here, there = pair()
     heard = []
