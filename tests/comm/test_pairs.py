@@ -46,6 +46,7 @@ def talk(group: Group, seed: int, count: int = 40) -> Traffic:
     dice = random.Random(seed + group.rank)
     both = pairs(group)
     converse(both, count, seed, pause=lambda: time.sleep(dice.random() * 1e-3 * (dice.random() < 0.3)))
+    group.barrier().wait()  # all has come to all
     both.close()
     return both.traffic
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paceline.comm.native.group import TorchGroup
-from paceline.comm.p2p import network
+from paceline.comm.p2p import connection, network, processes
 from paceline.comm.p2p.connection import call
 from paceline.comm.p2p.processes import ProcessPairs
 from paceline.comm.pairs import pairs
@@ -75,6 +75,7 @@ def test_a_send_ends_though_nobody_asks() -> None:
 
 
 def _late(group: TorchGroup) -> None:
+    processes.FAREWELL = connection.PROOF = PATIENCE
     both = made(group)
     if group.rank == 0:
         both.send(1, 4, {"n": 1}, [torch.ones(1_000_000)])
@@ -108,7 +109,13 @@ def _strange(group: TorchGroup) -> None:
         assert both.receive(1, 0).wait().head == {"n": 2}
         with pytest.raises(SecretError, match="doesn't know the secret of this job"):
             call(
-                way._listening, both._network.key("another"), (0, 1), who="rank 1 on node1", name=1, deadline=5.0, check=both._network.check
+                way._listening,
+                both._network.key("another"),
+                (0, 1),
+                who="rank 1 on node1",
+                name=1,
+                deadline=PATIENCE,
+                check=both._network.check,
             )
         for stranger in held:
             stranger.close()

@@ -63,6 +63,7 @@ def test_workers_that_cannot_share_memory_use_the_network(monkeypatch: pytest.Mo
             both.send(1 - rank, 0, {}, [torch.full((100,), float(rank))])
             assert both.receive(1 - rank, 0).wait().tensors[0].tolist() == [1.0 - rank] * 100
             found = both._network is not None
+            group.barrier().wait()  # it has come to both
             both.close()
             return found
 
