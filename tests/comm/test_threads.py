@@ -180,15 +180,17 @@ def test_the_missing_rank_is_named_at_the_deadline() -> None:
 
 
 def test_at_the_deadline_the_stack_of_the_missing_rank_is_shown() -> None:
-    over = threading.Event()
+    aside, over = threading.Event(), threading.Event()
 
     def stand_aside() -> None:
+        aside.set()
         over.wait(60)
 
     def body(group: ThreadGroup) -> None:
         if group.rank == 1:
             stand_aside()
             return
+        aside.wait(60)
         group.barrier().wait()
 
     with pytest.raises(DeadlineExceeded) as caught:

@@ -99,7 +99,7 @@ def test_an_error_on_the_way_reaches_all_ranks() -> None:
             return x
 
         with pytest.raises((WorkerLost, ViewChanged)) as found:
-            relay.all_reduce(torch.ones(9), way, "x").wait(10)
+            relay.all_reduce(torch.ones(9), way, "x").wait()
         relay.close()
         return str(found.value)
 

@@ -12,7 +12,7 @@ from paceline.comm.group import Finished
 from paceline.comm.hierarchy import executor as module
 from paceline.comm.hierarchy.executor import Flow, StagedExecutor, StagedJob, Steps
 from paceline.errors import DeadlineExceeded, UsageError, ViewChanged, WorkerLost
-from tests.harness.jobs import wait_for
+from tests.harness.jobs import PATIENCE, wait_for
 
 
 def line(stages: int) -> tuple[StagedExecutor, list[Any]]:
@@ -25,7 +25,7 @@ def line(stages: int) -> tuple[StagedExecutor, list[Any]]:
     return StagedExecutor("test", stages, tell), spread
 
 
-def job(flows: Iterable[Flow], result: Any = None, deadline: float = 10.0) -> StagedJob:
+def job(flows: Iterable[Flow], result: Any = None, deadline: float = PATIENCE) -> StagedJob:
     return StagedJob(lambda: flows, lambda: result, "a job", deadline)
 
 
@@ -52,7 +52,7 @@ def test_every_stage_is_a_thread_and_keeps_the_order(stages: int) -> None:
         assert {thread for _, thread in mine} == {f"paceline test {stage}"}
     ours.stop(ViewChanged("over"))
     ours.join()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("paceline test")]
+    wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("paceline test")])
 
 
 def test_a_flow_that_ends_early_holds_nothing_up() -> None:

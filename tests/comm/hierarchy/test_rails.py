@@ -329,7 +329,7 @@ def test_many_calls_under_way_on_processes(hosts: tuple[int, ...], monkeypatch: 
         group, dice = networked(store, rank, hosts), random.Random(rank)
         _mixed(group, dice, lambda: time.sleep(dice.random() * 1e-3), 8)
         group.close()
-        assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("paceline hosts")]
+        wait_for(lambda: not [thread.name for thread in threading.enumerate() if thread.name.startswith("paceline hosts")])
 
     fork(4, body)
 
