@@ -34,7 +34,7 @@ def point(server: Server) -> tuple[str, int]:
 
 
 def answers(server: Server) -> bool:
-    caller = RpcClient(server.receiver.addresses[0], KEYS, sender=1, who="server 0", alert=2.0)
+    caller = RpcClient(server.receiver.addresses[0], KEYS, sender=1, who="server 0", alert=SECONDS)
     try:
         return caller.call("k", tensors=[torch.arange(FRAME)], seconds=SECONDS).tensors[0].sum() == FRAME * (FRAME - 1) // 2
     finally:
@@ -67,7 +67,7 @@ def test_strangers_that_hold_1100_open_are_hung_up_on(server: Server) -> None:
 
 
 def test_who_is_let_in_stays_in_whoever_comes(server: Server) -> None:
-    caller = RpcClient(server.receiver.addresses[0], KEYS, sender=1, who="server 0", alert=5.0)
+    caller = RpcClient(server.receiver.addresses[0], KEYS, sender=1, who="server 0", alert=SECONDS)
     caller.call("k", seconds=SECONDS)
     with strangers.held_open(point(server), 300):
         assert answers(server)
@@ -77,7 +77,7 @@ def test_who_is_let_in_stays_in_whoever_comes(server: Server) -> None:
 
 def test_who_is_pushed_out_before_it_is_let_in_tries_again() -> None:
     with network.listen("127.0.0.1") as listening:
-        caller = RpcClient(f"tcp://127.0.0.1:{listening.getsockname()[1]}", KEYS, sender=1, who="server 0", alert=5.0)
+        caller = RpcClient(f"tcp://127.0.0.1:{listening.getsockname()[1]}", KEYS, sender=1, who="server 0", alert=SECONDS)
         for _ in range(4):  # by the last one it has heard of the others
             assert not caller.gone
             listening.accept()[0].close()

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.comm.rpc import RpcMessage, RpcServer, keys
+from tests.harness.jobs import PATIENCE
 
 KEYS = keys(b"a secret of this job", "job 1")
-SECONDS = 10.0
+SECONDS = PATIENCE
 
 
 class Server:
