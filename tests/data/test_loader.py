@@ -18,6 +18,7 @@ from paceline.data import indexed
 from paceline.data.loader import NoObserver, deal
 from paceline.data.shares import fewest
 from paceline.errors import DataError
+from tests.harness.jobs import wait_for
 from tests.harness.loaders import Numbers, plain, run, steps, walk
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -494,8 +495,14 @@ def test_a_broken_epoch_leaves_generators_as_if_nothing_was_drawn_ahead(size, wo
 
 @pytest.mark.slow
 def test_options_of_the_dataloader_reach_it(capfd):
+    out = []
+
     def begin(worker):
-        print(f"worker {worker} begins")
+        print(f"worker {worker} begins", flush=True)
+
+    def said(text):
+        out.append(capfd.readouterr().out)
+        return text in "".join(out)
 
     (group,) = spawn(1, lambda group: group)
     loader = deal(
@@ -503,7 +510,7 @@ def test_options_of_the_dataloader_reach_it(capfd):
     )
     with pytest.raises(RuntimeError, match="timed out after"):
         list(loader)
-    assert "worker 0 begins" in capfd.readouterr().out
+    wait_for(lambda: said("worker 0 begins"))
 
 
 class Slow(Numbers):

@@ -10,9 +10,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from paceline.comm.agreement import Agreement
 from paceline.comm.solo import SoloGroup
+from paceline.data import reader_failure
 from paceline.data.loader import deal
 from paceline.data.reader_failure import read
 from paceline.errors import DataError
+from tests.harness.jobs import PATIENCE
 
 
 class Deadly(Dataset):
@@ -70,8 +72,9 @@ def test_an_error_of_the_data_set_stays_what_it_is():
         walk(Deadly(wrong))
 
 
-def test_a_connection_that_broke_is_a_reader_that_is_about_to_end():
+def test_a_connection_that_broke_is_a_reader_that_is_about_to_end(monkeypatch):
     """The other end of a pipe is closed before the process is: who asks at once finds it alive."""
+    monkeypatch.setattr(reader_failure, "ENDED_SECONDS", PATIENCE)
     readers = multiprocessing.get_context("fork")
     gate = readers.Event()
     reader = readers.Process(target=lambda: (gate.wait(), os._exit(7)))

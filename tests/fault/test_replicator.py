@@ -18,9 +18,12 @@ from paceline.errors import DeadlineExceeded, WorkerLost
 from paceline.fault import replicator as carrying
 from paceline.fault.replicate import FORM, CopyShelf
 from paceline.fault.replicator import Replicator
+from paceline.timings import RecoveryTimings
+from tests.harness.jobs import PATIENCE
 
 HOSTS = (0, 0, 1, 1, 2, 2)
 NAMES = (10, 11, 12, 13, 14, 15)
+PATIENT = RecoveryTimings(copy=PATIENCE)
 
 
 def has(rank: int, step: int) -> dict[str, Any]:
@@ -69,7 +72,7 @@ def carry(
 
     def body(group: ThreadGroup) -> tuple[Replicator, CopyShelf]:
         shelf = CopyShelf()
-        courier = Replicator(group if spoil is None else Spoiling(group, spoil), HOSTS, NAMES, shelf)  # type: ignore[arg-type]
+        courier = Replicator(group if spoil is None else Spoiling(group, spoil), HOSTS, NAMES, shelf, timings=PATIENT)  # type: ignore[arg-type]
         for step in range(1, steps + 1):
             if courier.works:
                 courier.start(has(group.rank, step) if group.rank in owners else None, step)
@@ -152,7 +155,7 @@ def test_a_worker_of_another_version_neither_sends_to_us_nor_gets_anything() -> 
 
     def body(group: ThreadGroup) -> tuple[dict[int, int], list[str]]:
         shelf = CopyShelf()
-        courier = Replicator(Other(group), HOSTS, NAMES, shelf)  # type: ignore[arg-type]
+        courier = Replicator(Other(group), HOSTS, NAMES, shelf, timings=PATIENT)  # type: ignore[arg-type]
         courier.start(has(group.rank, 1), 1)
         assert courier.wait(60) and courier.works, courier.broken
         group.barrier().wait()
@@ -195,7 +198,7 @@ def test_closing_lets_the_copy_under_way_come(monkeypatch: pytest.MonkeyPatch) -
 
     def body(group: ThreadGroup) -> dict[int, int]:
         shelf = CopyShelf()
-        courier = Replicator(group, HOSTS, NAMES, shelf)
+        courier = Replicator(group, HOSTS, NAMES, shelf, timings=PATIENT)
         courier.start(has(group.rank, 1), 1)
         courier.close()
         return shelf.held
