@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.cluster.store import Store
 from paceline.fault import disk
 from paceline.fault.disk import PAGE, block, sync, write
 from paceline.fault.file_layout import CopyMemory
+from tests.harness.processes import fork
 
 
 def held(nbytes: int, *, at: int = 0) -> Tensor:
@@ -38,7 +40,7 @@ PARTS = {
 @pytest.mark.parametrize("kind", PARTS)
 @pytest.mark.parametrize("where", ["disk", "memory"])
 def test_hash_size_and_content(tmp_path: Path, kind: str, where: str) -> None:
-    path = tmp_path / "x" if where == "disk" else Path("/dev/shm") / f"paceline-test-{os.getpid()}"
+    path = tmp_path / "x" if where == "disk" else Path("/dev/shm") / f"disk-test-{os.getpid()}"
     parts, moved = PARTS[kind](), list[int]()
     wanted = b"".join(part.numpy().tobytes() for part in parts)
     try:
@@ -82,10 +84,14 @@ def test_a_disk_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, co
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "write", refuse)
-    before = os.listdir("/proc/self/fd")
-    with pytest.raises(OSError, match=os.strerror(code)):
-        write(tmp_path / "x", [held(2 * PAGE)])
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+    def body(rank: int, size: int, store: Store) -> None:  # in a process of its own: nobody else opens and closes files there
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(OSError, match=os.strerror(code)):
+            write(tmp_path / "x", [held(2 * PAGE)])
+        assert len(os.listdir("/proc/self/fd")) == len(before)
+
+    fork(1, body)
 
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:

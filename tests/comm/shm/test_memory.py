@@ -67,18 +67,21 @@ def test_tensors_outlive_the_segment_and_nothing_else_is_held() -> None:
     def held() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("memfd:paceline")
 
+    def body(rank: int, size: int, store: Store) -> None:  # in a process of its own: nobody else opens and closes files there
+        before = held()
+        segment = SharedSegment.create(1 << 20)
+        segment.seal()
+        x, cells = segment.tensor(4096, (100,), torch.float32), segment.cells()
+        del segment
+        gc.collect()
+        x += 1
+        assert x.sum() == 100 and cells[4098] != 0 and held() == (before[0], before[1] + 1)
+        del x, cells
+        gc.collect()
+        assert held() == before
+
     gc.collect()
-    before = held()
-    segment = SharedSegment.create(1 << 20)
-    segment.seal()
-    x, cells = segment.tensor(4096, (100,), torch.float32), segment.cells()
-    del segment
-    gc.collect()
-    x += 1
-    assert x.sum() == 100 and cells[4098] != 0 and held() == (before[0], before[1] + 1)
-    del x, cells
-    gc.collect()
-    assert held() == before
+    fork(1, body)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (LARGE // 4 - 1,), (LARGE // 4,), (3, LARGE // 4 + 7)])
