@@ -214,7 +214,7 @@ def test_a_worker_is_killed(job: Jobs, mode: str, seed: int) -> None:
 def test_a_server_is_killed(job: Jobs, mode: str, seed: int) -> None:
     """Which is the first, with the keeper, in every second case. Another one is there soon."""
     chance = random.Random(seed)
-    launched = begun(job, mode, nap=until(2, 0.5, grows=2), epochs=5)
+    launched = begun(job, mode, nap=until(2, 0.5, grows=4))
     pause(chance, 0.3)
     which = chance.choice([0, 0, 0, 1, 2, 3])
     servers(launched)[which].kill()
@@ -295,7 +295,7 @@ def test_a_server_is_killed_when_an_epoch_is_over(job: Jobs, mode: str) -> None:
 def test_a_worker_comes_back(job: Jobs, mode: str, seed: int) -> None:
     """In the middle of an epoch: all stop taking samples, let it in, and go on with what is left."""
     chance = random.Random(seed)
-    launched = begun(job, mode, 3, "--restarts", "1", replicas=1, nap=until(2, 0.6, grows=2), epochs=5)
+    launched = begun(job, mode, 3, "--restarts", "1", replicas=1, nap=until(2, 0.6, grows=4))
     pause(chance, 0.3)
     chance.choice(launched.workers()).kill()
     found = ended(job, launched)
