@@ -116,6 +116,8 @@ class ElasticPeers:
         self.membership = Membership(host, view, now=time.monotonic(), timings=timings.membership)
         self._timings, self._flush_seconds, self._linger = timings.membership, timings.channel.flush, timings.channel.linger
         self._channels, self._point = channels, point
+        for channel in channels.values():
+            channel.count_silence()  # nobody has sent anything while the last hosts were waited for
         self._newcomers = JoiningHosts(timings=timings.channel)
         self._awaited: dict[int, float] = {}  # hosts that have not called, and since when
         self._finished: set[int] = set()

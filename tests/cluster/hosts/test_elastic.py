@@ -47,9 +47,12 @@ def meet(size: int, *, absent: int | None = None, seconds: float = 60.0, timings
     return found
 
 
+PATIENT = Timings(membership=MembershipTimings(silence=1000.0))
+
+
 @pytest.fixture
 def three(request: pytest.FixtureRequest) -> Iterator[list[ElasticPeers]]:
-    found = [each for each in meet(3, timings=getattr(request, "param", DEFAULTS)) if isinstance(each, ElasticPeers)]
+    found = [each for each in meet(3, timings=getattr(request, "param", PATIENT)) if isinstance(each, ElasticPeers)]
     assert len(found) == 3
     yield found
     for each in found:
@@ -75,7 +78,6 @@ def test_two_hosts_lose_workers_at_once(three: list[ElasticPeers]) -> None:
     run(three, lambda: all(workers(each) == (1, 10, 11, 20) for each in three))
 
 
-@pytest.mark.parametrize("three", [Timings(membership=MembershipTimings(silence=1000.0))], indirect=True, ids=["patient"])
 @pytest.mark.parametrize("gone", [0, 2])
 def test_the_others_go_on_when_a_launcher_hangs_up(three: list[ElasticPeers], gone: int) -> None:
     rest = [each for host, each in enumerate(three) if host != gone]
@@ -103,6 +105,14 @@ def test_a_launcher_that_says_nothing_is_left_out(three: list[ElasticPeers]) -> 
     heard = min(each._channels[2].heard for each in three[:2])
     run(three[:2], lambda: all(workers(each) == (0, 1, 10, 11) for each in three[:2]))
     assert time.monotonic() - heard >= 1.0
+
+
+def test_one_that_waited_for_the_last_one_is_not(three: list[ElasticPeers]) -> None:
+    for channel in three[0]._channels.values():
+        channel.heard -= 2000.0  # nothing is said while hosts wait until all are connected
+    peers = ElasticPeers(0, three[0].view, three[0]._channels, timings=PATIENT)
+    peers.tick()
+    assert peers.verdict is None and not peers.membership.stranded
 
 
 def test_who_is_cut_off_stops_and_says_so(three: list[ElasticPeers]) -> None:
