@@ -219,13 +219,13 @@ class Chaos:
 
     def _end(self, lasting: _Lasting) -> None:
         """End a fault: what it had changed is as it was, or as another one that is still in force wants it."""
-        fault = lasting.fault
+        fault, step = lasting.fault, self._steps  # a worker that goes on may soon be further
         self._lasting.remove(lasting)
         if isinstance(fault, Stop) and lasting.page is not None and not self._stopped(lasting.page):
             _send(lasting.page, signal.SIGCONT, group=True, gone=True)
         self._settle(fault)
         if lasting.until is not None:
-            self._note("fault over", fault)
+            self._note("fault over", fault, step)
             self._say(f"{fault!r}: over")
 
     def _stopped(self, page: Page) -> bool:

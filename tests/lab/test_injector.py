@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +20,12 @@ import pytest
 from paceline.cluster import machine
 from paceline.cluster.control import progress
 from paceline.cluster.control.progress import Page
+from paceline.cluster.launcher import janitor
 from paceline.errors import ResourceError
 from paceline.lab import chaos, injector
 from paceline.lab.description import Description, Host, Placement, regular
 from paceline.lab.injector import Chaos, record
+from tests.harness.clocks import Clock
 from tests.harness.jobs import PATIENCE, wait_for
 
 
@@ -89,9 +93,9 @@ class Worker:
         out, _ = self.process.communicate(timeout=PATIENCE)
         return self.process.returncode, [int(line) for line in out.split()]
 
-    def state(self) -> str:
-        """One letter: T is stopped."""
-        return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    @property
+    def stopped(self) -> bool:
+        return janitor.state(self.process.pid) == "T"
 
 
 @contextmanager
@@ -103,6 +107,22 @@ def job(folder: Path, *workers: dict[str, Any]) -> Iterator[list[Worker]]:
         for worker in started:
             worker.process.kill()
             worker.process.communicate()
+
+
+def own(folder: Path) -> Page:
+    """The page of a worker that is this process."""
+    page = Page(progress.path(folder, 0))
+    page.describe(0, 0, 1)
+    page.started(os.getpid())
+    return page
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The time of injectors, which stands until a test moves it."""
+    clock = Clock()
+    monkeypatch.setattr(injector, "time", SimpleNamespace(monotonic=clock, time=clock))
+    return clock
 
 
 def unleash(cluster: Paper, faults: Any, folder: Path, said: list[str] | None = None) -> Chaos:
@@ -125,16 +145,26 @@ def test_kill_comes_exactly_before_its_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.jobs
-def test_stop_stops_and_goes_on(tmp_path: Path) -> None:
+def test_stop_stops_and_goes_on(tmp_path: Path, clock: Clock) -> None:
     found = unleash(Paper(regular(1)), "stop(rank=0, step=2, seconds=1.5)", tmp_path)
     with found, job(tmp_path, {"steps": 4}) as (worker,):
-        wait_for(lambda: worker.state() == "T")
+        wait_for(lambda: len(found.events) == 1 and worker.stopped)
         assert worker.page.step == 2
+        clock.now += 1.5
         assert worker.end() == (0, [0, 1, 2, 3])
-    what = "stop(rank=0, step=2, seconds=1.5)"  # on a busy machine it may have gone on for a while before that is noted
-    assert happened(found) in [[("fault", what, 2), ("fault over", what, step)] for step in (2, 3, 4)]
-    times = [event["time"] for event in found.events]
-    assert times[1] - times[0] > 1.4
+    what = "stop(rank=0, step=2, seconds=1.5)"
+    assert happened(found) == [("fault", what, 2), ("fault over", what, 2)]
+    assert [event["time"] for event in found.events] == [0.0, 1.5]
+
+
+def test_the_end_of_a_fault_comes_at_the_step_at_which_it_was_still_in_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, page = Paper(regular(1)), own(tmp_path)
+    monkeypatch.setattr(cluster, "mend", lambda host: page.passed(3))  # the worker goes on at once
+    found = unleash(cluster, "cut(host=0, seconds=0.01, step=2)", tmp_path)
+    with found:
+        page.reach(2)
+        wait_for(lambda: len(found.events) == 2)
+    assert [step for _, _, step in happened(found)] == [2, 2]
 
 
 @pytest.mark.jobs
@@ -142,16 +172,19 @@ def test_a_worker_still_stopped_at_the_end_goes_on(tmp_path: Path) -> None:
     found = unleash(Paper(regular(1)), "stop(rank=0, step=0, seconds=100)", tmp_path)
     with job(tmp_path, {"steps": 1}) as (worker,):
         with found:
-            wait_for(lambda: worker.state() == "T")
+            wait_for(lambda: worker.stopped)
         assert worker.end() == (0, [0])
 
 
 @pytest.mark.jobs
-def test_two_stops_end_with_the_longer(tmp_path: Path) -> None:
+def test_two_stops_end_with_the_longer(tmp_path: Path, clock: Clock) -> None:
     found = unleash(Paper(regular(1)), "[stop(rank=0, step=0, seconds=0.2), stop(rank=0, step=0, seconds=4)]", tmp_path)
     with found, job(tmp_path, {"steps": 2}) as (worker,):
-        wait_for(lambda: [event["event"] for event in found.events].count("fault over") == 1)
-        assert worker.state() == "T"
+        wait_for(lambda: len(found.events) == 2 and worker.stopped)
+        clock.now += 0.2
+        wait_for(lambda: len(found.events) == 3)
+        assert worker.stopped
+        clock.now += 4
         assert worker.end() == (0, [0, 1])
 
 
@@ -291,12 +324,11 @@ def test_workers_are_let_go_when_the_injector_dies(tmp_path: Path, monkeypatch: 
         assert worker.end() == (0, [0, 1, 2])
 
 
-@pytest.mark.jobs
 def test_times_count_from_the_beginning_of_the_run(tmp_path: Path) -> None:
-    found = unleash(Paper(regular(1)), "crash(host=0, step=1)", tmp_path)
-    with found, job(tmp_path, {"steps": 2}) as (worker,):
-        worker.page.joined(time.time() - 1000)
-        worker.end()
+    found, page = unleash(Paper(regular(1)), "crash(host=0, step=1)", tmp_path), own(tmp_path)
+    with found:
+        page.joined(time.time() - 1000)
+        page.reach(1)
     assert 1000 <= found.events[0]["time"] < 1100
 
 
