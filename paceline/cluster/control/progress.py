@@ -127,14 +127,14 @@ class Page:
         try:
             while 0 < cells[_HOLD] <= step + 1:
                 waited = time.monotonic() - began
+                if waited > _SILENT_SECONDS and not said:
+                    said = True
+                    print(f"paceline: rank {self.rank} is held before step {step}, as {self.file} asks", file=sys.stderr, flush=True)
                 if waited > self._deadline:
                     raise DeadlineExceeded(
                         f"rank {self.rank} was held before step {step} for {self._deadline:g} s by {self.file}, and nobody let it go on; "
                         "whoever holds a worker has to call release() on its page"
                     )
-                if waited > _SILENT_SECONDS and not said:
-                    said = True
-                    print(f"paceline: rank {self.rank} is held before step {step}, as {self.file} asks", file=sys.stderr, flush=True)
                 time.sleep(_POLL_SECONDS)
         finally:
             cells[_HOLDING] = 1

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from paceline.cluster.control.progress import Page
 from paceline.cluster.launcher.launch import run
 from paceline.cluster.launcher.request import LaunchRequest
 from paceline.errors import DeadlineExceeded, ResourceError
+from tests.harness.clocks import Clock
 from tests.harness.jobs import jobs, wait_for
 from tests.harness.runs import batches, workers
 
@@ -74,8 +76,10 @@ def test_a_breakpoint_set_before_the_worker_is_there_holds_it(tmp_path: Path) ->
     assert len(held) == 2 and worker.reach(6) == 0.0
 
 
-@pytest.mark.slow
-def test_nobody_is_held_for_ever(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_nobody_is_held_for_ever(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """That a worker is held is said before it ends, even if it gets no processor meanwhile."""
+    clock = Clock()
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=clock, sleep=lambda _: setattr(clock, "now", clock.now + 2)))
     page = Page(tmp_path / "page", deadline=1.2)
     page.describe(4, 0, 1)
     page.hold(0)
