@@ -43,24 +43,39 @@ def hangs():
 """
 
 
+class Slow(WorkerProcess):
+    """A worker whose stack is waited for until it is whole."""
+
+    _asked = False
+
+    def stack(self) -> str:
+        """What was there before the stack is asked for, and the next time the stack."""
+        said = [super().stack()]
+        if self._asked and self.said("shows") and janitor.state(self.process.pid) != "T":
+            wait_for(lambda: said.append(super(Slow, self).stack()) or "in <module>" in "".join(said))
+        self._asked = not self._asked
+        return "".join(said)
+
+
 class Host:
     """The workers of one host, and what its launcher says."""
 
-    def __init__(self) -> None:
+    def __init__(self, answer: float) -> None:
         self.peers, self.said = NoPeers(), list[str]()
         self.workers: list[WorkerProcess] = []
-        self.lateness = HangSearch(self.peers, "box7", self.said.append, timings=HangTimings(answer=0.5, stack_dump=0.2))
+        self.lateness = HangSearch(self.peers, "box7", self.said.append, timings=HangTimings(answer=answer, stack_dump=0.2))
 
     def start(self, body: str) -> WorkerProcess:
         """A worker that has done this, and hangs."""
         rank = str(len(self.workers))
         environ = {**os.environ, **PLACE, "RANK": rank, "LOCAL_RANK": rank}
-        worker = start(WorkerCommand(int(rank), [sys.executable, "-c", f"{WORKER}\n{body}\nhangs()"], environ, ()), None, screens())
+        command = WorkerCommand(int(rank), [sys.executable, "-c", f"{WORKER}\n{body}\nhangs()"], environ, ())
+        worker = Slow(**vars(start(command, None, screens())))
         self.workers.append(worker)
         self.turn(lambda: worker.said("ready"), ends=False)
         return worker
 
-    def turn(self, until: Callable[[], bool], *, ends: bool = False, seconds: float = 60.0) -> None:
+    def turn(self, until: Callable[[], bool], *, ends: bool = False, seconds: float = PATIENCE) -> None:
         """Be the launcher until it is so."""
         end = time.monotonic() + seconds
         while not until():
@@ -79,14 +94,18 @@ class Host:
 
 
 @pytest.fixture
-def host() -> Iterator[Host]:
-    found = Host()
+def host(request: pytest.FixtureRequest) -> Iterator[Host]:
+    """A host whose workers all answer, however late; of one that is `silent` one doesn't."""
+    found = Host(getattr(request, "param", PATIENCE))
     yield found
     for worker in found.workers:
         worker.process.kill()
         worker.process.wait()
         for descriptor in (worker.records_fd, worker.orders_fd, worker.stack_fd, *(stream.descriptor for stream in worker.streams)):
             os.close(descriptor)
+
+
+silent = pytest.mark.parametrize("host", [0.5], indirect=True, ids=["silent"])
 
 
 @pytest.mark.jobs
@@ -111,6 +130,7 @@ def test_a_worker_of_this_host_says_that_it_waits(host: Host) -> None:
     assert host.peers.late == {7: LATE} and "rank 0" in host.said[0]
 
 
+@silent
 @pytest.mark.slow
 def test_who_does_not_answer_is_shown_as_far_as_that_goes(host: Host) -> None:
     host.start("events.show(place)")
@@ -118,6 +138,7 @@ def test_who_does_not_answer_is_shown_as_far_as_that_goes(host: Host) -> None:
     assert "rank 0 on box7 (backward of step 3): it doesn't answer; its stack:" in head and "in hangs" in stack[0]
 
 
+@silent
 @pytest.mark.slow
 def test_of_a_long_stack_both_ends_are_shown(host: Host) -> None:
     host.start("events.show(place)\ndef deep(n): deep(n - 1) if n else hangs()\ndeep(50)")
@@ -126,6 +147,7 @@ def test_of_a_long_stack_both_ends_are_shown(host: Host) -> None:
     assert names == ["hangs", *["deep"] * 9, "...", *["deep"] * 4, "<module>"]
 
 
+@silent
 @pytest.mark.slow
 def test_of_many_threads_the_main_one_is_shown(host: Host) -> None:
     threads = "for _ in range(150): threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
@@ -133,6 +155,7 @@ def test_of_many_threads_the_main_one_is_shown(host: Host) -> None:
     assert host.judge()[1].endswith("in hangs")
 
 
+@silent
 @pytest.mark.slow
 def test_only_who_shows_its_stack_is_sent_a_signal(host: Host) -> None:
     """It would end a script that never heard of paceline."""
@@ -150,6 +173,7 @@ def test_signals_of_a_script_s_own_stay_its_own(host: Host) -> None:
     assert worker.process.wait(PATIENCE) == 3
 
 
+@silent
 @pytest.mark.slow
 def test_who_is_stopped_is_named_as_stopped(host: Host) -> None:
     worker = host.start("answers(7, waits=False); events.show(place)")
