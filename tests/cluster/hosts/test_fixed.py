@@ -6,17 +6,20 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from paceline.cluster import network
 from paceline.cluster.discover import JobStart
+from paceline.cluster.hosts import channel, fixed
 from paceline.cluster.hosts.fixed import FixedPeers
 from paceline.cluster.hosts.peers import Failure, LateCall
 from paceline.cluster.hosts.restart_messages import HostReport, JobStopped, Links, RestartState, Sequel
 from paceline.errors import DeadlineExceeded, Mismatch
 from paceline.timings import RendezvousTimings, Timings
+from tests.harness.clocks import Clock
 from tests.harness.jobs import free_port
 from tests.harness.meetings import gather, invitation, turn
 
@@ -28,8 +31,8 @@ def councils() -> Iterator[Callable[..., list[FixedPeers]]]:
 
     def make(*names: str, **changes: Any) -> list[FixedPeers]:
         port = free_port()
-        meetings = [invitation(name, port, hosts=len(names), **changes) for name in names]
-        made.extend(future.result() for future in gather(*meetings, pause=0.05))
+        meetings = [invitation(name, port, hosts=len(names), host_rank=number, **changes) for number, name in enumerate(names)]
+        made.extend(future.result() for future in gather(*meetings, led=True))
         return made[-len(names) :]
 
     yield make
@@ -81,16 +84,22 @@ class TestCouncil:
 
     def test_one_that_waited_for_the_last_one_is_not(self, councils):
         members = councils("a", "b", "c")
-        for channel in members[0]._channels.values():
-            channel.heard -= 1000.0  # nothing is said while hosts wait to be as many as they have to be
+        for link in members[0]._channels.values():
+            link.heard -= 1000.0  # nothing is said while hosts wait to be as many as they have to be
         peers = FixedPeers(members[0].table, members[0].host_rank, members[0]._channels, server=0)
         peers.tick()
         assert len(peers.descriptors()) == 2
 
-    def test_heartbeats_keep_it_alive(self, councils):
-        members = councils("a", "b", timings=Timings(rendezvous=RendezvousTimings(beat=0.05, silence=2.0)))
-        end = time.monotonic() + 2.5
-        turn(*members, until=lambda: time.monotonic() > end)
+    def test_heartbeats_keep_it_alive(self, councils, monkeypatch):
+        members, clock = councils("a", "b", timings=Timings(rendezvous=RendezvousTimings(beat=0.05, silence=2.0))), Clock()
+        for module in (fixed, channel):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
+        links = [link for council in members for link in council._channels.values()]
+        for link in links:
+            link.count_silence()
+        for _ in range(25):
+            clock.now += 0.1
+            turn(*members, until=lambda: all(link.heard == clock.now for link in links))
         assert not any(council.verdict for council in members)
 
     @pytest.mark.parametrize("asked", [0, 1])

@@ -24,7 +24,7 @@ from paceline.errors import SecretError
 from paceline.timings import DEFAULTS
 from tests.harness import strangers
 from tests.harness.handshakes import HELLO, OFFER, SECRET, meeting, offered, senseless, waiting
-from tests.harness.jobs import free_port
+from tests.harness.jobs import PATIENCE, free_port
 
 
 class Porter:
@@ -64,7 +64,7 @@ class Porter:
         """Somebody calls, and says hello; others may push in, so it tries again."""
         while True:
             try:
-                found = call(socket.create_connection(self.point, timeout=60), secret, "here", 4.0)
+                found = call(socket.create_connection(self.point, timeout=60), secret, "here", PATIENCE)
             except ConnectionError:
                 continue
             found.send({"kind": "hello"})
@@ -173,7 +173,7 @@ class TestMeeting:
         port, drawn = free_port(), random.Random(5)
         with waiting(port) as come:
             for _ in range(150):
-                channel = call(socket.create_connection(("127.0.0.1", port), timeout=60), SECRET, "there", 4.0)
+                channel = call(socket.create_connection(("127.0.0.1", port), timeout=60), SECRET, "there", PATIENCE)
                 channel.send(senseless(drawn, [OFFER], offered))
                 channel.close()
             come()
@@ -233,7 +233,7 @@ class TestAssembly:
     def newcomer(self, launcher: ElasticPeers) -> Channel:
         with ThreadPoolExecutor(1) as pool:
             point = ("127.0.0.1", self.port(launcher))
-            calling = pool.submit(lambda: call(socket.create_connection(point, timeout=60), SECRET, "there", 4.0))
+            calling = pool.submit(lambda: call(socket.create_connection(point, timeout=60), SECRET, "there", PATIENCE))
             strangers.until(calling.done, lambda: self.turn(launcher))
             return calling.result()
 
@@ -322,7 +322,7 @@ class TestAssembly:
             for _ in range(300):
                 strangers.call(sockets[0].getsockname(), strangers.line(drawn, [HELLO, {"kind": "host", "host": 1}]))
             for host in (None, "1", 0, 1.0, 2, -1, [1], True):
-                channel = call(socket.create_connection(sockets[0].getsockname(), timeout=60), SECRET, "there", 4.0)
+                channel = call(socket.create_connection(sockets[0].getsockname(), timeout=60), SECRET, "there", PATIENCE)
                 channel.send({"kind": "host", "host": host})
                 channel.close()
             second = pool.submit(connect_all, offers, 1, sockets[1], SECRET, 300.0)

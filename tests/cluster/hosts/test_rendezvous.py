@@ -11,20 +11,44 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from paceline.cluster import network
+from paceline.cluster.hosts import rendezvous
 from paceline.cluster.hosts.channel import Channel, ChannelBroken, Introduction, call
 from paceline.cluster.hosts.rendezvous import Offer, assemble
 from paceline.errors import DeadlineExceeded, Mismatch, PlaceError, SecretError
-from paceline.timings import ChannelTimings, Timings
-from tests.harness.jobs import Jobs, free_port, listening, wait_for
+from paceline.timings import ChannelTimings, RendezvousTimings, Timings
+from tests.harness.clocks import Clock
+from tests.harness.jobs import PATIENCE, Jobs, free_port, listening, wait_for
 from tests.harness.launchers import JOINED, Launched
 from tests.harness.meetings import SECRET, gather, invitation
 
 ENVIRON = {"PACELINE_SECRET": SECRET.decode()}
+
+
+# A launcher says at once for whom it waits, and again and again.
+BRIEF = Timings(channel=ChannelTimings(hello=PATIENCE, look=0.02), rendezvous=RendezvousTimings(reminder=0.0, next_reminder=0.0))
+
+
+@pytest.fixture
+def over(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[[str], None]]:
+    """Deadlines pass as soon as a launcher has said certain words, and not before."""
+    clock = Clock()
+    clock.now = time.monotonic()
+    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
+
+    def make(words: str, said: list[str]) -> Callable[[str], None]:
+        def say(text: str) -> None:
+            said.append(text)
+            clock.now += 2 * PATIENCE * (words in text)
+
+        return say
+
+    return make
 
 
 class TestAssemble:
@@ -47,24 +71,24 @@ class TestAssemble:
 
     def test_two_hosts_of_one_number(self):
         port = free_port()
-        for future in gather(invitation("a", port, host_rank=1), invitation("b", port, host_rank=1), pause=0.1):
+        for future in gather(invitation("a", port, host_rank=1), invitation("b", port, host_rank=1), led=True):
             assert isinstance(future.exception(), Mismatch) and "both say --host-rank 1" in str(future.exception())
 
     def test_different_numbers_of_hosts(self):
         port = free_port()
-        for future in gather(invitation("a", port), invitation("b", port, hosts=3), pause=0.1):
+        for future in gather(invitation("a", port), invitation("b", port, hosts=3), led=True):
             assert isinstance(future.exception(), Mismatch) and "b was started with --hosts 3" in str(future.exception())
 
     def test_different_placements(self):
         port, other = free_port(), Offer("b", 2, "127.0.0.1", "machine", 1000, 2000, "round-robin")
-        for future in gather(invitation("a", port), invitation("b", port, offer=other), pause=0.1):
+        for future in gather(invitation("a", port), invitation("b", port, offer=other), led=True):
             assert isinstance(future.exception(), Mismatch)
             assert "b was started with --placement round-robin, and a with --placement block" in str(future.exception())
 
-    def test_another_secret_ends_who_came_with_it(self):
+    def test_another_secret_ends_who_came_with_it(self, over):
         port, said = free_port(), []
         first, second = gather(
-            invitation("a", port, deadline=1.5, say=said.append), invitation("b", port, secret=b"another secret!!"), pause=0.1
+            invitation("a", port, say=over("came with another secret", said)), invitation("b", port, secret=b"another secret!!"), led=True
         )
         assert isinstance(second.exception(), SecretError)
         assert isinstance(first.exception(), DeadlineExceeded) and "came with another secret" in str(first.exception())
@@ -73,16 +97,16 @@ class TestAssemble:
     def test_more_hosts_than_launchers_can_tell_of(self):
         port = free_port()
         offers = [replace(invitation(name, port).offer, name=name * 70_000) for name in "ab"]  # two hosts for hundreds
-        for future in gather(*(invitation("", port, offer=offer) for offer in offers), pause=0.1):
+        for future in gather(*(invitation("", port, offer=offer) for offer in offers), led=True):
             assert isinstance(future.exception(), PlaceError) and "the job has too many hosts" in str(future.exception())
 
     def test_who_does_not_come_is_missed(self):
         with pytest.raises(DeadlineExceeded, match=r"1 of 2 hosts came .* \(a\).*loopback"):
             assemble(invitation("a", free_port(), deadline=0.5))
 
-    def test_who_came_is_told_who_did_not(self):
-        port = free_port()
-        for future in gather(*(invitation(name, port, hosts=3, deadline=1.0) for name in "ab"), pause=0.1):
+    def test_who_came_is_told_who_did_not(self, over):
+        port, terms = free_port(), {"hosts": 3, "timings": BRIEF, "say": over("(here: a, b)", [])}
+        for future in gather(*(invitation(name, port, **terms) for name in "ab"), led=True):
             assert isinstance(future.exception(), DeadlineExceeded) and "2 of 3 hosts came" in str(future.exception())
 
     def test_nobody_at_the_meeting_point(self, monkeypatch):
@@ -91,7 +115,7 @@ class TestAssemble:
         with pytest.raises(DeadlineExceeded, match=r"127.0.0.1:\d+ could not be reached from a within 1 s \(Connection refused\)"):
             assemble(invitation("a", free_port(), deadline=1.0))
 
-    def test_a_forwarder_hangs_up_until_somebody_is_there(self, monkeypatch):
+    def test_a_forwarder_hangs_up_until_somebody_is_there(self, monkeypatch, over):
         monkeypatch.setattr(network, "local", lambda address: False)
         with network.listen("127.0.0.1") as forwarder:
             port = forwarder.getsockname()[1]
@@ -104,7 +128,7 @@ class TestAssemble:
             thread = threading.Thread(target=forward)
             thread.start()
             with pytest.raises(DeadlineExceeded, match="Connection refused"):
-                assemble(invitation("a", port, deadline=1.2))
+                assemble(invitation("a", port, timings=BRIEF, say=over("Connection refused", [])))
             thread.join(60)
             assert not thread.is_alive()
 
@@ -149,7 +173,7 @@ class TestAssemble:
     def test_loopback_between_machines(self):
         port = free_port()
         other = replace(invitation("b", port).offer, name="b", machine="other")
-        for future in gather(invitation("a", port), invitation("b", port, offer=other), pause=0.1):
+        for future in gather(invitation("a", port), invitation("b", port, offer=other), led=True):
             assert isinstance(future.exception(), PlaceError) and "PACELINE_INTERFACE" in str(future.exception())
 
 
@@ -163,9 +187,9 @@ def connected(port: int) -> socket.socket | None:
 class TestChannel:
     def pair(self) -> tuple[Channel, Introduction]:
         here, there = socket.socketpair()
-        caller = Introduction(there, SECRET, "here", 4.0)
+        caller = Introduction(there, SECRET, "here", PATIENCE)
         with ThreadPoolExecutor(1) as pool:
-            calling = pool.submit(call, here, SECRET, "there", 4.0)
+            calling = pool.submit(call, here, SECRET, "there", PATIENCE)
             wait_for(lambda: caller.step() is not None or caller.trusted)
             return calling.result(), caller
 
@@ -176,7 +200,7 @@ class TestChannel:
         caller.channel.send({"c": None})
         wait_for(lambda: caller.step() == {"a": 1})
         assert caller.step() == {"b": "é" * 1000}
-        assert client.wait(time.monotonic() + 1) == {"c": None}
+        assert client.wait(time.monotonic() + PATIENCE) == {"c": None}
 
     def test_a_line_that_was_changed_repeated_or_reflected(self):
         for forge in (lambda line: line.replace(b"1", b"2"), lambda line: line + line, lambda line: line[1:]):
@@ -194,12 +218,12 @@ class TestChannel:
             lambda: bool(line := caller.channel.connection.recv(4096, socket.MSG_DONTWAIT)) and caller.channel.connection.send(line) > 0
         )
         with pytest.raises(ChannelBroken, match="isn't signed"):
-            client.wait(time.monotonic() + 1)
+            client.wait(time.monotonic() + PATIENCE)
 
     def test_a_line_without_end(self):
         client, caller = self.pair()
         client.connection.setblocking(True)
-        client.connection.settimeout(5)
+        client.connection.settimeout(PATIENCE)
         with ThreadPoolExecutor(1) as pool:
             sending = pool.submit(client.connection.sendall, b"x" * 10_000_000)
             with pytest.raises(ChannelBroken, match="too long"):
