@@ -158,8 +158,8 @@ store.wait(["never"], timedelta(seconds=600))
 """
         launched = job.run(body, **short_timings.environ(supervisor={"asked_term": 0.5}))
         trains(job, launched)
-        launched.process.send_signal(signal.SIGINT)
         began = time.monotonic()
+        launched.process.send_signal(signal.SIGINT)
         ended = launched.end()
         assert ended.code == 130 and time.monotonic() - began > 0.5, ended.err
 

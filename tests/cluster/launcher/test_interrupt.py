@@ -21,6 +21,7 @@ def ready():
     pathlib.Path(f"ready{rank}").touch()
     time.sleep(600)
 """
+UNHURRIED = short_timings.environ(supervisor=short_timings.UNHURRIED)
 
 
 def start(job: Jobs, body: str, *, launcher: Sequence[str] = PLAIN, **environ: str) -> Job:
@@ -42,7 +43,7 @@ def interrupt(started: Job, number: int = signal.SIGINT) -> Ended:
     [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "asked to end by SIGTERM"), (signal.SIGHUP, "asked to end by SIGHUP")],
 )
 def test_one_line_says_it(job: Jobs, number: int, asked: str) -> None:
-    ended = interrupt(start(job, "ready()"), number)
+    ended = interrupt(start(job, "ready()", **UNHURRIED), number)
     assert ended == (128 + number, "", f"paceline: {asked}: 2 workers ended\n")
 
 
@@ -58,7 +59,7 @@ except KeyboardInterrupt:
 
 
 def test_what_a_script_raises_itself_is_shown(job: Jobs) -> None:
-    ended = interrupt(start(job, FAILING))
+    ended = interrupt(start(job, FAILING, **UNHURRIED))
     lines = ended.err.splitlines()
     assert ended.code == 130 and lines[-1] == "paceline: interrupted: 2 workers ended"
     assert [line for line in lines if line.startswith("[0]")] == ["[0] cleans up"]
@@ -90,7 +91,7 @@ with pl.start(folder="runs", name="circle") as run:
     [(True, ', and run.resume("runs/circle") goes on from its newest checkpoint'), (False, ", without a checkpoint")],
 )
 def test_the_folder_of_the_run_and_how_to_go_on(job: Jobs, saves: bool, sequel: str) -> None:
-    ended = interrupt(start(job, TRAINING.format(saves=saves), launcher=PRELOADED))
+    ended = interrupt(start(job, TRAINING.format(saves=saves), launcher=PRELOADED, **UNHURRIED))
     assert ended.code == 130 and ended.last == f"paceline: interrupted: 2 workers ended; the run is in runs/circle{sequel}"
     assert "Traceback" not in ended.err and "KeyboardInterrupt" not in ended.err
 

@@ -153,7 +153,7 @@ class TestScreen:
         stream = OutputStream(0, reader, sink.screen)
         os.write(writer, b"ready? ")
         stream.read()
-        stream.idle(time.monotonic())
+        stream.idle(stream._since)
         assert not sink.screen.pending
         stream.idle(time.monotonic() + 1)
         assert sink.text() == b"[0] ready? "
@@ -377,14 +377,14 @@ class TestAsked:
     def test_workers_that_clean_up_have_the_time(self, script, launch, tmp_path):
         body = """
             import pathlib
-            pathlib.Path(f"ready{rank}").touch()
             try:
+                pathlib.Path(f"ready{rank}").touch()
                 time.sleep(600)
             except KeyboardInterrupt:
                 time.sleep(1)
                 print("saved", flush=True)
         """
-        launched = launch(script(body), 2)
+        launched = launch(script(body), 2, **short_timings.environ(supervisor=short_timings.UNHURRIED))
         wait_for(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)))
         launched.process.send_signal(signal.SIGINT)
         code, out, _ = launched.end()

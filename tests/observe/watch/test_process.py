@@ -101,7 +101,7 @@ DYING = """
 import signal
 with pl.start(name="run") as run:
     model, optimizer, loader = parts(run, samples=4000)
-    for _ in run.epochs(3):
+    for _ in run.epochs(10**9):
         for x, y in loader:
             step(run, model, optimizer, x, y)
             if rank == 0 and run.steps == 20:
