@@ -19,6 +19,7 @@ from paceline.cluster.discover import Place
 from paceline.cluster.store_client import EndOfServer
 from paceline.errors import DeadlineExceeded, Mismatch, PlaceError, SecretError, WorkerLost
 from paceline.timings import StoreTimings, Timings
+from tests.harness.jobs import wait_for
 
 SECRET = b"0123456789abcdef"
 
@@ -210,13 +211,14 @@ def test_who_starts_again_looks_for_no_store_while_the_last_one_ends(claims, mon
 
 class TestHosts:
     def meet(self, workers: list[Place], patience: float = 60.0, measured: Callable[[Place], str] = lambda place: "") -> list[Future[Any]]:
-        """What each worker makes of those that it meets. The first waits `patience` seconds for others, once all these have connected."""
+        """What each worker makes of those that it meets. The first waits `patience` seconds for others, once these have all come."""
         here, done = threading.Barrier(len(workers)), threading.Barrier(len(workers))
 
         def body(place: Place) -> Any:
             store = stores.connect(place, deadline=60)
             here.wait(60)
             if place.rank == 0:
+                wait_for(lambda: store.sub("hosts").has([str(other.rank) for other in workers if other.rank]))
                 store._deadline = patience
             try:
                 return stores.hosts(store, place, measured(place))
@@ -283,7 +285,9 @@ class TestHosts:
                 late.append(threading.current_thread())
             store = stores.connect(place, deadline=60)
             here.wait(60)
-            store._deadline = 2.0
+            if place.rank == 0:
+                wait_for(lambda: store.sub("hosts").has(["1"]))
+                store._deadline = 2.0
             with pytest.raises((SecretError, DeadlineExceeded)):
                 stores.hosts(store, place)
             return time.monotonic()
