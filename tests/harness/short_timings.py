@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 
 USUAL: dict[str, dict[str, float]] = {"replacement": {"backoff": 0.1}}  # before a worker is started again
+CAUSE = {"echo": 60.0, "last_words": 60.0}  # of a supervisor whose workers show by themselves which one has failed first, however slowly
 UNHURRIED = {"asked_term": 60.0, "asked_kill": 60.0}  # of a supervisor whose workers all end once they are asked to, however slowly
 MEETING: dict[str, dict[str, float]] = {  # hosts that may join a job that runs: they look for it, and it for them
     "rendezvous": {"invitation": 1.5},

@@ -162,6 +162,9 @@ class TestScreen:
         assert sink.text() == b"yes\n"
 
 
+SHOWN = short_timings.environ(supervisor=short_timings.CAUSE)
+
+
 class TestFailure:
     def test_the_culprit_speaks_last(self, script, launch):
         """Rank 1 raises, and rank 0 notices: whatever rank 0 says, and rank 1 at its exit, rank 1's traceback comes last."""
@@ -177,7 +180,7 @@ raise WorkerLost("rank 1 is gone")
 """
         )
         for _ in range(2):
-            code, _, err = launch(script(body), 2).end()
+            code, _, err = launch(script(body), 2, **SHOWN).end()
             lines = err.splitlines()
             assert code == 1
             assert lines[-1] == f"paceline: rank 1 on {socket.gethostname()} failed with exit code 1 (ValueError); its last words are above"
@@ -193,7 +196,7 @@ time.sleep(0.3)
 raise ValueError("boom")
 """
         )
-        code, _, err = launch(script(body), 3).end()
+        code, _, err = launch(script(body), 3, **SHOWN).end()
         assert code == 1
         assert err.splitlines()[-1].startswith("paceline: rank 1 on ") or err.splitlines()[-1].startswith("paceline: rank 2 on ")
         assert err.splitlines()[-2].endswith("ValueError: boom")
@@ -259,7 +262,7 @@ raise RuntimeError("connection reset by peer")
 
     def test_leaving_without_a_word_is_the_cause_of_echoes(self, script, launch):
         body = JOINED + "if rank == 1: os._exit(0)\ntime.sleep(0.2)\nraise WorkerLost('rank 1 is gone')"
-        code, _, err = launch(script(body), 2).end()
+        code, _, err = launch(script(body), 2, **SHOWN).end()
         assert code == 1 and "rank 1 on" in err.splitlines()[-1] and "left in the middle" in err.splitlines()[-1]
 
     def test_leaving_without_a_word_is_the_cause_of_echoes_seen_at_the_same_time(self, script, launch, tmp_path):
