@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 import pytest
 
-from tests.harness import scratch, sources
+from tests.harness import compiling, scratch, sources
 from tests.harness.tiers import LAB, tier, uses
 
 if TYPE_CHECKING:
@@ -117,6 +117,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Have torch's compiler loaded before a test begins in which it compiles."""
+    if compiling.compiles(item):
+        compiling.load()
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:

@@ -21,6 +21,7 @@ from paceline.parallel.cut import CutContext
 from paceline.parallel.placement import Placements
 from paceline.parallel.tensor.cut import tensor
 from paceline.parallel.tensor.styles import Style, column, row, sequence, vocab
+from tests.harness.jobs import PATIENCE
 
 Batch = tuple[Tensor, Tensor]
 Optimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
@@ -97,7 +98,7 @@ def cut_training(
         losses, _ = train(mine, data, optimizer, loss)
         return losses, [(context.placements.of(p, name), p.detach()) for name, p in mine.named_parameters()]
 
-    found = spawn(size, body)
+    found = spawn(size, body, deadline=PATIENCE)
     return [losses for losses, _ in found], whole([parts for _, parts in found])
 
 

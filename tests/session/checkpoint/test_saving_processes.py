@@ -30,6 +30,8 @@ DYING = """
     disk.write = write
 """
 SAVING = """
+            while run.steps == 13 and not (out / "in the middle").exists():  # the thread that writes gives way to all others
+                time.sleep(0.01)
             if run.steps == 14:
                 (out / "left").write_text(" ".join(path.name for path in run.folder.checkpoints.iterdir()))
             if run.steps in (4, 14, 19, 24):
