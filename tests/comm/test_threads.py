@@ -239,12 +239,15 @@ def test_the_error_for_which_a_rank_aborts_is_raised_however_late_it_comes() -> 
 
 
 def test_abort_ends_pending_work() -> None:
+    begun = threading.Event()
+
     def body(group: ThreadGroup) -> None:
         work = group.all_reduce(torch.ones(1)) if group.rank == 0 else None
         if work is None:
-            time.sleep(0.05)
+            assert begun.wait(60)
             group.abort()
         else:
+            begun.set()
             with pytest.raises(ViewChanged, match="rank 1"):
                 work.wait()
 

@@ -352,14 +352,11 @@ def _aborted(group: TorchGroup) -> str:
     if group.rank == 0:
         time.sleep(0.3)
         group.abort()
-        work = None
-    else:
-        work = group.all_reduce_agreed(torch.ones(100_000))
     try:
-        if work is None:
+        if group.rank == 0:
             group.barrier()
         else:
-            work.wait()
+            group.all_reduce_agreed(torch.ones(100_000)).wait()
     except PacelineError as error:
         return type(error).__name__
     return "nothing"

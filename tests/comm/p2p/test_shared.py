@@ -97,6 +97,7 @@ def test_an_abort_ends_the_others_and_the_end_of_the_group_ends_pairs() -> None:
         group, both = made(rank, size, store)
         other = pairs(group)
         work, second = both.receive(1 - rank, 0), other.receive(1 - rank, 0)
+        group.barrier().wait()  # both wait for what never comes
         if rank == 0:
             both.abort()
         with pytest.raises(ViewChanged, match="aborted by rank 0: rank . on node has not" if rank else "aborted by rank 0"):

@@ -82,9 +82,12 @@ def test_who_has_gone_is_named_after_its_last_message() -> None:
 
 
 def test_an_abort_ends_the_others_too() -> None:
+    both_wait = threading.Barrier(2)
+
     def body(group: ThreadGroup) -> None:
         both = pairs(group)
         work = both.receive(1 - group.rank, 3)
+        both_wait.wait(PATIENCE)
         if group.rank == 0:
             both.abort()
         with pytest.raises(ViewChanged, match="aborted by rank 0"):
@@ -97,8 +100,11 @@ def test_an_abort_ends_the_others_too() -> None:
 
 
 def test_the_end_of_the_group_ends_the_pairs() -> None:
+    both_wait = threading.Barrier(2)
+
     def body(group: ThreadGroup) -> None:
         work = pairs(group).receive(1 - group.rank, 0)
+        both_wait.wait(PATIENCE)
         if group.rank == 0:
             group.abort()
         with pytest.raises(ViewChanged, match="aborted"):
