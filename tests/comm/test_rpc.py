@@ -169,10 +169,15 @@ class TestArriving:
 class TestWaiting:
     def test_nobody_answers(self, serve: Any, call: Any) -> None:
         caller = call(serve(lambda receiver, message: None))
-        with pytest.raises(DeadlineExceeded, match=r"server 0 on here has not answered message 1 within 0\.2 s"):
-            started = time.monotonic()
-            caller.call("k", seconds=0.2)
-        assert 0 < caller.waited <= time.monotonic() - started
+        for number in range(1, 6):  # on a busy machine the call may be late for its own wait
+            before, started = caller.waited, time.monotonic()
+            with pytest.raises(DeadlineExceeded, match=rf"server 0 on here has not answered message {number} within 0\.2 s"):
+                caller.call("k", seconds=0.2)
+            waited = caller.waited - before
+            assert waited <= time.monotonic() - started
+            if waited >= 0.15:
+                break
+        assert waited >= 0.15
 
     def test_a_wait_is_ended_from_elsewhere(self, serve: Any, call: Any) -> None:
         caller = call(serve(lambda receiver, message: None))

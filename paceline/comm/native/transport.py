@@ -29,7 +29,7 @@ from paceline.comm.group import as_begun, begun
 from paceline.comm.native import sockets, waitposts
 from paceline.comm.native.control import ControlNetwork
 from paceline.comm.native.waitposts import GroupEnd
-from paceline.comm.p2p.connection import Listening
+from paceline.comm.p2p.connection import SILENCE, Listening
 from paceline.comm.waitgraph import GRACE, RankWait, describe, late, missing
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ViewChanged, WorkerLost
 
@@ -332,7 +332,7 @@ class GlooTransport:
         assert self.broken is not None
         return copy.copy(self.broken)
 
-    def end(self, error: PacelineError, seconds: float = waitposts.SILENCE) -> PacelineError:
+    def end(self, error: PacelineError, seconds: float = SILENCE) -> PacelineError:
         """End every operation under way, here and at the others, with `error`, or with that of the rank that was first."""
         if self.broken is None:
             if self.size > 1:

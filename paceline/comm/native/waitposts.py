@@ -6,6 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.cluster.store import Store, over
+from paceline.comm.p2p.connection import SILENCE
 from paceline.comm.waitgraph import RankWait, apart
 from paceline.errors import SecretError, WorkerLost
 
@@ -15,7 +16,6 @@ else:
     from torch.distributed import Store as TorchStore
 
 PERIOD = 0.3  # seconds between two looks at the others
-SILENCE = 15.0  # seconds after which a store that doesn't answer counts as lost, as a host does
 
 
 class GroupEnd(NamedTuple):

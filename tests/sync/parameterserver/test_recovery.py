@@ -16,7 +16,7 @@ import torch
 from tests.harness import short_timings
 from tests.harness.jobs import Job, Jobs, free_port, wait_for
 from tests.harness.surviving_servers import servers
-from tests.harness.survivors import gap, pause, trains
+from tests.harness.survivors import gap, let_go, pause, trains
 
 SOAK = pytest.mark.soak
 
@@ -135,11 +135,6 @@ def begun(job: Jobs, mode: str, workers: int = 3, *options: str, replicas: int =
     return launched
 
 
-def let_go(job: Jobs) -> None:
-    """Let workers that are `HELD` train to the end."""
-    (job.folder / "killed" / "go").touch()
-
-
 def ended(job: Jobs, launched: Job) -> Outcome:
     end = launched.end()
     assert end.code == 0, end.err
@@ -203,7 +198,7 @@ def test_a_worker_is_killed(job: Jobs, mode: str, seed: int) -> None:
     launched = begun(job, mode, replicas=1, nap=until(1), **HELD)
     pause(chance, 0.5)
     chance.choice(launched.workers()).kill()
-    let_go(job)
+    let_go(job.folder / "killed")
     found = survived(job, launched, mode)
     assert found.size == 2 and len(found.events) == 1, found.events
 
@@ -235,7 +230,7 @@ def test_a_worker_and_a_server_at_once(job: Jobs, mode: str, seed: int) -> None:
     for process in victims:
         process.kill()
         pause(chance, chance.choice([0.0, 0.05, 0.2]))
-    let_go(job)
+    let_go(job.folder / "killed")
     found = survived(job, launched, mode)
     assert found.size == 5 - len(victims), found.events
 
@@ -376,7 +371,7 @@ def test_a_server_is_stopped(job: Jobs, mode: str, which: int) -> None:
 def test_too_few_wait_for_others(job: Jobs, mode: str) -> None:
     launched = begun(job, mode, 2, "--min-workers", "2", "--restarts", "1", replicas=1, nap="0.05", **HELD)
     launched.workers()[1].kill()
-    let_go(job)
+    let_go(job.folder / "killed")
     found = ended(job, launched)
     check(found, mode)
     assert found.size == 2 and "waiting for others" in found.events[1] and "has come" in found.events[2], found.events
