@@ -168,7 +168,7 @@ class TestAWorkerHangs:
     @pytest.mark.slow
     @pytest.mark.parametrize("via", ["auto", pytest.param("native", marks=pytest.mark.soak)])
     def test_the_one_that_is_missing_is_named(self, job, via):
-        launched = job.run(endless(start=f"deadline=2, sync=pl.AllReduce(via={via!r})"), **short_timings.environ(supervisor={"kill": 0.5}))
+        launched = job.run(endless(start=f"deadline=6, sync=pl.AllReduce(via={via!r})"), **short_timings.environ(supervisor={"kill": 0.5}))
         trains(job, launched)
         launched.worker(1).suspend()
         ended = launched.end()

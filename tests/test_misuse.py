@@ -96,7 +96,7 @@ class TestCommand:
         job.write("")
         options = ["--hosts", "2", "--join", f"127.0.0.1:{free_port()}", "script.py"]
         started = [
-            job.start([sys.executable, *job.launcher, "run", *options], PACELINE_SECRET=letter * 32, PACELINE_DEADLINE="4")
+            job.start([sys.executable, *job.launcher, "run", *options], PACELINE_SECRET=letter * 32, PACELINE_DEADLINE="8")
             for letter in "ab"
         ]
         for ended in [one.end() for one in started]:

@@ -79,16 +79,37 @@ def summary_of(folder: Path) -> dict[str, Any]:
     return summary
 
 
+# Each worker says when it has come to its 40th step of 150, and trains on once there is the file `go`.
+HELD = """
+import os, time
+from itertools import count
+from pathlib import Path
+from paceline.apps import recommender
+
+steps, loss_of = count(1), recommender.loss_of
+
+def held(*given):
+    if next(steps) == 40:
+        Path(f"held-{os.getpid()}").touch()
+        while not Path("go").exists():
+            time.sleep(0.01)
+    return loss_of(*given)
+
+recommender.loss_of = held
+recommender.main()
+"""
+
+
 @pytest.mark.slow
 def test_the_program_survives(job: Jobs) -> None:
     """A worker and a server are killed: the loss and the AUC are those of a run that nobody disturbed."""
     common = ("--rows", "2000", "--steps", "150", "--batch", "64", "--held-out", "2000")
     options = (*common, "--servers", "1", "--replicas", "2", "--name", "x")
-    launched = job.program(Path(recommender.__file__), 2, "--min-workers", "1", args=options)
-    lines = job.folder / "runs" / "x" / "metrics.jsonl"
-    wait_for(lambda: launched.process.poll() is not None or (lines.exists() and lines.read_text().count("loss") > 2), 60)
+    launched = job.run(HELD, 2, "--min-workers", "1", args=options)
+    wait_for(lambda: launched.process.poll() is not None or len(list(job.folder.glob("held-*"))) == 2)
     servers(launched)[0].kill()
     launched.worker(1).kill()
+    (job.folder / "go").touch()
     ended = launched.end()
     assert ended.code == 0, ended
     wanted = job.program(Path(recommender.__file__), 1, args=(*common, "--name", "y")).end()

@@ -515,7 +515,7 @@ def test_options_of_the_dataloader_reach_it(capfd):
 
 class Slow(Numbers):
     def __getitem__(self, index):
-        time.sleep(0.4)
+        time.sleep(1.5)
 
 
 @pytest.mark.slow

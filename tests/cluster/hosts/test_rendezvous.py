@@ -318,7 +318,7 @@ class TestLaunchers:
 
     def test_wrong_secrets(self, script, launch):
         path, join = script("print('ran')"), f"127.0.0.1:{free_port()}"
-        launched = [launch(path, 1, hosts=2, join=join, deadline=3.0, PACELINE_SECRET=f"{number}" * 20) for number in range(2)]
+        launched = [launch(path, 1, hosts=2, join=join, deadline=8.0, PACELINE_SECRET=f"{number}" * 20) for number in range(2)]
         for code, out, err in (one.end() for one in launched):
             assert code == 2 and out == "" and "secret" in err and len(err.splitlines()) <= 3  # one may be for whom it waits
 

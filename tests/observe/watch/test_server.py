@@ -221,7 +221,7 @@ def test_a_slow_reader_holds_up_nobody_and_is_let_go() -> None:
         assert server.readers == 1
         slow.close()
 
-    served(body, stalled=0.5)
+    served(body, stalled=3.0)
 
 
 def test_a_hundred_readers_have_all_and_more_than_enough_are_refused() -> None:
