@@ -21,7 +21,7 @@ import hypothesis
 import pytest
 
 from tests.harness import compiling, scratch, sources
-from tests.harness.tiers import LAB, tier, uses
+from tests.harness.tiers import LAB, thin, tier, uses
 
 if TYPE_CHECKING:
     from tests.harness.jobs import Jobs
@@ -66,6 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at, and before xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests with their tiers, put the groups first, and mix what waits (programs) with what computes."""
+    thin(items)
     found = [tier(item) for item in items]
     seen, sizes = Counter[str](), Counter(found)
     places: dict[str, float] = {}

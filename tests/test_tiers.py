@@ -48,6 +48,22 @@ def by_a_class() -> Any:
     return Crew()
 
 
+class Variant:
+    """A variant of a test, as far as it matters how tests are thinned out."""
+
+    def __init__(self, name: str, *marks: Any) -> None:
+        self.nodeid, self.own_markers = name, list(marks)
+
+    def add_marker(self, name: str) -> None:
+        self.own_markers.append(getattr(pytest.mark, name).mark)
+
+    def iter_markers(self) -> Any:
+        return iter(self.own_markers)
+
+    def get_closest_marker(self, name: str) -> Any:
+        return next((mark for mark in self.own_markers if mark.name == name), None)
+
+
 def alone() -> Any:
     return SoloGroup(), runs.distance, runs.Numbered
 
@@ -64,3 +80,12 @@ def test_several_workers_are_found_by_code(function: types.FunctionType) -> None
 @pytest.mark.parametrize("function", [alone, a_type_only])
 def test_one_worker_is_of_the_unit_tier(function: types.FunctionType) -> None:
     assert not tiers.calls_workers(function)
+
+
+def test_tests_are_thinned_out_without_what_is_of_a_soak_anyhow() -> None:
+    thinned, soak = pytest.mark.thinned(3).mark, pytest.mark.soak.mark
+    items = [Variant(f"{name}[{number}]", thinned, *([soak] if number == 2 else [])) for name in "ab" for number in range(6)]
+    items += [Variant(f"c[{number}]") for number in range(3)]
+    tiers.thin(items)  # type: ignore[arg-type]
+    always = [item.nodeid for item in items if tiers.tier(item) != "soak"]  # type: ignore[arg-type]
+    assert always == ["a[0]", "a[4]", "b[0]", "b[4]", "c[0]", "c[1]", "c[2]"]

@@ -1,11 +1,15 @@
-"""Sorts tests into tiers: by their markers, by the fixtures that they use, and by whether their code calls for several workers."""
+"""Sorts tests into tiers: by their markers, by the fixtures that they use, and by whether their code calls for several workers.
+
+Variants of a test that is marked as thinned out are of the tier soak, all but some.
+"""
 
 from __future__ import annotations
 
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -30,6 +34,18 @@ def tier(item: pytest.Item) -> str:
     if names & {"jobs", "slow"} or fixtures & JOBS:
         return "jobs"
     return "workers" if any(calls_workers(function) for function in _functions(item)) else "unit"
+
+
+def thin(items: Iterable[pytest.Item]) -> None:
+    """Leave variants of tests marked `thinned(n)` to a soak, but for the first of each n that aren't there already."""
+    counts = Counter[str]()
+    for item in items:
+        mark, name = item.get_closest_marker("thinned"), item.nodeid.partition("[")[0]
+        if mark is None or "soak" in uses(item)[0]:
+            continue
+        if counts[name] % mark.args[0]:
+            item.add_marker("soak")
+        counts[name] += 1
 
 
 def uses(item: pytest.Item) -> tuple[set[str], set[str]]:

@@ -113,6 +113,7 @@ def test_a_step_is_shown_with_all_its_phases_on_one_clock(build: Callable[..., C
         assert min(end for _, end in spans) > max(start for start, _ in spans) - max(within)
 
 
+@pytest.mark.soak
 def test_libraries_on_torch_distributed_give_what_they_give_on_gloo(build: Callable[..., Cluster]) -> None:
     """DDP, FSDP2, tensor parallelism, a pipeline and torch's own calls, over two hosts, one of which has two workers."""
     outcome = build(description=described((2, 1), "block")).run(LIBRARIES, "gloo", "paceline", deadline=200)

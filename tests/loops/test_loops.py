@@ -133,9 +133,10 @@ THREADED = [name for name, known in LOOPS.items() if not known.threads]
 
 @pytest.mark.parametrize("name", marked(THREADED))
 def test_a_loop_of_many_workers_is_that_of_one(name: str, tmp_path: Path) -> None:
-    """Three workers have uneven shares and ghosts; one and two take turns, and what several refuse must run on one."""
-    wanted = wanted_of(LOOPS[name])
-    for size in (1 if LOOPS[name].refused else 1 + THREADED.index(name) % 2, 3):
+    """Three workers have uneven shares and ghosts; one and two take turns beside them, and what several refuse must run on one."""
+    wanted, place = wanted_of(LOOPS[name]), THREADED.index(name)
+    beside = (1,) if LOOPS[name].refused else () if place % 2 else (1 + place // 2 % 2,)
+    for size in (*beside, 3):
         check(LOOPS[name], size, tmp_path / str(size), wanted=wanted)
 
 
@@ -163,11 +164,13 @@ UNSERVED = {
 WAYS = [*(("ring", name) for name in TENTHS[::10]), *(("native", name) for name in TENTHS[5::10])]  # every other of them in a soak
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("via", "name"), [pytest.param(*way, marks=pytest.mark.soak if n % 2 else ()) for n, way in enumerate(WAYS)])
 def test_whatever_way_gradients_are_summed(via: Any, name: str, tmp_path: Path) -> None:
     check(LOOPS[name], 3, tmp_path, AllReduce(via=via, bucket_mb=0.0002))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", APART)
 def test_rounds_of_one_step_are_an_exchange_of_gradients(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Momentum is each worker's own, and no sum of samples: it is left out."""
@@ -175,6 +178,7 @@ def test_rounds_of_one_step_are_an_exchange_of_gradients(name: str, tmp_path: Pa
     check(LOOPS[name], 3, tmp_path, LocalSGD(every=1), weights)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", SERVED)
 def test_steps_on_servers_are_those_of_one_process(name: str, tmp_path: Path) -> None:
     check(LOOPS[name], 3, tmp_path, ParameterServer(), weights)

@@ -123,6 +123,7 @@ def check(size: int, shares: Any, *, via: str = "auto", bound: float = 1e-5, **o
     assert found.losses == pytest.approx(wanted.losses, rel=1e-4)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("size", "shares"), WAYS)
 def test_sgd_in_float32(size: int, shares: Any) -> None:
     check(size, shares)

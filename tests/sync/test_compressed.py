@@ -52,6 +52,7 @@ def plainly(size: int) -> Tensor:
     return workers(size, ten)[0]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.soak), 3])
 @pytest.mark.parametrize("codec", [pytest.param(c, marks=pytest.mark.slow if n % 4 else ()) for n, c in enumerate(CODECS)], ids=repr)
 def test_gradients_and_weights_are_bit_equal_everywhere(codec: Any, size: int) -> None:

@@ -43,6 +43,7 @@ def test_a_full_graph_is_allreduce(options: dict[str, Any]) -> None:
     assert distance(runs(Gossip("full"), epochs=2, **options), runs(AllReduce(), epochs=2, **options)) < 1e-9
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("graph", ["ring", "exponential", "matching", ((0, 1),)], ids=str)
 def test_every_graph_stays_near_allreduce(graph: Any, size: int) -> None:

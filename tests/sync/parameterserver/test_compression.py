@@ -111,6 +111,7 @@ CODECS = [
 ]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("codec", [pytest.param(c, marks=pytest.mark.slow if n % 4 else ()) for n, c in enumerate(CODECS)], ids=repr)
 def test_workers_are_equal_after_each_step(codec: Any) -> None:
     found = unevenly(codec)
