@@ -129,7 +129,7 @@ with pl.start(sync=pl.ParameterServer(servers=1)) as run:
 """
 
 
-@pytest.mark.parametrize("launcher", [PLAIN, PRELOADED], ids=["plain", "preloaded"])
+@pytest.mark.parametrize("launcher", [pytest.param(PLAIN, marks=pytest.mark.soak), PRELOADED], ids=["plain", "preloaded"])
 def test_a_server_is_one_of_its_worker_s_processes(tmp_path: Path, launcher: tuple[str, ...]) -> None:
     """With its environment, in its group; it ends with it, and without the others."""
     with jobs(tmp_path, launcher) as job:
@@ -172,7 +172,7 @@ sys.setswitchinterval(1e-6)
 threads = [threading.Thread(target=read) for _ in range(3)]
 for thread in threads:
     thread.start()
-for _ in range(300):
+for _ in range(100):
     if (child := os.fork()) == 0:
         torch.get_rng_state()
         os._exit(0)

@@ -94,7 +94,7 @@ def test_gossip_weighs_gradients_themselves() -> None:
 
 def test_gradients_that_are_changed_by_hand_then_are_refused() -> None:
     with pytest.raises(UsageError, match=r"p\.grad was changed where this worker has no samples"):
-        workers(3, lambda run: train(run, 14, by_hand=True), strategy=ParameterServer())
+        workers(3, lambda run: train(run, 14, by_hand=True), strategy=ParameterServer(), deadline=10)
     one = alone(lambda run: train(run, 15, by_hand=True))
     found = workers(3, lambda run: train(run, 15, by_hand=True), strategy=ParameterServer())
     assert all(distance(x, one) < 1e-9 for x in found), "where all have samples it counts as on one worker"
