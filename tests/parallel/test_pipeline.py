@@ -60,6 +60,7 @@ def test_what_a_stage_has_may_be_shared_out(zero: Any) -> None:
     same("shard=2, stage=2", [pipeline(LAYERS, micro_batches=4), pl.shard("blocks.*", zero=zero)])
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("strategy", "zero"), [(AllReduce(codec=pl.int8()), 1), (pl.LocalSGD(2), 2), (AllReduce(codec=pl.int8()), 3)])
 def test_pieces_of_tied_weights_stay_equal_where_replicas_round_them(strategy: Any, zero: Any) -> None:
     def ends(run: Run, model: nn.Module) -> list[float]:

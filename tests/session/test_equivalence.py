@@ -148,6 +148,7 @@ def uneven(sample: Any) -> float:
     return 32 + int(sample[0]) * 7919 % 480
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("size", "options"),
     [
@@ -164,6 +165,7 @@ def test_dealt_by_cost(size: int, options: dict[str, Any]) -> None:
     assert distance(found.weights, wanted.weights) < 1e-9
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("via", sorted(SCHEDULES))
 @pytest.mark.parametrize(("size", "shares"), [(3, [3, 3, 2]), pytest.param(4, None, marks=pytest.mark.soak)])
 def test_every_schedule(via: str, size: int, shares: Any) -> None:

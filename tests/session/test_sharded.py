@@ -86,6 +86,7 @@ def test_a_plain_loop(zero: Any, size: int, mesh: str) -> None:
     same(loop, zero, size, mesh)
 
 
+@pytest.mark.thinned(2)
 @STAGES
 def test_micro_batches_and_shares(zero: Any) -> None:
     same(lambda cut: loop(cut, accumulate=2), zero, 4, "data=2, shard=2")

@@ -77,6 +77,7 @@ def reference() -> Tensor:
 VIAS = ["auto", *sorted(SCHEDULES)]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("size", "via"),
     [

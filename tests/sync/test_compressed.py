@@ -163,6 +163,7 @@ KEEPING = [codec for codec in CODECS if "error_feedback" in repr(codec) or "stoc
 RARE = ("sign", "topk(0.1)", "compose", "powersgd(2))")  # keep nothing but what others here keep
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "codec",
     [pytest.param(codec, marks=pytest.mark.soak if any(word in repr(codec) for word in RARE) else ()) for codec in KEEPING],

@@ -170,6 +170,7 @@ def model_of(parts: Parts) -> Any:
     return model
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("cut", "options"),
     [(WHOLE, {}), (PIECES, {"shares": [3, 1]}), (WHOLE, {"clip": 0.05}), (WHOLE, {"accumulate": 2, "shares": [1, 3]})],

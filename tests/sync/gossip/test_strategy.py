@@ -59,6 +59,7 @@ def test_every_graph_stays_near_allreduce(graph: Any, size: int) -> None:
 CODECS = [half(), int8(block=32), int4(block=32), topk(0.3), compose(topk(0.3), int8())]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("graph", "codec"),
     [

@@ -364,6 +364,7 @@ def steps(run: Run, until: int, folder: Path, *, resumes: bool = False, saves: i
     raise AssertionError("too few batches")
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "codec", [COARSE, pytest.param(int8(64, "stochastic"), marks=pytest.mark.slow), pytest.param(after(7, COARSE, before=FINE))], ids=repr
 )
