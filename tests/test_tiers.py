@@ -49,10 +49,10 @@ def by_a_class() -> Any:
 
 
 class Variant:
-    """A variant of a test, as far as it matters how tests are thinned out."""
+    """A variant of a test, as far as it matters for which of them always run."""
 
-    def __init__(self, name: str, *marks: Any) -> None:
-        self.nodeid, self.own_markers = name, list(marks)
+    def __init__(self, name: str, *marks: Any, **params: int) -> None:
+        self.nodeid, self.own_markers, self.callspec = f"{name}[{params}]", list(marks), types.SimpleNamespace(params=params)
 
     def add_marker(self, name: str) -> None:
         self.own_markers.append(getattr(pytest.mark, name).mark)
@@ -82,10 +82,18 @@ def test_one_worker_is_of_the_unit_tier(function: types.FunctionType) -> None:
     assert not tiers.calls_workers(function)
 
 
-def test_tests_are_thinned_out_without_what_is_of_a_soak_anyhow() -> None:
-    thinned, soak = pytest.mark.thinned(3).mark, pytest.mark.soak.mark
-    items = [Variant(f"{name}[{number}]", thinned, *([soak] if number == 2 else [])) for name in "ab" for number in range(6)]
-    items += [Variant(f"c[{number}]") for number in range(3)]
-    tiers.thin(items)  # type: ignore[arg-type]
-    always = [item.nodeid for item in items if tiers.tier(item) != "soak"]  # type: ignore[arg-type]
-    assert always == ["a[0]", "a[4]", "b[0]", "b[4]", "c[0]", "c[1]", "c[2]"]
+def test_each_value_of_each_parameter_always_runs_and_other_combinations_are_of_a_soak() -> None:
+    marked, soak = pytest.mark.each_choice.mark, pytest.mark.soak.mark
+    crossed = [Variant("crossed", marked, a=a, b=b) for a in range(3) for b in range(2)]
+    single = [Variant("single", marked, a=a) for a in range(3)]
+    partly = [Variant("partly", marked, *([soak] if a == b else []), a=a, b=b) for a in range(2) for b in range(2)]
+    plain = [Variant("plain", a=a, b=b) for a in range(2) for b in range(2)]
+    tiers.thin([*crossed, *single, *partly, *plain])  # type: ignore[list-item]
+
+    def always(variants: list[Variant]) -> list[tuple[int, ...]]:
+        return [tuple(one.callspec.params.values()) for one in variants if tiers.tier(one) != "soak"]  # type: ignore[arg-type]
+
+    assert always(crossed) == [(0, 0), (1, 1), (2, 0)]
+    assert always(single) == [(0,), (1,), (2,)]
+    assert always(partly) == [(0, 1), (1, 0)]
+    assert len(always(plain)) == 4

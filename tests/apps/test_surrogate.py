@@ -49,7 +49,7 @@ def wanted() -> dict[str, dict[str, float]]:
     return {norm: trained(1, norm)[0] for norm in ("group", "batch")}
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.each_choice
 @pytest.mark.parametrize(
     ("size", "mesh", "zero", "norm"),
     [(3, None, None, "group"), (3, None, None, "batch"), (2, "shard", 2, "group"), (4, "data=2, shard=2", 3, "batch")],
@@ -60,7 +60,6 @@ def test_all_layouts_learn_the_same(size: int, mesh: str | None, zero: Any, norm
     assert wanted[norm]["after"] < 0.95 * wanted[norm]["before"]
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("strategy", [pl.LocalSGD(every=3), pl.Gossip(graph="ring"), pl.ParameterServer(), pl.AllReduce(codec=pl.int8())])
 def test_strategies_learn(strategy: Any) -> None:
     found = trained(2, strategy=strategy)

@@ -113,7 +113,7 @@ def same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.each_choice
 @pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("given", GIVEN, ids=repr)
 def test_the_total_is_the_same_on_every_rank(given: Codec | Coding, size: int) -> None:

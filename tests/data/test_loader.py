@@ -301,7 +301,7 @@ STOPS = {1: [SIZES_AND_READERS[1]], 5: [], 12: SIZES_AND_READERS, 13: [SIZES_AND
 PLACES = [(*sizes, stop) for stop in STOPS for sizes in SIZES_AND_READERS]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.each_choice
 @pytest.mark.parametrize(
     ("before", "after", "stop"), [pytest.param(*at, marks=() if at[:2] in STOPS[at[2]] else pytest.mark.soak) for at in PLACES]
 )
@@ -583,7 +583,6 @@ def test_finish_ends_the_epoch_after_the_turn_and_the_next_one_is_whole():
     assert spawn(2, body) == [(3, 20, 2)] * 2
 
 
-@pytest.mark.thinned(5)
 @pytest.mark.parametrize(
     ("workers", "options"),
     [(0, {}), (0, {"accumulate": 3}), (2, {"accumulate": 3}), (0, {"shares": [0, 1, 4]}), (2, {"shares": [0, 1, 4]}), (0, {"weigh": len})],

@@ -126,7 +126,7 @@ READ = {"weighted": 2, "lists": 2, "by length": 1, "tensors": 1, "generators": 1
 BY_READERS = [pytest.param(name, 2, READ.get(name, 2), marks=pytest.mark.slow if name in READ else pytest.mark.soak) for name in SAMPLERS]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.each_choice
 @pytest.mark.parametrize(("name", "size", "workers"), [*((name, size, 0) for name in SAMPLERS for size in SIZES), *BY_READERS])
 def test_samplers_are_honoured(name, size, workers):
     def make():
@@ -138,7 +138,7 @@ def test_samplers_are_honoured(name, size, workers):
     assert [steps(seen, 0), steps(seen, 1)] == plain(SAMPLERS[name](), 2)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.each_choice
 @pytest.mark.parametrize("name", SAMPLERS)
 @pytest.mark.parametrize("small", [False, True])
 def test_samplers_are_taken_up_where_they_were(name, small, monkeypatch):

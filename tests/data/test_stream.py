@@ -140,7 +140,7 @@ def several(cases, few):
     return [pytest.param(*case, marks=marks(case)) for case in cases]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.each_choice
 @pytest.mark.parametrize(("name", "accumulate", "size"), several(product(CASES, (1, 3), SIZES), [(1, 3), (3, 2)]))
 def test_a_stream_is_dealt_as_one_process_reads_it(name, size, accumulate):
     seen = run(size, CASES[name], epochs=2, accumulate=accumulate)
@@ -164,7 +164,7 @@ READING = ["alone", "two dataloader workers", "whole batches"]
 HOSTS = [(0, 0), (0, 0, 1), (0, 1, 0, 1), (0, 1)]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.each_choice
 @pytest.mark.parametrize(("name", "accumulate", "hosts"), several(product(READING, (1, 2), HOSTS), [(1, HOSTS[1]), (2, HOSTS[2])]))
 def test_one_reader_per_host(name, accumulate, hosts):
     seen, loaders = host_run(len(hosts), CASES[name], hosts, epochs=2, accumulate=accumulate)
@@ -273,7 +273,7 @@ def test_an_empty_share_of_a_shard_raises():
         spawn(3, body)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.each_choice
 @pytest.mark.parametrize(
     ("name", "sizes", "stop"),
     several(product((name for name in CASES if name != "drop_last"), ((1, 2), (3, 1)), (4, 11)), [((1, 2), 11), ((3, 1), 4)]),

@@ -1,6 +1,6 @@
 """Sorts tests into tiers: by their markers, by the fixtures that they use, and by whether their code calls for several workers.
 
-Variants of a test that is marked as thinned out are of the tier soak, all but some.
+Most variants of a test that is marked `each_choice` are of the tier soak.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -37,15 +36,24 @@ def tier(item: pytest.Item) -> str:
 
 
 def thin(items: Iterable[pytest.Item]) -> None:
-    """Leave variants of tests marked `thinned(n)` to a soak, but for the first of each n that aren't there already."""
-    counts = Counter[str]()
+    """Leave variants of tests marked `each_choice` to a soak, but for a few in which each value of each parameter is there once."""
+    variants: dict[str, list[pytest.Item]] = {}
     for item in items:
-        mark, name = item.get_closest_marker("thinned"), item.nodeid.partition("[")[0]
-        if mark is None or "soak" in uses(item)[0]:
-            continue
-        if counts[name] % mark.args[0]:
+        if item.get_closest_marker("each_choice") is not None and "soak" not in uses(item)[0]:
+            variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for rest in variants.values():
+        missing = set().union(*map(_values, rest))
+        while missing:
+            kept = max(rest, key=lambda item: len(missing & _values(item)))  # the first of those with most
+            missing -= _values(kept)
+            rest.remove(kept)
+        for item in rest:
             item.add_marker("soak")
-        counts[name] += 1
+
+
+def _values(item: pytest.Item) -> set[tuple[str, int]]:
+    """Return the names of a variant's parameters, each with what tells its value from others, which may have no hash."""
+    return {(name, id(value)) for name, value in item.callspec.params.items()}  # type: ignore[attr-defined]
 
 
 def uses(item: pytest.Item) -> tuple[set[str], set[str]]:

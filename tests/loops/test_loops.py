@@ -161,13 +161,14 @@ UNSERVED = {
 }
 
 
-@pytest.mark.thinned(4)
-@pytest.mark.parametrize(("via", "name"), [*(("ring", name) for name in TENTHS[::10]), *(("native", name) for name in TENTHS[5::10])])
+WAYS = [*(("ring", name) for name in TENTHS[::10]), *(("native", name) for name in TENTHS[5::10])]  # every other of them in a soak
+
+
+@pytest.mark.parametrize(("via", "name"), [pytest.param(*way, marks=pytest.mark.soak if n % 2 else ()) for n, way in enumerate(WAYS)])
 def test_whatever_way_gradients_are_summed(via: Any, name: str, tmp_path: Path) -> None:
     check(LOOPS[name], 3, tmp_path, AllReduce(via=via, bucket_mb=0.0002))
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", APART)
 def test_rounds_of_one_step_are_an_exchange_of_gradients(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Momentum is each worker's own, and no sum of samples: it is left out."""
@@ -175,7 +176,6 @@ def test_rounds_of_one_step_are_an_exchange_of_gradients(name: str, tmp_path: Pa
     check(LOOPS[name], 3, tmp_path, LocalSGD(every=1), weights)
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", SERVED)
 def test_steps_on_servers_are_those_of_one_process(name: str, tmp_path: Path) -> None:
     check(LOOPS[name], 3, tmp_path, ParameterServer(), weights)

@@ -34,7 +34,7 @@ def short() -> nn.Module:
 SHORT: dict[str, Any] = {"build": short, "epochs": 1}  # two steps, which is what there is time for with eight workers
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.each_choice
 @pytest.mark.parametrize("mesh", ["stage=2", "stage=4"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
 def test_a_pipeline_ends_where_one_process_does(mesh: str, schedule: str) -> None:
@@ -52,7 +52,6 @@ def test_replicas_of_a_pipeline_share_batches() -> None:
     same("data=2, stage=2", pipeline(LAYERS, schedule="interleaved", micro_batches=3))
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_what_a_stage_has_may_be_shared_out(zero: Any) -> None:
     # the last batch gives one worker 3 samples and the other 2: both go through 4 micro-batches
@@ -60,7 +59,6 @@ def test_what_a_stage_has_may_be_shared_out(zero: Any) -> None:
     same("shard=2, stage=2", [pipeline(LAYERS, micro_batches=4), pl.shard("blocks.*", zero=zero)])
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("strategy", "zero"), [(AllReduce(codec=pl.int8()), 1), (pl.LocalSGD(2), 2), (AllReduce(codec=pl.int8()), 3)])
 def test_pieces_of_tied_weights_stay_equal_where_replicas_round_them(strategy: Any, zero: Any) -> None:
     def ends(run: Run, model: nn.Module) -> list[float]:

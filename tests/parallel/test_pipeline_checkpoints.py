@@ -116,7 +116,6 @@ def saved(folder: Path) -> dict[str, Tensor]:
     return checkpoint.load(last(folder) / "checkpoints", say=print, own=False).snapshot.tensors
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("first", "tied"), [("one", True), ("stages", False), ("replicas of stages", True)])
 def test_a_state_goes_through_all_layouts_and_stays_the_same(tmp_path: Path, first: str, tied: bool) -> None:
     train(tmp_path, first, until=4, tied=tied)
@@ -130,7 +129,6 @@ def test_a_state_goes_through_all_layouts_and_stays_the_same(tmp_path: Path, fir
             assert torch.equal(found[name], tensor), (layout, name)
 
 
-@pytest.mark.thinned(3)
 @pytest.mark.parametrize("layout", ["stages", "replicas of stages", "two on each", "stages and zero 3"])
 def test_a_run_that_was_interrupted_has_the_losses_of_one_that_was_not(tmp_path: Path, layout: str) -> None:
     whole = train(tmp_path / "whole", layout, tied=True)

@@ -44,7 +44,6 @@ def test_every_schedule_makes_the_step_of_one_process(schedule: str) -> None:
             assert distance(found, wanted) < 5e-7
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("mesh", "schedule"), [("stage=2", "interleaved"), ("stage=4", "zero-bubble"), ("data=2, stage=2", "1f1b")])
 def test_twenty_steps_of_adamw_end_where_one_process_does(mesh: str, schedule: str) -> None:
     same(mesh, pipeline(LAYERS, schedule=schedule, micro_batches=4), epochs=10)

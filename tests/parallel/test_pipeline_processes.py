@@ -22,7 +22,6 @@ with pl.start() as run:
 """
 
 
-@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("workers", "mesh", "schedule"),
     [(2, "stage=2", "1f1b"), (2, "stage=2", "zero-bubble"), (4, "data=2, stage=2", "1f1b"), (1, "stage=1", "1f1b")],

@@ -30,7 +30,7 @@ MODELS = {
 }
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.each_choice
 @STAGES
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("size", "data"), [(2, 1), (3, 1), (4, 2)])
@@ -123,7 +123,7 @@ def test_frozen_parameters_and_adapters(zero: Any) -> None:
     same(build, fitting(vectors), shard("blocks.*", zero=zero), 3)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.each_choice
 @STAGES
 @pytest.mark.parametrize("strategy", [lambda: AllReduce(bucket_mb=0.0001), lambda: AllReduce(codec=int8()), lambda: LocalSGD(every=2)])
 def test_strategies_between_replicas(zero: Any, strategy: Any) -> None:

@@ -244,7 +244,7 @@ def test_different_meshes_are_named() -> None:
 LAYERS = {"0": pl.column(), "2": pl.row()}
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.each_choice
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("mesh", ["data=2, shard=2", "shard=2, tensor=2", "data=2, shard=2, tensor=2"])
 def test_real_cuts_train_as_one_worker_does(mesh: str, zero: Any) -> None:

@@ -123,7 +123,7 @@ def check(size: int, shares: Any, *, via: str = "auto", bound: float = 1e-5, **o
     assert found.losses == pytest.approx(wanted.losses, rel=1e-4)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.each_choice
 @pytest.mark.parametrize(("size", "shares"), WAYS)
 def test_sgd_in_float32(size: int, shares: Any) -> None:
     check(size, shares)
@@ -148,7 +148,6 @@ def uneven(sample: Any) -> float:
     return 32 + int(sample[0]) * 7919 % 480
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("size", "options"),
     [
@@ -165,7 +164,7 @@ def test_dealt_by_cost(size: int, options: dict[str, Any]) -> None:
     assert distance(found.weights, wanted.weights) < 1e-9
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.each_choice
 @pytest.mark.parametrize("via", sorted(SCHEDULES))
 @pytest.mark.parametrize(("size", "shares"), [(3, [3, 3, 2]), pytest.param(4, None, marks=pytest.mark.soak)])
 def test_every_schedule(via: str, size: int, shares: Any) -> None:

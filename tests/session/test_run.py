@@ -481,7 +481,7 @@ def test_resume_is_bit_equal_on_one_worker(step: int, tmp_path: Path) -> None:
     assert any("resumed from" in text and f"at step {step}" in text for text in said)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.each_choice
 @pytest.mark.parametrize(("size", "later"), [(2, 2), (2, 3), (3, 1), (1, 2), (4, 2)])
 @pytest.mark.parametrize("step", [6, pytest.param(10, marks=pytest.mark.slow)])
 def test_resume_by_another_number_of_workers(size: int, later: int, step: int, tmp_path: Path) -> None:

@@ -79,14 +79,13 @@ def same(body: Callable[[Any], Callable[[Run], Any]], zero: Any, size: int, mesh
         assert seen == pytest.approx(losses, rel=1e-9)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.each_choice
 @STAGES
 @pytest.mark.parametrize(("size", "mesh"), [(2, "shard"), (3, "shard"), (4, "data=2, shard=2")])
 def test_a_plain_loop(zero: Any, size: int, mesh: str) -> None:
     same(loop, zero, size, mesh)
 
 
-@pytest.mark.thinned(2)
 @STAGES
 def test_micro_batches_and_shares(zero: Any) -> None:
     same(lambda cut: loop(cut, accumulate=2), zero, 4, "data=2, shard=2")
@@ -121,7 +120,7 @@ def test_batchnorm_over_the_global_batch(zero: Any) -> None:
     same(lambda cut: loop(cut, build=normed), zero, 2, "shard", bound=1e-9)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.each_choice
 @STAGES
 @pytest.mark.parametrize("sync", [pl.LocalSGD(every=2), pl.AllReduce(codec=pl.int8())])
 def test_strategies_between_replicas(zero: Any, sync: Any) -> None:

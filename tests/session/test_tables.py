@@ -52,7 +52,7 @@ def test_in_float32(kind: str) -> None:
     assert distance(several(3, 2, kind, dtype=torch.float32), wanted) < 1e-5
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.each_choice
 @pytest.mark.parametrize(
     "options",
     [

@@ -57,7 +57,7 @@ STRATEGIES: list[Any] = [
 ]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.each_choice
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
 @pytest.mark.parametrize("options", [{}, {"halves": True}, {"clip": 0.1}], ids=["whole", "halves", "clipped"])
 def test_what_a_worker_without_samples_had_added_up_counts(strategy: Any, options: Any) -> None:

@@ -77,7 +77,7 @@ def reference() -> Tensor:
 VIAS = ["auto", *sorted(SCHEDULES)]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.each_choice
 @pytest.mark.parametrize(
     ("size", "via"),
     [

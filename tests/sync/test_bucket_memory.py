@@ -62,7 +62,7 @@ def kept(run: Run, strategy_says: Callable[[Run], bool] = lambda run: True, make
     return moved
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.each_choice
 @pytest.mark.parametrize("via", WAYS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_gradients_that_are_kept_stay(size: int, via: str) -> None:

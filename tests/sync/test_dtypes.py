@@ -138,7 +138,6 @@ def test_servers_take_every_dtype(options: dict[str, Any], rows: int) -> None:
         )
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 def test_codecs_come_to_the_same_whatever_the_default_dtype(codec: Any) -> None:
     found = []
@@ -150,7 +149,7 @@ def test_codecs_come_to_the_same_whatever_the_default_dtype(codec: Any) -> None:
     assert all(bool(one.isfinite().all()) for one in found[0])
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.each_choice
 @pytest.mark.parametrize("make", [lambda codec: LocalSGD(2, codec=codec), lambda codec: ParameterServer(codec=codec)])
 @pytest.mark.parametrize("codec", [int8(16, "stochastic"), error_feedback(topk(0.3)), error_feedback(randomk(0.3))], ids=repr)
 def test_strategies_come_to_the_same_whatever_the_default_dtype(make: Any, codec: Any) -> None:

@@ -195,7 +195,6 @@ def losses(folder: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in lines(folder)]
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "parts",
     [
@@ -290,7 +289,6 @@ def test_a_script_without_a_run_starts_again(job: Jobs) -> None:
     assert "all start again (restart 1 of 1)" in ended.err
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "options",
     [("--sync", "ParameterServer()"), ("--sync", "LocalSGD(4)"), ("--mesh", "shard=2", "--cut", "shard(zero=3)")],

@@ -308,7 +308,7 @@ def test_the_trace_tells_the_phases_within_and_between_hosts(monkeypatch: pytest
     assert spawn(4, body) == [leader, other, leader, other]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.each_choice
 @pytest.mark.parametrize("unlike", ["nobody", "a rank may not", "a rank has it in pieces"])
 @pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 1, 1, 0)])
 def test_memory_that_may_move_is_summed_and_handed_out_where_it_lies(

@@ -52,7 +52,7 @@ def laid(group: HostsGroup) -> bool:
     return group._rails is not None
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.each_choice
 @pytest.mark.parametrize(("hosts", "dtype"), LAYOUTS, ids=str)
 def test_all_ranks_get_the_pieces_of_all(hosts: tuple[int, ...], dtype: torch.dtype) -> None:
     shapes = [(1,), (7,), (500,), (33, 3), ()]
@@ -74,7 +74,7 @@ def test_all_ranks_get_the_pieces_of_all(hosts: tuple[int, ...], dtype: torch.dt
     spawn(len(hosts), body, hosts=hosts)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.each_choice
 @pytest.mark.parametrize(("hosts", "dtype"), LAYOUTS, ids=str)
 def test_each_rank_gets_its_piece_of_the_reduction(hosts: tuple[int, ...], dtype: torch.dtype) -> None:
     """With pieces of all lengths, the lengths by one operation: some ranks have none, and some one element more than others."""

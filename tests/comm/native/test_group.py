@@ -56,7 +56,6 @@ def _reductions(group: TorchGroup) -> list[bytes]:
     return results
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_reductions_of_every_dtype_are_bit_equal(size: int) -> None:
     first, *others = run(size, _reductions)

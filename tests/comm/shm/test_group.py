@@ -83,7 +83,6 @@ def test_every_reduction_of_every_dtype_is_that_of_one_process(size: int) -> Non
     fork(size, body)
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_sums_of_any_length_with_blocks_of_any_size(size: int) -> None:
     def body(rank: int, size: int, store: Store) -> None:

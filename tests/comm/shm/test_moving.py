@@ -59,7 +59,7 @@ def reduce(group: SharedGroup, x: Tensor, *, may_move: bool = True) -> MovedStor
     return group._moved.find(x)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.each_choice
 @pytest.mark.parametrize("start", [threads, fork], ids=["threads", "processes"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_tensor_and_its_views_go_to_memory_that_all_ranks_reach(size: int, start: Any) -> None:

@@ -104,7 +104,6 @@ def same(mesh: str, size: int, cut: Any, *, bound: float = 1e-9, other: Any = No
 CUT = pipeline(LAYERS, micro_batches=4, split="auto", again=True)
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.usefixtures("heavy")
 @pytest.mark.parametrize(
     ("mesh", "cut"),

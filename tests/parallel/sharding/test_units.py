@@ -138,7 +138,6 @@ def test_a_copy_of_gathered_units_is_refused() -> None:
     train(2, odd_net, fitting(vectors), shard("blocks.*"), steps=1, ended=ended)
 
 
-@pytest.mark.thinned(2)
 @COMPILES
 @STAGES
 def test_compiled_units(zero: Any) -> None:

@@ -44,7 +44,7 @@ BOTH = "data=2, tensor=2"
 CUTS = pytest.mark.parametrize("cut", [WHOLE, PIECES], ids=["whole", "pieces"])
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.each_choice
 @pytest.mark.parametrize("size", [2, 4])
 @CUTS
 def test_gpt_with_tied_weights_equals_one_process(size: int, cut: tensor) -> None:
@@ -170,7 +170,6 @@ def model_of(parts: Parts) -> Any:
     return model
 
 
-@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("cut", "options"),
     [(WHOLE, {}), (PIECES, {"shares": [3, 1]}), (WHOLE, {"clip": 0.05}), (WHOLE, {"accumulate": 2, "shares": [1, 3]})],

@@ -84,7 +84,7 @@ class Throttled:
         return max(now - self._now, work / self.quotas[rank]) if self.seen else now - self._now
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.each_choice
 @pytest.mark.parametrize("size", [2, 8])
 @pytest.mark.parametrize("seconds", [0.01, 0.5], ids=str)
 @pytest.mark.parametrize("seed", range(3))

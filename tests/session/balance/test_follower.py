@@ -99,7 +99,6 @@ def by_rank(rank: int, step: int) -> float:
     return (1.0, 2.0, 4.0)[rank]
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("size", "options"),
     [(3, {}), (2, {}), (2, {"accumulate": 2}), (2, {"reading": {"num_workers": 1, "multiprocessing_context": "fork"}})],
@@ -176,7 +175,6 @@ def test_a_change_in_the_middle_is_followed_and_back() -> None:
     assert whole(found) == [Counter(range(COUNT))] * 15
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "strategy", [pl.AllReduce(codec=pl.topk(0.5)), pl.LocalSGD(4), pl.ParameterServer(), pl.Gossip()], ids=lambda each: type(each).__name__
 )

@@ -125,7 +125,7 @@ def summary(folder: Path) -> Any:
     return json.loads((folder / "summary.json").read_text())["checkpoints"]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.each_choice
 @pytest.mark.parametrize(("size", "mesh"), [(1, None), (2, None), (2, "shard=2")])
 @pytest.mark.parametrize("background", [False, True])
 def test_the_best_stays_and_can_be_had(tmp_path: Path, size: int, mesh: str | None, background: bool) -> None:

@@ -175,7 +175,6 @@ def resume(folder: Path, layout: str) -> None:
     workers(layout, body, fresh=True)
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("before", LAYOUTS)
 def test_saved_in_one_layout_and_resumed_in_all(tmp_path: Path, before: str) -> None:
     save(tmp_path, before)
@@ -369,7 +368,6 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]
     return last(folder)
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_a_run_goes_on_in_another_layout(tmp_path: Path, before: str, after: str, uninterrupted: dict[str, Tensor]) -> None:
     train(tmp_path, before, until=4, background=before in ("both", "zero 1"))

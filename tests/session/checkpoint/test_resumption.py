@@ -57,7 +57,7 @@ def losses(folder: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in lines]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.each_choice
 @pytest.mark.parametrize(
     ("resume", "epochs"),
     [(lambda run: None, True), (lambda run: run.resume(), True), (lambda run: run.resume("elsewhere"), True), (lambda run: None, False)],

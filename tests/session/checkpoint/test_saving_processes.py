@@ -97,7 +97,6 @@ with pl.start(name="run") as run:
 """
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("turn", range(2))
 def test_killed_at_any_moment(job: Jobs, tmp_path: Path, turn: int) -> None:

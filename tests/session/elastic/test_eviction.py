@@ -87,7 +87,6 @@ QUICK = """
     log._APART, stragglers.SECONDS, slow = 0.1, 0.2, run.rank == {slow}"""
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("slow", [0, 2])
 def test_in_a_job(job: Jobs, slow: int) -> None:

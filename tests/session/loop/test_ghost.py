@@ -59,7 +59,7 @@ def train(run: Run, first: nn.Module, stream: bool, accumulate: int, shares: Any
     return torch.cat([parameters(model), *(buffer.reshape(-1).double() for buffer in model.buffers())])
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.each_choice
 @pytest.mark.parametrize("norm", [spectral_norm, hooked])
 @pytest.mark.parametrize(
     ("size", "stream", "accumulate", "shares"),

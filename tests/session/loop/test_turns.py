@@ -218,7 +218,6 @@ def test_all_weights_zero_make_no_update_and_it_is_said_once() -> None:
 # ---- accumulation
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("k", [1, 3, 5, 8, 11])
 def test_accumulation_that_does_not_divide(k: int) -> None:
     def body(run: Run, shares: Any) -> Tensor:

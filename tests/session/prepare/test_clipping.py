@@ -41,7 +41,7 @@ def clipped(*cuts: Any, max_norm: float = 0.05, norm_type: float = 2.0) -> Calla
     return body
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.each_choice
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.5, math.inf])
 @pytest.mark.parametrize("mesh", ["data=2, tensor=2", "shard=2, tensor=2"])
 def test_norms_and_steps_are_those_of_one_worker(mesh: str, norm_type: float) -> None:

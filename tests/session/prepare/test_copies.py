@@ -37,7 +37,6 @@ def averaged(run: Run, cut: Any, *, tied: bool, steps: int) -> Tensor:
     return put_together(average.module, run.group, run._prepared.cuts.placements, lambda parameter: parameter)
 
 
-@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("mesh", "cut", "tied"),
     [

@@ -82,7 +82,7 @@ CUTS = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.each_choice
 @pytest.mark.parametrize("accumulate", [1, 2])
 @CUTS
 def test_where_a_model_is_cut_the_norm_is_that_of_all_parts(mesh: str, cut: Any, accumulate: int) -> None:

@@ -75,7 +75,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str,
     return of
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.each_choice
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "one"])
 @pytest.mark.parametrize("steps", [0, 3])
 def test_all_layouts_begin_and_go_on_alike(tmp_path: Path, layout: str, steps: int, alone: Callable[[int], dict[str, Tensor]]) -> None:

@@ -43,7 +43,7 @@ def test_a_full_graph_is_allreduce(options: dict[str, Any]) -> None:
     assert distance(runs(Gossip("full"), epochs=2, **options), runs(AllReduce(), epochs=2, **options)) < 1e-9
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.each_choice
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("graph", ["ring", "exponential", "matching", ((0, 1),)], ids=str)
 def test_every_graph_stays_near_allreduce(graph: Any, size: int) -> None:
@@ -59,7 +59,7 @@ def test_every_graph_stays_near_allreduce(graph: Any, size: int) -> None:
 CODECS = [half(), int8(block=32), int4(block=32), topk(0.3), compose(topk(0.3), int8())]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.each_choice
 @pytest.mark.parametrize(
     ("graph", "codec"),
     [

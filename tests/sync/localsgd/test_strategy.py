@@ -35,7 +35,6 @@ def rounds(run: Run) -> LocalSGDSync:
 RARE = [pytest.param(options, marks=pytest.mark.slow) for options in ({"loss": "sum"}, {"shares": cut(0, 3, 5)})]
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("options", [{}, {"shares": cut(1, 7, 2)}, {"accumulate": 2}, *RARE], ids=str)
 def test_every_step_with_plain_sgd_is_allreduce(options: dict[str, Any]) -> None:
     make = sgd if options.get("loss") != "sum" else (lambda net: torch.optim.SGD(net.parameters(), lr=0.005))
@@ -98,7 +97,7 @@ CODECS = [half(), int8(block=32), error_feedback(topk(0.2)), where(smaller(30), 
 OTHERS = [LocalSGD(2, outer=nesterov(0.7, 0.5)), LocalSGD(4, fragments=2, delay=1, alpha=0.5)]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.each_choice
 @pytest.mark.parametrize(
     ("strategy", "codec"),
     [

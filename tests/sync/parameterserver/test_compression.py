@@ -111,7 +111,6 @@ CODECS = [
 ]
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("codec", [pytest.param(c, marks=pytest.mark.slow if n % 4 else ()) for n, c in enumerate(CODECS)], ids=repr)
 def test_workers_are_equal_after_each_step(codec: Any) -> None:
     found = unevenly(codec)
@@ -364,7 +363,6 @@ def steps(run: Run, until: int, folder: Path, *, resumes: bool = False, saves: i
     raise AssertionError("too few batches")
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "codec", [COARSE, pytest.param(int8(64, "stochastic"), marks=pytest.mark.slow), pytest.param(after(7, COARSE, before=FINE))], ids=repr
 )

@@ -101,7 +101,7 @@ EITHER = [  # plain SGD without dropped steps is in the next test
 ]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.each_choice
 @pytest.mark.parametrize(("strategy", "make"), EITHER)
 def test_rows_make_the_steps_of_everything_else(strategy: ParameterServer, make: Make) -> None:
     """Late gradients and dropped ones, too; with Adagrad a step of a sum is not the sum of two steps."""
@@ -111,7 +111,7 @@ def test_rows_make_the_steps_of_everything_else(strategy: ParameterServer, make:
         assert torch.equal(rows, found[0][0]), "all read the same in the end"
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.each_choice
 @pytest.mark.parametrize(
     ("strategy", "make", "size"),
     [(ASP, SGD, 2), (ASP, OWN, 4), (SSP, SGD, 4), (SSP, OWN, 2)],
@@ -182,7 +182,6 @@ def test_a_gradient_that_comes_after_clipping_is_refused(strategy: ParameterServ
         trained(strategy, between=between)
 
 
-@pytest.mark.thinned(3)
 @EACH
 def test_saved_between_epochs_and_resumed(strategy: ParameterServer, tmp_path: Path) -> None:
     """By other workers, who begin with what was saved."""
