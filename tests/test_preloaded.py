@@ -159,27 +159,23 @@ def test_workers_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
 
 
 FORKING = """
-import os, sys, threading
-import tests.harness.brisk
-import torch
+import os, signal, threading, time
+from tests.harness.brisk import _get_rng_state
 
 def read():
-    while not over:
-        torch.get_rng_state()
+    inside.set()
+    time.sleep(0.5)  # it is forked by then, or waits for this
 
-over = []
-sys.setswitchinterval(1e-6)
-threads = [threading.Thread(target=read) for _ in range(3)]
-for thread in threads:
-    thread.start()
-for _ in range(100):
-    if (child := os.fork()) == 0:
-        torch.get_rng_state()
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-over.append(True)
-for thread in threads:
-    thread.join()
+inside = threading.Event()
+reader = threading.Thread(target=_get_rng_state, args=(read,))
+reader.start()
+inside.wait()
+if (child := os.fork()) == 0:
+    signal.alarm(20)  # the end of one that waits
+    _get_rng_state()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+reader.join()
 """
 
 
@@ -189,5 +185,5 @@ def test_threads_that_read_the_state_of_the_generator_never_wait_for_each_other_
 
 
 def test_forked_processes_read_it_whatever_threads_did_at_that_moment() -> None:
-    """Readers of a DataLoader are forked while another worker on threads reads it, and none may find a lock taken for good."""
+    """Readers of a DataLoader are forked while another worker on threads reads it, and none finds the lock taken for good."""
     subprocess.run([sys.executable, "-c", FORKING], check=True, timeout=PATIENCE)
