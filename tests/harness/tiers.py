@@ -36,7 +36,10 @@ def tier(item: pytest.Item) -> str:
 
 
 def thin(items: Iterable[pytest.Item]) -> None:
-    """Leave variants of tests marked `each_choice` to a soak, but for a few in which each value of each parameter is there once."""
+    """Leave variants of tests marked `each_choice` to a soak, but for a few with each value of each parameter.
+
+    Variants that are marked `soak` themselves stay there, and a value that only these have is of the soak too.
+    """
     variants: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("each_choice") is not None and "soak" not in uses(item)[0]:

@@ -65,7 +65,6 @@ def test_on_two_hosts(job: Jobs, alone: torch.Tensor) -> None:
 SYNCS = ["ParameterServer(staleness=3)", "ParameterServer(staleness=inf)", "ParameterServer(backup_workers=1, requeue=True)"]
 
 
-@pytest.mark.each_choice
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sync", "readers"), [(SYNCS[0], 0), (SYNCS[1], 1), (SYNCS[2], 1), pytest.param(SYNCS[2], 0, marks=pytest.mark.soak)]

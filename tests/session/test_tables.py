@@ -52,7 +52,6 @@ def test_in_float32(kind: str) -> None:
     assert distance(several(3, 2, kind, dtype=torch.float32), wanted) < 1e-5
 
 
-@pytest.mark.each_choice
 @pytest.mark.parametrize(
     "options",
     [

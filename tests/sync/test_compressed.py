@@ -52,7 +52,6 @@ def plainly(size: int) -> Tensor:
     return workers(size, ten)[0]
 
 
-@pytest.mark.each_choice
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.soak), 3])
 @pytest.mark.parametrize("codec", [pytest.param(c, marks=pytest.mark.slow if n % 4 else ()) for n, c in enumerate(CODECS)], ids=repr)
 def test_gradients_and_weights_are_bit_equal_everywhere(codec: Any, size: int) -> None:
@@ -163,7 +162,6 @@ KEEPING = [codec for codec in CODECS if "error_feedback" in repr(codec) or "stoc
 RARE = ("sign", "topk(0.1)", "compose", "powersgd(2))")  # keep nothing but what others here keep
 
 
-@pytest.mark.each_choice
 @pytest.mark.parametrize(
     "codec",
     [pytest.param(codec, marks=pytest.mark.soak if any(word in repr(codec) for word in RARE) else ()) for codec in KEEPING],

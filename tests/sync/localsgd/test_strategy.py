@@ -97,7 +97,6 @@ CODECS = [half(), int8(block=32), error_feedback(topk(0.2)), where(smaller(30), 
 OTHERS = [LocalSGD(2, outer=nesterov(0.7, 0.5)), LocalSGD(4, fragments=2, delay=1, alpha=0.5)]
 
 
-@pytest.mark.each_choice
 @pytest.mark.parametrize(
     ("strategy", "codec"),
     [

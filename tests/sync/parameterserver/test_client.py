@@ -32,7 +32,6 @@ FEW = [(2, 1, "adam"), (3, 2, "momentum"), (4, 3, "adam")]
 ALL = product((1, 2, 3, 4), (1, 2, 3), ("momentum", "adam"))
 
 
-@pytest.mark.each_choice
 @pytest.mark.parametrize(
     ("size", "servers", "kind"),
     [pytest.param(*case, marks=() if case == FEW[0] else pytest.mark.slow if case in FEW else pytest.mark.soak) for case in ALL],
