@@ -88,7 +88,8 @@ def test_each_value_of_each_parameter_always_runs_and_other_combinations_are_of_
     single = [Variant("single", marked, a=a) for a in range(3)]
     partly = [Variant("partly", marked, *([soak] if a == b else []), a=a, b=b) for a in range(2) for b in range(2)]
     plain = [Variant("plain", a=a, b=b) for a in range(2) for b in range(2)]
-    tiers.thin([*crossed, *single, *partly, *plain])  # type: ignore[list-item]
+    alike = [Variant("alike", pytest.mark.alike(2).mark, *([soak] if a == 0 else []), a=a) for a in range(5)]
+    tiers.thin([*crossed, *single, *partly, *plain, *alike])  # type: ignore[list-item]
 
     def always(variants: list[Variant]) -> list[tuple[int, ...]]:
         return [tuple(one.callspec.params.values()) for one in variants if tiers.tier(one) != "soak"]  # type: ignore[arg-type]
@@ -97,3 +98,4 @@ def test_each_value_of_each_parameter_always_runs_and_other_combinations_are_of_
     assert always(single) == [(0,), (1,), (2,)]
     assert always(partly) == [(0, 1), (1, 0)]
     assert len(always(plain)) == 4
+    assert always(alike) == [(1,), (2,)]

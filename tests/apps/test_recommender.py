@@ -103,7 +103,7 @@ recommender.main()
 @pytest.mark.slow
 def test_the_program_survives(job: Jobs) -> None:
     """A worker and a server are killed: the loss and the AUC are those of a run that nobody disturbed."""
-    common = ("--rows", "2000", "--steps", "150", "--batch", "64", "--held-out", "2000")
+    common = ("--rows", "2000", "--steps", "100", "--batch", "64", "--held-out", "2000")
     options = (*common, "--servers", "1", "--replicas", "2", "--name", "x")
     launched = job.run(HELD, 2, "--min-workers", "1", args=options)
     wait_for(lambda: launched.process.poll() is not None or len(list(job.folder.glob("held-*"))) == 2)

@@ -60,6 +60,7 @@ def test_all_layouts_learn_the_same(size: int, mesh: str | None, zero: Any, norm
     assert wanted[norm]["after"] < 0.95 * wanted[norm]["before"]
 
 
+@pytest.mark.alike(2)
 @pytest.mark.parametrize("strategy", [pl.LocalSGD(every=3), pl.Gossip(graph="ring"), pl.ParameterServer(), pl.AllReduce(codec=pl.int8())])
 def test_strategies_learn(strategy: Any) -> None:
     found = trained(2, strategy=strategy)

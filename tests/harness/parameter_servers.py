@@ -73,7 +73,7 @@ ASP, SSP, BACKUP = ParameterServer(2, math.inf), ParameterServer(2, 2), Paramete
 REQUEUE = ParameterServer(2, backup_workers=1, requeue=True)
 
 
-EACH = pytest.mark.parametrize("strategy", [ASP, SSP, BACKUP, REQUEUE], ids=repr)
+EACH = pytest.mark.parametrize("strategy", [ASP, REQUEUE, SSP, BACKUP], ids=repr)
 
 
 class Numbers(Dataset[Any]):

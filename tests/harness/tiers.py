@@ -1,6 +1,6 @@
 """Sorts tests into tiers: by their markers, by the fixtures that they use, and by whether their code calls for several workers.
 
-Most variants of a test that is marked `each_choice` are of the tier soak.
+Most variants of a test that is marked `each_choice` are of the tier soak, and all but the first of one that is marked `alike`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -35,10 +36,11 @@ def tier(item: pytest.Item) -> str:
     return "workers" if any(calls_workers(function) for function in _functions(item)) else "unit"
 
 
-def thin(items: Iterable[pytest.Item]) -> None:
+def thin(items: Sequence[pytest.Item]) -> None:
     """Leave variants of tests marked `each_choice` to a soak, but for a few with each value of each parameter.
 
     Variants that are marked `soak` themselves stay there, and a value that only these have is of the soak too.
+    Of tests marked `alike(n)` the first n variants always run: what the others add is seen by tests of other modules too.
     """
     variants: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -52,6 +54,12 @@ def thin(items: Iterable[pytest.Item]) -> None:
             rest.remove(kept)
         for item in rest:
             item.add_marker("soak")
+    seen = Counter[str]()
+    for item in items:
+        if (mark := item.get_closest_marker("alike")) is not None and "soak" not in uses(item)[0]:
+            seen[name := item.nodeid.partition("[")[0]] += 1
+            if seen[name] > mark.args[0]:
+                item.add_marker("soak")
 
 
 def _values(item: pytest.Item) -> set[tuple[str, int]]:

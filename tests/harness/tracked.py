@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -18,6 +21,18 @@ from paceline.session.trackers.tracker import TrackedEnd, TrackedEvent, TrackedR
 from tests.harness.runs import workers
 
 STEPS = 10
+
+
+class Library:
+    """A tracker's library, loaded when a test asks for something of it: all processes of the tests collect them, and one runs them."""
+
+    def __init__(self, name: str) -> None:
+        there = importlib.util.find_spec(name.partition(".")[0]) is not None
+        self.marks = [pytest.mark.xdist_group("trackers"), pytest.mark.skipif(not there, reason=f"needs {name}")]
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._name), name)
 
 
 def train(run: Run) -> None:

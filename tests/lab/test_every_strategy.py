@@ -15,7 +15,10 @@ pytestmark = pytest.mark.slow
 STEPS = 9  # more than twice the longest round, and than `after` begins
 
 
-INSIDE = {"half", "int8", "int4", "topk", "randomk", "powersgd", "diloco-plain"}  # on processes, and part of others here
+INSIDE = {  # on processes, and part of others here
+    *("half", "int8", "chance", "int4", "topk", "randomk", "composed", "powersgd", "powersgd-int8", "after"),
+    *("every-1", "diloco-plain", "streaming", "full"),
+}
 
 
 def test_on_hosts(build: Callable[..., Cluster], tmp_path: Path) -> None:
@@ -35,12 +38,13 @@ COUNTED = {
 
 
 def test_bytes_are_those_that_the_links_count(build: Callable[..., Cluster], tmp_path: Path) -> None:
-    asked = every_strategy.ask(tmp_path, COUNTED, width=1000, steps=STEPS)
+    steps = 6
+    asked = every_strategy.ask(tmp_path, COUNTED, width=1000, steps=steps)
     outcome = build(hosts=2, workers=2, bandwidth="1gbit").run(every_strategy.__file__, str(tmp_path), asked, deadline=200)
     assert outcome.code == 0, outcome.output
     for name in COUNTED:
         found = every_strategy.seen(tmp_path, name, 4)
-        counted = sum({worker["host"]: worker["left"] for worker in found}.values()) / (STEPS - 1)
+        counted = sum({worker["host"]: worker["left"] for worker in found}.values()) / (steps - 1)
         said = json.loads((tmp_path / name / "summary.json").read_text())["bytes_sent"]["between"]
         assert said == pytest.approx(counted, rel=0.03), f"{name}: the summary says {said:.0f} bytes a step, the links {counted:.0f}"
 

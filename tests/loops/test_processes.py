@@ -13,10 +13,18 @@ from tests.loops import script
 from tests.loops.collection import LOOPS, differences, plain
 from tests.loops.script import TENTHS
 
+THREADLESS = [name for name, known in LOOPS.items() if known.threads]
+COMPILED = [name for name in THREADLESS if "compiled" in name]  # each worker would load the compiler
+
 
 @pytest.mark.slow
-def test_on_processes(job: Jobs, tmp_path: Path) -> None:
-    names, size = [*(name for name, known in LOOPS.items() if known.threads), *TENTHS[3::10]], 2
+@pytest.mark.parametrize(
+    "names",
+    [[*(name for name in THREADLESS if name not in COMPILED), *TENTHS[3::10]], pytest.param(COMPILED, marks=pytest.mark.soak)],
+    ids=["plain", "compiled"],
+)
+def test_on_processes(job: Jobs, tmp_path: Path, names: list[str]) -> None:
+    size = 2
     found = outcome(job, tmp_path, names, size)
     for name in names:
         wanted, _ = plain(LOOPS[name])

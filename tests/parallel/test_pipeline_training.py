@@ -273,6 +273,7 @@ WITHOUT_MEMORY: list[tuple[str, int, Any]] = [
 ]
 
 
+@pytest.mark.alike(1)
 @pytest.mark.parametrize(("tied", "meshes"), [(False, WITHOUT_MEMORY[2:]), (True, WITHOUT_MEMORY[:3])], ids=["untied", "tied"])
 def test_models_without_memory_get_the_same_values_and_each_worker_makes_its_stages(counted: None, tied: bool, meshes: list[Any]) -> None:
     ((wanted, whole),) = workers(1, begun(None, tied=tied))

@@ -164,6 +164,7 @@ def test_dealt_by_cost(size: int, options: dict[str, Any]) -> None:
     assert distance(found.weights, wanted.weights) < 1e-9
 
 
+@pytest.mark.alike(3)
 @pytest.mark.parametrize("via", sorted(SCHEDULES))
 @pytest.mark.parametrize(("size", "shares"), [(3, [3, 3, 2]), pytest.param(4, None, marks=pytest.mark.soak)])
 def test_every_schedule(via: str, size: int, shares: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 import paceline as pl
 from paceline.errors import UsageError
 
-pytest.importorskip("tensorboard")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs tensorboard")
 
 
 @pytest.fixture(autouse=True)

@@ -152,6 +152,7 @@ def test_accumulation_by_option(first: bool) -> None:
             assert distance(found, wanted) < 1e-12
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("quiet", [True, False])
 @pytest.mark.parametrize("to_none", [True, False])
 def test_accumulation_by_hand(quiet: bool, to_none: bool) -> None:
@@ -378,6 +379,7 @@ class Checkpointed(nn.Module):
         )
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("where", ["first", "last", "both"])
 def test_checkpointing(where: str, reentrant: bool) -> None:

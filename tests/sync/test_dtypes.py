@@ -126,6 +126,7 @@ def test_a_codec_says_what_it_leaves_out() -> None:
         assert said.count(NARROWED) == (not isinstance(strategy, Gossip)), "a replica that mixes keeps what is finer"
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("rows", [1, 3, 4000])
 @pytest.mark.parametrize("options", [{}, {"staleness": 1}, {"codec": int8()}], ids=str)
 def test_servers_take_every_dtype(options: dict[str, Any], rows: int) -> None:
@@ -138,6 +139,7 @@ def test_servers_take_every_dtype(options: dict[str, Any], rows: int) -> None:
         )
 
 
+@pytest.mark.alike(4)
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 def test_codecs_come_to_the_same_whatever_the_default_dtype(codec: Any) -> None:
     found = []

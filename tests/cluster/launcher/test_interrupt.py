@@ -41,6 +41,7 @@ def interrupt(started: Job, number: int = signal.SIGINT) -> Ended:
     return started.end()
 
 
+@pytest.mark.alike(2)
 @pytest.mark.parametrize(
     ("number", "asked"),
     [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "asked to end by SIGTERM"), (signal.SIGHUP, "asked to end by SIGHUP")],

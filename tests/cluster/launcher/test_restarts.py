@@ -199,7 +199,9 @@ def losses(folder: Path) -> list[tuple[int, float]]:
     "parts",
     [
         {"before": LOST.format(12, "first"), "between": LOST.format(13, "second")},
-        {"before": LOST.format(12, "first"), "between": LOST.format(13, "second"), "prepared": "run.resume()"},
+        pytest.param(
+            {"before": LOST.format(12, "first"), "between": LOST.format(13, "second"), "prepared": "run.resume()"}, marks=pytest.mark.soak
+        ),
         {"before": LOST.format(3, "first"), "between": LOST.format(23, "second"), "prepared": "run.resume('nowhere')"},
     ],
     ids=["by itself", "resume", "nothing saved at first"],

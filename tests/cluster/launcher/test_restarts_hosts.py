@@ -186,6 +186,7 @@ def test_no_restart_is_left(hosts: Both) -> None:
         assert err.splitlines()[-1] == f"paceline: rank 1 on {NAME} was killed by SIGKILL (exit code 137)", err
 
 
+@pytest.mark.alike(2)
 @pytest.mark.parametrize("gone", [0, 1, 2])
 def test_nobody_comes_in_the_place_of_a_host(hosts: Both, tmp_path: Path, gone: int) -> None:
     launched = hosts(STARTS + "signal.pause()", 3, patience=1.5)
@@ -200,6 +201,7 @@ def test_nobody_comes_in_the_place_of_a_host(hosts: Both, tmp_path: Path, gone: 
     assert {each[1] for each in starts(tmp_path)} == {0}
 
 
+@pytest.mark.alike(1)
 @pytest.mark.parametrize(("gone", "asked", "number"), [(2, 0, signal.SIGTERM), (2, 1, signal.SIGINT), (0, 1, signal.SIGTERM)])
 def test_a_launcher_that_is_asked_to_end_while_all_wait_for_another(
     hosts: Both, tmp_path: Path, gone: int, asked: int, number: int

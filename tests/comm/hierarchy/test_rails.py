@@ -380,6 +380,7 @@ def test_an_error_of_one_rank_under_way_reaches_all(call: str, stage: str) -> No
     spawn(4, body)
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("end", ["abort", "close"])
 def test_whoever_ends_the_group_under_way_ends_it_for_all(call: str, end: str) -> None:

@@ -62,6 +62,7 @@ def trained(cut: Any, *, steps: bool = False, folder: Path | None = None, until:
     return body
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("steps", [False, True])
 @pytest.mark.parametrize("split", ["even", [5, 3]])
 def test_layers_on_two_devices_end_where_the_model_does(monkeypatch: pytest.MonkeyPatch, steps: bool, split: Any) -> None:

@@ -74,6 +74,7 @@ def test_activation_checkpointing_exchanges_again_in_the_same_order(reentrant: b
 
 
 @COMPILES
+@pytest.mark.alike(1)
 @CUTS
 def test_compiled_blocks(cut: tensor) -> None:
     def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -190,6 +191,7 @@ def test_a_strategy_between_replicas_does_what_it_does_between_whole_ones(strate
         assert distance(together(cut_ones[2 * replica : 2 * replica + 2]), model_of(alone)) < 1e-9
 
 
+@pytest.mark.alike(1)
 @pytest.mark.parametrize("codec", [pl.int8(), pl.topk(0.1), pl.powersgd(2)], ids=repr)
 def test_a_codec_between_replicas_leaves_whole_parameters_alike_everywhere(codec: Any) -> None:
     found = together(workers(4, training(WHOLE), mesh=BOTH, strategy=pl.AllReduce(codec=codec)))

@@ -101,7 +101,7 @@ def by_rank(rank: int, step: int) -> float:
 
 @pytest.mark.parametrize(
     ("size", "options"),
-    [(3, {}), (2, {}), (2, {"accumulate": 2}), (2, {"reading": {"num_workers": 1, "multiprocessing_context": "fork"}})],
+    [(3, {}), (2, {"accumulate": 2}), (2, {"reading": {"num_workers": 1, "multiprocessing_context": "fork"}})],
     ids=str,
 )
 def test_shares_by_speed_change_no_sample_and_no_weight(size: int, options: dict[str, Any]) -> None:
@@ -116,6 +116,7 @@ def test_shares_by_speed_change_no_sample_and_no_weight(size: int, options: dict
     assert any(text.startswith("shares are now ") and f"rank {size - 1} on here takes " in text and " before" in text for text in said)
 
 
+@pytest.mark.alike(1)
 @pytest.mark.parametrize("unit", [1.0, 0.001])
 def test_samples_that_differ_are_dealt_by_speed_and_cost(unit: float) -> None:
     """Costs of the samples add up to the parts of workers; each sample counts once, and weights are those of one worker."""
@@ -175,6 +176,7 @@ def test_a_change_in_the_middle_is_followed_and_back() -> None:
     assert whole(found) == [Counter(range(COUNT))] * 15
 
 
+@pytest.mark.alike(3)
 @pytest.mark.parametrize(
     "strategy", [pl.AllReduce(codec=pl.topk(0.5)), pl.LocalSGD(4), pl.ParameterServer(), pl.Gossip()], ids=lambda each: type(each).__name__
 )

@@ -176,6 +176,15 @@ def resume(folder: Path, layout: str) -> None:
 
 
 @pytest.mark.parametrize("before", LAYOUTS)
+def test_saved_in_one_layout_and_resumed_in_others(tmp_path: Path, before: str) -> None:
+    """In every second one: those with an even number go on in those with an odd one, and those in these."""
+    save(tmp_path, before)
+    for after in LAYOUTS[(LAYOUTS.index(before) + 1) % 2 :: 2]:
+        resume(tmp_path, after)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("before", LAYOUTS)
 def test_saved_in_one_layout_and_resumed_in_all(tmp_path: Path, before: str) -> None:
     save(tmp_path, before)
     for after in LAYOUTS:

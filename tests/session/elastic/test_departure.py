@@ -42,8 +42,8 @@ def check_parting(found: Outcome) -> None:
 KINDS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {"dense": (DENSE, {}), "tables": ((), parts()), "both": (DENSE, parts())}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param("dense", marks=SOAK), pytest.param("tables", marks=SOAK), "both"])
+@SOAK
+@pytest.mark.parametrize("kind", ["dense", "tables", "both"])
 def test_hosts_leave_one_after_another_until_none_of_the_first_is_left(job: Jobs, alone: Callable[..., Outcome], kind: str) -> None:
     options, more = KINDS[kind]
     hosts = Hosts(job, *options)

@@ -87,6 +87,7 @@ QUICK = """
     log._APART, stragglers.SECONDS, slow = 0.1, 0.2, run.rank == {slow}"""
 
 
+@pytest.mark.alike(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("slow", [0, 2])
 def test_in_a_job(job: Jobs, slow: int) -> None:

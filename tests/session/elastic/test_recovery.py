@@ -66,7 +66,7 @@ OTHERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind if kind in ("adam", "readers") else pytest.param(kind, marks=pytest.mark.soak) for kind in OTHERS])
+@pytest.mark.parametrize("kind", [kind if kind == "readers" else pytest.param(kind, marks=pytest.mark.soak) for kind in OTHERS])
 def test_killed_at_a_random_moment(job: Jobs, alone: Callable[..., Outcome], kind: str) -> None:
     wanted = alone(**OTHERS[kind])
     chance, out = random.Random(kind), job.folder / "killed"
@@ -304,6 +304,7 @@ BEHIND = {
 }
 
 
+@pytest.mark.alike(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("sync", BEHIND)
 def test_who_is_cut_off_takes_the_turns_that_others_have_taken_since(job: Jobs, alone: Callable[..., Outcome], sync: str) -> None:

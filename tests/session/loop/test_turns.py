@@ -218,7 +218,8 @@ def test_all_weights_zero_make_no_update_and_it_is_said_once() -> None:
 # ---- accumulation
 
 
-@pytest.mark.parametrize("k", [1, 3, 5, 8, 11])
+@pytest.mark.alike(3)
+@pytest.mark.parametrize("k", [1, 5, 11, 3, 8])
 def test_accumulation_that_does_not_divide(k: int) -> None:
     def body(run: Run, shares: Any) -> Tensor:
         model, opt, loader = ready(run, batches(21, 8), shares=shares, accumulate=k if run.size > 1 or shares else 1)

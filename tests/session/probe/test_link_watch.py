@@ -29,6 +29,7 @@ def train(run: Run) -> None:
         optimizer.step()
 
 
+@pytest.mark.each_choice
 @pytest.mark.slow
 @pytest.mark.parametrize("looks", [FLUSHES, GLANCES], ids=["flushes", "glances"])
 @pytest.mark.parametrize(("hosts", "whose"), [((0, 1, 2), "the link of host2"), ((0, 1), "the link between host0 and host1")])

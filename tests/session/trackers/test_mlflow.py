@@ -13,9 +13,10 @@ from paceline.errors import UsageError
 from paceline.session.trackers.mlflow import TAG, MlflowTracker, metric_name
 from paceline.session.trackers.tracker import TrackedEnd, TrackedRun, TrackedStep
 from tests.harness.runs import workers
-from tests.harness.tracked import STEPS, reported, rows, summary, train
+from tests.harness.tracked import STEPS, Library, reported, rows, summary, train
 
-mlflow = pytest.importorskip("mlflow")
+mlflow = Library("mlflow")
+pytestmark = mlflow.marks
 PATCH = pytest.MonkeyPatch()
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.harness.jobs import jobs, wait_for
-from tests.harness.tracked import lines
+from tests.harness.tracked import Library, lines
 from tests.harness.wandb_files import OfflineRun
 
-pytest.importorskip("wandb")
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+tensorboard = Library("tensorboard.backend.event_processing.event_accumulator")
+pytestmark = [*tensorboard.marks, *Library("wandb").marks]
 
 pytestmark = pytest.mark.jobs
 
@@ -53,7 +53,7 @@ with pl.start(name="x", device="cpu") as run:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    found = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
+    found = tensorboard.EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
     found.Reload()
     return {event.step: event.value for event in found.Scalars("loss")}
 

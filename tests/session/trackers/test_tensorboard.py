@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 from pathlib import Path
 from typing import Any
@@ -13,22 +14,20 @@ from paceline.session.run import Run
 from paceline.session.trackers.tensorboard import EVENTS, EventFile, TensorBoardTracker
 from paceline.session.trackers.tracker import TrackedRun, TrackedStep
 from tests.harness.runs import workers
-from tests.harness.tracked import STEPS, lines, reported, rows, summary, train
+from tests.harness.tracked import STEPS, Library, lines, reported, rows, summary, train
 
-pytest.importorskip("tensorboard")
-from PIL import Image
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
+tensorboard = Library("tensorboard.backend.event_processing.event_accumulator")
+pytestmark = tensorboard.marks
 ALL = {"scalars": 0, "tensors": 0, "histograms": 0, "images": 0}
 
 
-def read(folder: Path) -> EventAccumulator:
-    found = EventAccumulator(str(folder), size_guidance=ALL)
+def read(folder: Path) -> Any:
+    found = tensorboard.EventAccumulator(str(folder), size_guidance=ALL)
     found.Reload()
     return found
 
 
-def scalars(found: EventAccumulator) -> dict[int, dict[str, float]]:
+def scalars(found: Any) -> dict[int, dict[str, float]]:
     """Numbers by step and name; how late workers were is measured by the clock, and left out, as are results at the end."""
     by_step: dict[int, dict[str, float]] = {}
     for name in found.Tags()["scalars"]:
@@ -43,7 +42,7 @@ def single(values: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, EventAccumulator, list[str]]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, list[str]]:
     said: list[str] = []
     folder = reported(tmp_path_factory.mktemp("run"), [TensorBoardTracker("")], said)
     return folder, read(folder / "tensorboard"), said
@@ -75,7 +74,8 @@ def test_histograms_and_images(run: Any) -> None:
     assert all(sum(event.histogram_value.bucket) == event.histogram_value.num == 2 for event in histograms)
     images = found.Images("sample")
     assert [(event.step, event.width, event.height) for event in images] == [(5, 3, 3), (10, 3, 3)]
-    assert np.array_equal(np.asarray(Image.open(io.BytesIO(images[1].encoded_image_string))), np.eye(3) * 255)
+    image = importlib.import_module("PIL.Image")
+    assert np.array_equal(np.asarray(image.open(io.BytesIO(images[1].encoded_image_string))), np.eye(3) * 255)
 
 
 def test_another_start_goes_on_and_takes_steps_again(tmp_path: Path) -> None:

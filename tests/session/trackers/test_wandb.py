@@ -12,10 +12,11 @@ from paceline.session.trackers import wandb as tracked
 from paceline.session.trackers.tracker import TrackedRun, TrackedStep
 from paceline.session.trackers.wandb import WandbTracker
 from tests.harness.jobs import wait_for
-from tests.harness.tracked import STEPS, reported, rows, summary
+from tests.harness.tracked import STEPS, Library, reported, rows, summary
 from tests.harness.wandb_files import OfflineRun
 
-wandb = pytest.importorskip("wandb")
+wandb = Library("wandb")
+pytestmark = wandb.marks
 PATCH = pytest.MonkeyPatch()
 
 

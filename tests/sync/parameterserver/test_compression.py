@@ -84,6 +84,7 @@ def last(codec: Any, size: int = 3, **options: Any) -> Tensor:
     return found[0][-1]
 
 
+@pytest.mark.alike(1)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
 def test_a_codec_that_loses_nothing_changes_nothing(dtype: torch.dtype) -> None:
     plain = last(None, 2, dtype=dtype, epochs=1)
@@ -111,6 +112,7 @@ CODECS = [
 ]
 
 
+@pytest.mark.alike(4)
 @pytest.mark.parametrize("codec", [pytest.param(c, marks=pytest.mark.slow if n % 4 else ()) for n, c in enumerate(CODECS)], ids=repr)
 def test_workers_are_equal_after_each_step(codec: Any) -> None:
     found = unevenly(codec)
@@ -363,6 +365,7 @@ def steps(run: Run, until: int, folder: Path, *, resumes: bool = False, saves: i
     raise AssertionError("too few batches")
 
 
+@pytest.mark.alike(2)
 @pytest.mark.parametrize(
     "codec", [COARSE, pytest.param(int8(64, "stochastic"), marks=pytest.mark.slow), pytest.param(after(7, COARSE, before=FINE))], ids=repr
 )
@@ -486,6 +489,7 @@ class TestNotInLockstep:
         workers(2, body, strategy=served(COARSE))
 
 
+@pytest.mark.alike(2)
 @pytest.mark.parametrize("options", [{}, {"staleness": 2}, {"staleness": math.inf}, {"backup_workers": 1}], ids=str)
 def test_what_is_drawn_is_drawn_anew_in_each_turn(options: Any) -> None:
     """Of 140 parameters a turn takes a fifth: all turns of an epoch together come to nearly all."""

@@ -23,6 +23,7 @@ from tests.harness.runs import parameters, workers
 
 
 class TestWhatIsTrained:
+    @pytest.mark.each_choice
     @pytest.mark.parametrize("strategy", [ASP, SSP], ids=repr)
     @pytest.mark.parametrize("size", [2, 4])
     def test_every_sample_once_by_one_worker_and_its_gradient_is_in_the_weights(self, strategy: ParameterServer, size: int) -> None:
@@ -101,6 +102,7 @@ def test_a_schedule_that_a_quick_worker_has_ended_stays_there() -> None:
     assert quick > 10 and ended == 9 and rate < 1e-4 and slow == mine < 10
 
 
+@pytest.mark.alike(2)
 @EACH
 class TestTheRestOfARun:
     def test_losses_are_logged_and_samples_are_counted(self, strategy: ParameterServer, tmp_path: Path) -> None:

@@ -165,6 +165,7 @@ def test_rows_are_no_older_than_the_bound(bound: int) -> None:
     assert sum(workers(3, body, strategy=ParameterServer(2, bound))) > 0
 
 
+@pytest.mark.alike(2)
 @EACH
 def test_clipped(strategy: ParameterServer) -> None:
     """Layers are clipped by their norm, rows are not; who makes a step is asked before it is made."""
@@ -182,6 +183,7 @@ def test_a_gradient_that_comes_after_clipping_is_refused(strategy: ParameterServ
         trained(strategy, between=between)
 
 
+@pytest.mark.alike(2)
 @EACH
 def test_saved_between_epochs_and_resumed(strategy: ParameterServer, tmp_path: Path) -> None:
     """By other workers, who begin with what was saved."""
