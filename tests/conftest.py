@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests that run side by side leave each other the cores
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # looking for GPUs doesn't begin to use them, after which nothing can be forked
 ROOT = str(Path(__file__).parents[1])
+SITE = str(Path(__file__).parent / "harness" / "site")
 
 hypothesis.settings.register_profile("paceline", deadline=None)  # a machine may be slow for a moment
 hypothesis.settings.load_profile("paceline")
@@ -153,9 +154,9 @@ def _interruptible() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _importable() -> None:
-    """Scripts under test may import `tests.harness.brisk`, wherever they lie."""
+    """Programs under test may import the tests, wherever they lie; and they load torch as `tests.harness.brisk` does (tests/harness/site)."""
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *(path for path in given if path not in ("", ROOT))])
+    os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, SITE, *(path for path in given if path not in ("", ROOT, SITE))])
 
 
 @pytest.fixture

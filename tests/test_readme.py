@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import shlex
 import subprocess
@@ -87,9 +88,10 @@ def test_the_first_script_of_checkpoints_resumes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_readme_s_command_runs(tmp_path: Path) -> None:
-    """`paceline run --workers 2 examples/train.py`, as the README has it."""
+    """`paceline run --workers 2 examples/train.py`, as the README has it, by programs that load torch as they do at a user's."""
     words = [sys.executable, "-m", "paceline.cli", "run", "--workers", "2", str(ROOT / "examples" / "train.py")]
-    answer = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200)
+    plain = os.environ | {"PYTHONPATH": str(ROOT)}
+    answer = subprocess.run(words, cwd=tmp_path, env=plain, capture_output=True, text=True, check=False, timeout=200)
     assert answer.returncode == 0, answer.stderr
     assert "2 workers" in answer.stdout + answer.stderr
 

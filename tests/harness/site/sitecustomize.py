@@ -1,6 +1,7 @@
 """Read by any Python that has this folder in PYTHONPATH, before all else: its first `import torch` begins with tests.harness.brisk.
 
-Kernels of notebooks, launchers of others and their workers start by programs that aren't ours; those that need no torch get none.
+All programs that tests start have it there (tests/conftest.py): those of ours, kernels of notebooks, launchers of others and their workers.
+Those that need no torch get none.
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ from tests.harness import short_timings
 from tests.harness.jobs import MARK, PATIENCE, Jobs, wait_for
 
 NOTEBOOK = Path(__file__).parents[3] / "examples" / "notebook.ipynb"
-BRISK = Path(__file__).parents[2] / "harness" / "site"  # what a Python reads there before all else
 SECONDS = {"compute": 0.6, "exchange": 0.2, "wait": 0.2, "data": 0.0}
 
 
@@ -109,7 +108,6 @@ def test_the_example_in_a_fresh_kernel(job: Jobs, monkeypatch: pytest.MonkeyPatc
     """Workers have different samples and come to the same weights; output, progress and errors are in the cells; an interrupt ends all."""
     mark = uuid.uuid4().hex
     given = {**short_timings.environ(), MARK: mark, "TMPDIR": str(job.temporary), "IPYTHONDIR": str(job.folder / "ipython")}
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(BRISK), os.environ["PYTHONPATH"]]))
     for name, value in {**given, "JUPYTER_RUNTIME_DIR": str(job.folder / "runtime"), "OMP_NUM_THREADS": "1"}.items():
         monkeypatch.setenv(name, value)
     notebook = nbformat.read(NOTEBOOK, as_version=4)
