@@ -154,7 +154,7 @@ def _interruptible() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _importable() -> None:
-    """Programs under test may import the tests, wherever they lie; and they load torch as `tests.harness.brisk` does (tests/harness/site)."""
+    """Programs under test may import the tests, wherever they lie, and load torch as `tests.harness.brisk` does (tests/harness/site)."""
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, SITE, *(path for path in given if path not in ("", ROOT, SITE))])
 
