@@ -81,8 +81,8 @@ def test_a_server_that_is_stopped_for_ever_is_lost(job: Jobs, alone: Callable[..
     assert "server 0 on" in found.events[0] and gap(job.folder / "killed") < 60
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SOAK) for seed in range(1, 30))])
+@SOAK
+@pytest.mark.parametrize("seed", range(30))
 def test_a_worker_and_a_server_at_once_and_both_come_back(job: Jobs, alone: Callable[..., Outcome], seed: int) -> None:
     wanted = alone()
     chance = random.Random(seed)

@@ -328,9 +328,10 @@ def test_a_teacher_that_follows_each_replica_is_its_workers_own() -> None:
     assert sum("the frozen parameter model1.weight differs between workers" in text for text in said) == 1
 
 
-NEVER: list[Strategy] = [pl.Gossip(), pl.LocalSGD(4, fragments=2), pl.LocalSGD(4, delay=1, alpha=0.5)]
+NEVER: list[Strategy] = [pl.Gossip(), pl.LocalSGD(4, delay=1, alpha=0.5), pl.LocalSGD(4, fragments=2)]
 
 
+@pytest.mark.alike(2)
 @pytest.mark.parametrize("sync", NEVER, ids=repr)
 def test_strategies_whose_replicas_differ_always(sync: Strategy) -> None:
     def body(run: Run) -> Trained:
