@@ -240,9 +240,9 @@ for number, text in enumerate(sys.argv[1:]):
         print(f"{number} usage {error}")
 print("torch" in sys.modules)
 """
-    words = ("AllReduce(codec=error_feedback(topk(0.01)))", "LocalSGD(0)", "Local(")
+    words = ("AllReduce(codec=error_feedback(topk(0.01)))", "LocalSGD(0)", "AllReduce(via=5)", "Local(")
     answer = subprocess.run([sys.executable, "-c", code, *words], check=True, capture_output=True, text=True).stdout.splitlines()
-    assert [line.split()[:2] for line in answer[:-1]] == [["1", "usage"], ["2", "notation"]]
+    assert [line.split()[:2] for line in answer[:-1]] == [["1", "usage"], ["2", "notation"], ["3", "notation"]]
     assert "every=0 is not a number of steps" in answer[0] and answer[-1] == "False"
 
 

@@ -65,7 +65,8 @@ class TestTheCurve:
         assert check(cases["sgd"], "sgd", job.folder, 1) == 0
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.soak)])
+    @pytest.mark.alike(1)
+    @pytest.mark.parametrize("size", [3, 4])
     def test_of_more_workers_than_cores(self, job, size):
         shares = {3: [3, 3, 2], 4: [4, 0, 3, 1]}[size]
         cases = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -73,6 +74,11 @@ ASP, SSP, BACKUP = ParameterServer(2, math.inf), ParameterServer(2, 2), Paramete
 REQUEUE = ParameterServer(2, backup_workers=1, requeue=True)
 
 
+# A small case and a large one come first.
+CASES = dict.fromkeys([(2, 1, "momentum"), (4, 3, "adam"), *product((1, 2, 3, 4), (1, 2, 3), ("sgd", "momentum", "adam"))])
+SERVED_BY = pytest.mark.parametrize(("size", "servers", "kind"), list(CASES))
+
+# Those that are furthest apart come first: where others are left to a soak, these two always run.
 EACH = pytest.mark.parametrize("strategy", [ASP, REQUEUE, SSP, BACKUP], ids=repr)
 
 

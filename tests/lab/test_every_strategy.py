@@ -38,7 +38,7 @@ COUNTED = {
 
 
 def test_bytes_are_those_that_the_links_count(build: Callable[..., Cluster], tmp_path: Path) -> None:
-    steps = 6
+    steps = 6  # what is sent is the same in each but the first
     asked = every_strategy.ask(tmp_path, COUNTED, width=1000, steps=steps)
     outcome = build(hosts=2, workers=2, bandwidth="1gbit").run(every_strategy.__file__, str(tmp_path), asked, deadline=200)
     assert outcome.code == 0, outcome.output

@@ -116,9 +116,8 @@ def saved(folder: Path) -> dict[str, Tensor]:
     return checkpoint.load(last(folder) / "checkpoints", say=print, own=False).snapshot.tensors
 
 
-@pytest.mark.parametrize(
-    ("first", "tied"), [("stages", False), ("replicas of stages", True), pytest.param("one", True, marks=pytest.mark.soak)]
-)
+@pytest.mark.alike(2)
+@pytest.mark.parametrize(("first", "tied"), [("stages", False), ("replicas of stages", True), ("one", True)])
 def test_a_state_goes_through_all_layouts_and_stays_the_same(tmp_path: Path, first: str, tied: bool) -> None:
     train(tmp_path, first, until=4, tied=tied)
     wanted = saved(tmp_path)

@@ -22,9 +22,10 @@ with pl.start() as run:
 """
 
 
+@pytest.mark.alike(3)
 @pytest.mark.parametrize(
     ("workers", "mesh", "schedule"),
-    [(2, "stage=2", "zero-bubble"), (4, "data=2, stage=2", "1f1b"), (1, "stage=1", "1f1b")],
+    [(2, "stage=2", "zero-bubble"), (4, "data=2, stage=2", "1f1b"), (1, "stage=1", "1f1b"), (2, "stage=2", "1f1b")],
 )
 def test_processes_end_where_one_does(job: Jobs, tmp_path: Path, workers: int, mesh: str, schedule: str) -> None:
     ended = job.run(TRAINING, workers, "--mesh", mesh, args=(schedule,)).end()

@@ -66,10 +66,8 @@ SYNCS = ["ParameterServer(staleness=3)", "ParameterServer(staleness=inf)", "Para
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sync", "readers"),
-    [(SYNCS[0], 0), (SYNCS[2], 1), *(pytest.param(*each, marks=pytest.mark.soak) for each in ((SYNCS[1], 1), (SYNCS[2], 0)))],
-)
+@pytest.mark.alike(2)
+@pytest.mark.parametrize(("sync", "readers"), [(SYNCS[0], 0), (SYNCS[2], 1), (SYNCS[1], 1), (SYNCS[2], 0)])
 def test_not_in_lockstep_as_the_command_line_says(job: Jobs, sync: str, readers: int) -> None:
     """Three workers of unequal speed share the samples of an epoch, read ahead or not; the summary tells what servers did."""
     slow = "time.sleep(0.05 * (rank == 2))"

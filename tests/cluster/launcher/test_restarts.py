@@ -195,16 +195,15 @@ def losses(folder: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in lines(folder)]
 
 
+@pytest.mark.alike(2)
 @pytest.mark.parametrize(
     "parts",
     [
         {"before": LOST.format(12, "first"), "between": LOST.format(13, "second")},
-        pytest.param(
-            {"before": LOST.format(12, "first"), "between": LOST.format(13, "second"), "prepared": "run.resume()"}, marks=pytest.mark.soak
-        ),
         {"before": LOST.format(3, "first"), "between": LOST.format(23, "second"), "prepared": "run.resume('nowhere')"},
+        {"before": LOST.format(12, "first"), "between": LOST.format(13, "second"), "prepared": "run.resume()"},
     ],
-    ids=["by itself", "resume", "nothing saved at first"],
+    ids=["by itself", "nothing saved at first", "resume"],
 )
 def test_a_killed_worker_leaves_no_trace_but_events(job: Jobs, parts: dict[str, Any]) -> None:
     wanted, _, folder = trained(job, "undisturbed")

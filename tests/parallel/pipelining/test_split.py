@@ -125,9 +125,8 @@ def many(name: str, ranks: int, chunks: int | None) -> tuple[PipelineSchedule, l
     return schedule, layers(0.1, *seconds, 3.0, parameters=10, trained=10, kept=5)
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "chunks"), [("interleaved", 4, 2), ("zbv", 4, None), pytest.param("1f1b", 8, None, marks=pytest.mark.soak)]
-)
+@pytest.mark.alike(2)
+@pytest.mark.parametrize(("name", "ranks", "chunks"), [("interleaved", 4, 2), ("zbv", 4, None), ("1f1b", 8, None)])
 def test_too_many_splits_to_try_all(name: str, ranks: int, chunks: int | None) -> None:
     schedule, costs = many(name, ranks, chunks)
     free = SplitProblem(costs, schedule, [1.0] * ranks)

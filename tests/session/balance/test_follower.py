@@ -99,9 +99,10 @@ def by_rank(rank: int, step: int) -> float:
     return (1.0, 2.0, 4.0)[rank]
 
 
+@pytest.mark.alike(3)
 @pytest.mark.parametrize(
     ("size", "options"),
-    [(3, {}), (2, {"accumulate": 2}), (2, {"reading": {"num_workers": 1, "multiprocessing_context": "fork"}})],
+    [(3, {}), (2, {"accumulate": 2}), (2, {"reading": {"num_workers": 1, "multiprocessing_context": "fork"}}), (2, {})],
     ids=str,
 )
 def test_shares_by_speed_change_no_sample_and_no_weight(size: int, options: dict[str, Any]) -> None:

@@ -175,19 +175,12 @@ def resume(folder: Path, layout: str) -> None:
     workers(layout, body, fresh=True)
 
 
+@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("before", LAYOUTS)
-def test_saved_in_one_layout_and_resumed_in_others(tmp_path: Path, before: str) -> None:
-    """In every second one: those with an even number go on in those with an odd one, and those in these."""
+def test_saved_in_one_layout_and_resumed_in_others(tmp_path: Path, before: str, every: int) -> None:
+    """A layout with an even number is resumed in those with an odd one, and the other way round; in a soak each is in all."""
     save(tmp_path, before)
-    for after in LAYOUTS[(LAYOUTS.index(before) + 1) % 2 :: 2]:
-        resume(tmp_path, after)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("before", LAYOUTS)
-def test_saved_in_one_layout_and_resumed_in_all(tmp_path: Path, before: str) -> None:
-    save(tmp_path, before)
-    for after in LAYOUTS:
+    for after in LAYOUTS[(LAYOUTS.index(before) + 1) % every :: every]:
         resume(tmp_path, after)
 
 

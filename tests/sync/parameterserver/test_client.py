@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from paceline.errors import UsageError
 from paceline.session.run import Run
 from paceline.sync.parameterserver.client import ParameterServerSync
 from paceline.sync.parameterserver.strategy import ParameterServer
-from tests.harness.parameter_servers import OPTIMIZERS, net, train, two
+from tests.harness.parameter_servers import OPTIMIZERS, SERVED_BY, net, train, two
 from tests.harness.runs import alone, batches, cut, distance, parameters, workers
 
 
@@ -28,14 +27,8 @@ def served(size: int, servers: int = 2, bucket_mb: float = 0.05, delay: Any = No
     return found[0]
 
 
-FEW = [(2, 1, "momentum"), (4, 3, "adam")]
-ALL = product((1, 2, 3, 4), (1, 2, 3), ("momentum", "adam"))
-
-
-@pytest.mark.parametrize(
-    ("size", "servers", "kind"),
-    [pytest.param(*case, marks=() if case == FEW[0] else pytest.mark.slow if case in FEW else pytest.mark.soak) for case in ALL],
-)
+@pytest.mark.alike(2)
+@SERVED_BY
 def test_twenty_steps_are_those_of_one_process_and_of_allreduce(size: int, servers: int, kind: str) -> None:
     """20 steps of 8 samples: 3 and 4 workers have uneven shares, or are given them."""
     options = {"kind": kind, "shares": None if size == 1 else cut(*range(1, size + 1))}

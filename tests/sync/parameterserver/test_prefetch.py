@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,7 +35,7 @@ from paceline.sync.parameterserver.strategy import ParameterServer
 from paceline.timings import DEFAULTS
 from tests.harness.compiling import COMPILES
 from tests.harness.jobs import PATIENCE
-from tests.harness.parameter_servers import OPTIMIZERS, epoch, net, train, two
+from tests.harness.parameter_servers import OPTIMIZERS, SERVED_BY, epoch, net, train, two
 from tests.harness.runs import batches, cut, parameters, workers
 
 LATE_SECONDS = 0.02
@@ -84,15 +83,9 @@ def coming(model: nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters() if type(parameter) is PendingParameter}
 
 
-FEW = [(2, 1, "momentum"), (4, 3, "adam")]
-ALL = product((1, 2, 3, 4), (1, 2, 3), ("sgd", "momentum", "adam"))
-
-
 class TestTheSameBitForBit:
-    @pytest.mark.parametrize(
-        ("size", "servers", "kind"),
-        [pytest.param(*case, marks=() if case == FEW[0] else pytest.mark.slow if case in FEW else pytest.mark.soak) for case in ALL],
-    )
+    @pytest.mark.alike(2)
+    @SERVED_BY
     def test_with_uneven_shares(self, size: int, servers: int, kind: str) -> None:
         shares = None if size == 1 else cut(*range(1, size + 1))
         found = same(size, lambda run: train(run, kind, epochs=2, shares=shares, rate=0.7, clip=0.6), servers=servers)
