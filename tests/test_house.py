@@ -124,7 +124,6 @@ OF_MORE = {  # test file without a module of its name: what it is about instead
     "test_packaging": "the package that is built",
     "test_preloaded": "workers that tests fork",
     "test_processes": "the loss curve belongs to the script, on processes",
-    "test_prose": "docstrings stand alone",
     "test_readme": "what the pages say is so",
     "test_size": "short files and functions",
     "test_surface": "public names",
