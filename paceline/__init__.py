@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from paceline.sync.parameterserver.strategy import ParameterServer
     from paceline.sync.per_axis import Sequence
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AllReduce",
