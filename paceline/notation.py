@@ -21,6 +21,7 @@ from paceline.cluster.launcher import isolation
 from paceline.codec.words import words
 from paceline.errors import NotationError, PacelineError, UsageError
 from paceline.formatting import choices, counted, spell
+from paceline.removed import refuse_removed
 
 Vocabulary = Mapping[str, "str | Callable[..., Any]"]
 
@@ -244,6 +245,7 @@ def _maker(word: str, vocabulary: Vocabulary) -> Callable[..., Any]:
 
 def _fits(node: NotationCall, maker: Callable[..., Any]) -> None:
     """Raise if the arguments aren't those of `maker`."""
+    refuse_removed(maker, node.named)
     signature = inspect.signature(maker)
     parameters = signature.parameters.values()
     possible = [parameter.name for parameter in parameters if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)]

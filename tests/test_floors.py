@@ -11,7 +11,7 @@ pytestmark = TOGETHER
 PACKAGE = Path(__file__).parent.parent / "paceline"
 FLOORS = [
     {"at_exit", "callsite", "errors", "trace", "formatting", "timings"},
-    {"status"},
+    {"status", "removed"},
     {"state", "cluster"},
     {"comm"},
     {"codec"},

@@ -210,7 +210,6 @@ MISTAKEN = [
     ("LocalSGD(every='often')", "every is 'often' in LocalSGD(every='often'), and has to be a whole number or adaptive"),
     ("LocalSGD(0)", "every=0 is not a number of steps"),
     ("ParameterServer(servers=1.5)", "servers is 1.5 in ParameterServer(servers=1.5), and has to be a whole number or None"),
-    ("ParameterServer(requeue=0)", "requeue is 0 in ParameterServer(requeue=0), and has to be True or False"),
     ("topk(0.1)", "topk(0.1) is not a strategy"),
     ("7", "7 is not a strategy"),
 ]

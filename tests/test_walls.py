@@ -52,7 +52,6 @@ ASSIGNED: dict[str, int] = {  # module: assignments to attributes of objects tha
     "paceline.sync.gossip.strategy": 2,
     "paceline.sync.localsgd.rounds": 30,
     "paceline.sync.parameterserver.compression": 4,
-    "paceline.sync.parameterserver.prefetch": 2,
     "paceline.sync.parameterserver.replication": 2,
 }
 

@@ -27,7 +27,7 @@ class ServerFacts:
     rows: int | None = None  # in use, of sparse tables
     staleness: Mapping[int, int] = field(default_factory=dict)  # how often a worker went on so many turns ahead of the slowest
     makers: Mapping[int, int] = field(default_factory=dict)  # how many steps were made by so many workers
-    dropped: tuple[int, int, int] = (0, 0, 0)  # gradients, their samples, and how many of those were dealt again
+    dropped: tuple[int, int] = (0, 0)  # gradients that came too late for a step, and their samples
 
 
 def read(fields: Mapping[str, Any], index: int) -> ServerFacts:
@@ -43,7 +43,7 @@ def read(fields: Mapping[str, Any], index: int) -> ServerFacts:
         rows=None if fields.get("rows") is None else int(fields["rows"]),
         staleness={int(turns): int(count) for turns, count in fields.get("staleness", {}).items()},
         makers={int(workers): int(count) for workers, count in fields.get("steps_by_workers", {}).items()},
-        dropped=(int(dropped.get("gradients", 0)), int(dropped.get("samples", 0)), int(dropped.get("dealt_again", 0))),
+        dropped=(int(dropped.get("gradients", 0)), int(dropped.get("samples", 0))),
     )
 
 
@@ -65,12 +65,9 @@ def tell(servers: Sequence[ServerFacts], seconds: float, samples: int) -> str:
         if sum(server.makers.values()):
             lines.append(f"Steps were made by {_shares(server.makers)} workers.")
         if server.dropped[0]:
-            gradients, lost, again = server.dropped
+            gradients, lost = server.dropped
             share = f" ({lost / samples:.1%} of those trained)" if samples else ""
-            back = f", and {again:,} of them were dealt again" if again else ""
-            lines.append(
-                f"{counted(gradients, 'gradient')} came too late for a step: their {counted(lost, 'sample')}{share} were dropped{back}."
-            )
+            lines.append(f"{counted(gradients, 'gradient')} came too late for a step: their {counted(lost, 'sample')}{share} were dropped.")
     return "\n".join(lines)
 
 
@@ -100,9 +97,9 @@ def advise(servers: Sequence[ServerFacts], seconds: float, samples: int) -> Iter
                 "is the bound, they wait there. A larger one helps if workers are slow now and then; if it is always the same one, "
                 "staleness=inf, or leaving it out"
             )
-        _, lost, again = server.dropped
-        if samples and (lost - again) / samples > LEFT_OUT:
+        _, lost = server.dropped
+        if samples and lost / samples > LEFT_OUT:
             yield Remark(
-                f"Backup workers dropped {lost - again:,} samples for good, {(lost - again) / samples:.0%} of those trained: with "
-                "requeue=True they are dealt again; a worker that is always late is better left out"
+                f"Backup workers dropped {lost:,} samples, {lost / samples:.0%} of those trained: leave out a worker that is always late, "
+                "or give it fewer samples (--shares auto)"
             )

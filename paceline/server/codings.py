@@ -1,4 +1,4 @@
-"""The codings in which a unit travels to a server and back, and from which turn on: plain data that workers make of a codec.
+"""The codings in which gradients travel to a server, and from which turn on: plain data that workers make of a codec.
 
 error_feedback(after(100, topk(0.01), before=half()))     turn 0 ... 99    half, with feedback
                                                           turn 100 ...     topk(0.01), with feedback
@@ -12,14 +12,16 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from torch import Size
+import torch
+from torch import Size, Tensor
 
 from paceline.codec.auto import auto
 from paceline.codec.codec import Codec, after, error_feedback, gathered, plain, scattered, where
-from paceline.codec.coding import Coding, exact
+from paceline.codec.coding import Coding, exact, nbytes, parts
 from paceline.codec.powersgd import powersgd
 from paceline.codec.words import words
-from paceline.errors import UsageError
+from paceline.comm.bucket_layout import Bucket
+from paceline.errors import Mismatch, UsageError
 
 
 class CodingPhase(NamedTuple):
@@ -97,6 +99,37 @@ def _lasts(phase: CodingPhase, following: CodingPhase | None) -> bool:
 def at(phases: Phases, turn: int) -> CodingPhase:
     """Return the phase of this turn."""
     return next((phase for phase in reversed(phases) if phase.begins <= turn), CodingPhase(0, None))
+
+
+def decode(phases: Phases, bucket: Bucket, message: Tensor, used: bytes, turn: int) -> Tensor:
+    """Decode a worker's push of a unit.
+
+    Args:
+        phases: the codings of the unit.
+        bucket: the layout of the unit, and its dtype.
+        message: the push, as encoded in the coding of this turn.
+        used: a byte for each piece of the unit, whether the worker's backward reached it.
+        turn: the worker's turn.
+
+    Returns:
+        The gradient, 1-D, in the layout of the unit; zeros in pieces that were not used.
+
+    Raises:
+        Mismatch: for a message of another size.
+    """
+    coding = at(phases, turn).coding
+    if coding is None:
+        return message
+    flat = bucket.flat
+    expected = nbytes(coding, flat.numel())
+    if message.dtype != torch.uint8 or message.shape != (expected,):
+        raise Mismatch(f"{coding!r} of {flat.numel()} elements is uint8 [{expected}], and not {message.dtype} {list(message.shape)}")
+    gradient = torch.empty(flat.numel(), dtype=torch.float32)
+    coding.decode(parts(coding, flat.numel(), message), gradient)
+    for view, reached in zip(bucket.over(gradient), used, strict=True):
+        if not reached:
+            view.zero_()
+    return gradient.to(flat.dtype)
 
 
 # ---- on the wire: a server has only the codings that are ours, and makes them by name

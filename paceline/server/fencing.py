@@ -48,7 +48,6 @@ class Fence:
     def _fence(self, worker: int, request: recovery.FenceWorkers) -> recovery.StepsMade:
         self._workers = frozenset(request.workers)
         self._clear()
-        self._owner.shard.forget(self._workers)
         return recovery.StepsMade(tuple(self._owner.shard.steps))
 
     def _closed_steps(self, worker: int, request: recovery.ReadClosedSteps) -> recovery.ClosedSteps:

@@ -4,7 +4,7 @@
     worker 1   take turn ........ tick | take turn ...         clock 1    may be `bound` turns ahead of the slowest, and waits then
     scheduler  deals each global batch of an epoch piece by piece, to workers that ask; knows whose pieces are under way
 
-With backup workers the first to come to a step make it (`arrive`); a piece of a later one is dropped, and may be dealt again.
+With backup workers the first to come to a step make it (`arrive`); a piece of a later one is dropped.
 Within a bound, the workers on time make it, and a later one is in the next (`gather`), and may go on before that is made.
 
 Nothing here waits or sends: what can't be answered yet is None, and asked again.
@@ -37,7 +37,6 @@ class ScheduleTally:
     leads: Counter[int] = field(default_factory=Counter)  # how often a worker went on that was so many turns ahead of the slowest
     dropped: int = 0  # gradients that came too late
     samples: int = 0  # of those
-    requeued: int = 0  # samples that were dealt again for it
     pieces: list[tuple[int, SampleSpan]] = field(default_factory=list)  # epoch and piece that were dropped for good, the first `SHOWN`
     known: set[tuple[int, SampleSpan]] = field(default_factory=set)  # all of those
 
@@ -51,15 +50,10 @@ class ScheduleTally:
         if len(self.pieces) < SHOWN:
             self.pieces.append((epoch, piece))
 
-    def requeue(self, piece: SampleSpan) -> None:
-        """Count a piece that came too late and is dealt again."""
-        self.dropped += 1
-        self.requeued += piece.stop - piece.start
-
     def facts(self) -> dict[str, Any]:
         """Return what was dropped, for the summary."""
         pieces = [[epoch, *piece] for epoch, piece in self.pieces]
-        return {"gradients": self.dropped, "samples": self.samples, "dealt_again": self.requeued, "pieces": pieces}
+        return {"gradients": self.dropped, "samples": self.samples, "pieces": pieces}
 
 
 class UndealtSamples:
@@ -72,19 +66,19 @@ class UndealtSamples:
         self.part, self.sizes = part, sizes
         self.stopped = False  # nothing more is dealt in this epoch
         self._next = (0, 0) if todo is None else (len(sizes), 0)  # batch (from the first one on), and sample, that are dealt next
-        self._again = deque(todo or ())
+        self._todo = deque(todo or ())
 
     @property
     def left(self) -> bool:
         """Whether there are any."""
-        return bool(self._again) or self._next[0] < len(self.sizes)
+        return bool(self._todo) or self._next[0] < len(self.sizes)
 
     def cut(self, most: int) -> SampleSpan | None:
         """Take the next piece, of at most so many samples; None where nothing is left."""
-        if self._again:
-            batch, start, stop = self._again.popleft()
+        if self._todo:
+            batch, start, stop = self._todo.popleft()
             if stop - start > most:
-                self._again.appendleft(SampleSpan(batch, start + most, stop))
+                self._todo.appendleft(SampleSpan(batch, start + most, stop))
             return SampleSpan(batch, start, min(start + most, stop))
         number, start = self._next
         if self.part is None or number == len(self.sizes):
@@ -92,10 +86,6 @@ class UndealtSamples:
         stop = min(start + most, self.sizes[number])
         self._next = (number, stop) if stop < self.sizes[number] else (number + 1, 0)
         return SampleSpan(self.part[1] + number, start, stop)
-
-    def put_back(self, piece: SampleSpan) -> None:
-        """Deal this piece again, before what was never dealt."""
-        self._again.append(piece)
 
 
 class NoteBox:
@@ -243,17 +233,14 @@ class SampleScheduler:
 
     # ---- clocks
 
-    def tick(self, worker: int, clock: int, dropped: str = "") -> None:
-        """Note that a worker has completed turn `clock`, of its oldest piece. `dropped`: "" , "dropped", or "again" to be dealt again."""
+    def tick(self, worker: int, clock: int, *, dropped: bool = False) -> None:
+        """Note that a worker has completed turn `clock`, of its oldest piece. `dropped`: its samples are in no step."""
         if not self._under_way.get(worker):
             raise Mismatch(f"worker {worker} has completed a turn that it hasn't begun")
         self._clocks.tick(worker, clock)
         self._held.add(worker)
         piece = self._under_way[worker].pop(0)
-        if dropped == "again" and not self._samples.stopped:
-            self._samples.put_back(piece)
-            self.tally.requeue(piece)
-        elif dropped:
+        if dropped:
             assert self._samples.part is not None
             self.tally.drop(self._samples.part[0], piece)
 

@@ -68,7 +68,7 @@ class SchedulerRpc:
 
     def _complete(self, worker: int, request: samples.CompleteTurn) -> samples.StepsDecided | None:
         if request.clock > self.scheduler.clocks.get(worker, -1):  # else it has come before, and had to wait
-            self.scheduler.tick(worker, request.clock, request.dropped)
+            self.scheduler.tick(worker, request.clock, dropped=request.dropped)
         if not self.scheduler.may(worker, request.bound):
             return None
         self.scheduler.went(worker, time.monotonic())

@@ -10,7 +10,7 @@ Nothing here waits or sends: it is plain state, equal on all replicas that get t
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 from paceline.comm.bucket_layout import Bucket, BucketShape, build
 from paceline.errors import Mismatch
 from paceline.server import optimizers as recipe
-from paceline.server.codings import Phases
-from paceline.server.deltas import DeltaEncoder
+from paceline.server.codings import Phases, decode
 from paceline.server.partition import RowRange
 
 
@@ -59,7 +58,7 @@ class ShardUnit:
     bucket: Bucket
     optimizer: int
     parameters: list[Parameter]
-    coded: DeltaEncoder | None  # where it travels through a codec
+    ways: Phases  # codings in which gradients come; none if they come exactly
     pushed: dict[int, tuple[Tensor, bytes]] = field(default_factory=dict)  # by worker: addend, and which of its pieces were used
     total: tuple[Tensor, bytes] | None = None
     version: int = 0  # how often it was changed
@@ -78,17 +77,11 @@ class ShardUnit:
         self.check(flat)
         self.bucket.flat.copy_(flat)
         self.version += 1
-        self.level()
-
-    def level(self) -> None:
-        """Send workers the parameters themselves from now on, where they travel through a codec."""
-        if self.coded is not None:
-            self.coded.level()
 
     def push(self, worker: int, flat: Tensor, used: bytes, *, keep: bool, turn: int) -> None:
         """Keep a worker's part of the gradient: see `Shard.push`."""
-        if self.coded is not None:
-            flat = self.coded.decode(flat, used, turn)
+        if self.ways:
+            flat = decode(self.ways, self.bucket, flat, used, turn)
         self.check(flat)
         if len(used) != len(self.parameters):
             raise Mismatch(f"unit {self.number} has {len(self.parameters)} pieces, and it is said of {len(used)} whether they were used")
@@ -124,25 +117,21 @@ class ShardUnit:
             parameter.grad = None
 
     def copy(self, own: Optimizer) -> dict[str, Any]:
-        """Copy what a step changes of it: values, what the optimizer remembers, and what workers have been sent."""
+        """Copy what a step changes of it: values, and what the optimizer remembers."""
         memories = [_cloned(own.state.get(parameter, {})) for parameter in self.parameters]
-        encoder_state = None if self.coded is None else _cloned(self.coded.state_dict())
-        return {"values": self.bucket.flat.clone(), "memories": memories, "encoder": encoder_state}
+        return {"values": self.bucket.flat.clone(), "memories": memories}
 
     def restore(self, own: Optimizer, copied: Mapping[str, Any]) -> None:
         """Become what `copy` gave."""
         self.bucket.flat.copy_(copied["values"])
         self.version += 1
-        if self.coded is not None:
-            self.coded.load_state_dict(copied["encoder"])
         for parameter, memory in zip(self.parameters, copied["memories"], strict=True):
             recipe.recall(own, parameter, memory)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of parameters, of pushes, and of what is kept for the codec."""
-        in_encoder = 0 if self.coded is None else self.coded.nbytes
-        return in_encoder + self.bucket.flat.nbytes + sum(flat.nbytes for flat, _ in self.pushed.values())
+        """Bytes of parameters and of pushes."""
+        return self.bucket.flat.nbytes + sum(flat.nbytes for flat, _ in self.pushed.values())
 
 
 class Shard:
@@ -158,8 +147,7 @@ class Shard:
         self.units: list[ShardUnit] = []
         for number, (run, bucket, ways) in enumerate(zip(plan.runs, buckets, plan.ways, strict=True)):
             (optimizer,) = {plan.owners[piece][0] for piece in run}
-            coded = DeltaEncoder(ways, bucket, number) if ways else None
-            self.units.append(ShardUnit(number, bucket, optimizer, [Parameter(view) for view in bucket.views], coded))
+            self.units.append(ShardUnit(number, bucket, optimizer, [Parameter(view) for view in bucket.views], ways))
         self.optimizers = [self._optimizer(number, *found) for number, found in enumerate(plan.optimizers)]
         self.steps = [0] * len(self.optimizers)
         self._before: dict[int, dict[str, Any]] = {}  # by optimizer: the values before its last step, where it can be undone
@@ -179,11 +167,6 @@ class Shard:
     def fill(self, unit: int, flat: Tensor) -> None:
         """Set the parameters of a unit."""
         self._unit(unit).fill(flat)
-
-    def level(self) -> None:
-        """Send workers the parameters themselves from now on, in all units that travel through a codec."""
-        for unit in self.units:
-            unit.level()
 
     def read(self, unit: int) -> Tensor:
         """Return the parameters of a unit as they are now: the memory itself, which the next step changes."""
@@ -228,13 +211,11 @@ class Shard:
         part: float = 1.0,
         keep: bool = False,
         undo: bool = False,
-        turn: int | None = None,
     ) -> bool:
         """Take a step with the sum of these workers' pushes, times `factor`; False if it has been taken before.
 
         `settings`: what `optimizers.changed` found; the learning rate is multiplied by `part`, that of the global batch which they have.
-        `keep`: pushes of others stay, for a later step. `undo`: so that `back` can undo it, until its next. `turn`: of all
-        workers, if they get the result through a codec.
+        `keep`: pushes of others stay, for a later step. `undo`: so that `back` can undo it, until its next.
 
         Raises `Mismatch` for a step that isn't the next one.
         """
@@ -242,8 +223,6 @@ class Shard:
             return False
         if step != self.steps[optimizer] + 1:
             raise Mismatch(f"step {step} of optimizer {optimizer} can't come after step {self.steps[optimizer]}")
-        if turn is not None and type(turn) is not int:
-            raise Mismatch(f"step {step} is said to be of turn {turn!r}, which is no number")
         if (absent := self.missing(optimizer, workers)) or not workers or len({*workers}) < len(workers):
             who = absent or [*workers]
             raise Mismatch(f"workers {who} have not pushed what they are to be summed with")
@@ -257,16 +236,12 @@ class Shard:
         for unit in units:
             flat, used = unit.sum(workers)
             unit.assign(flat if factor == 1.0 else flat.mul_(factor), used)
-            if unit.coded is not None and turn is not None:
-                unit.coded.settle()
         recipe.step(self.optimizers[optimizer], part)
         for unit in units:
             unit.total = None
             if not keep:
                 unit.pushed.clear()
             unit.stepped()
-            if unit.coded is not None and turn is not None:
-                unit.coded.stepped(turn)
         self.steps[optimizer] = step
         return True
 
@@ -329,12 +304,6 @@ class Shard:
             unit.total = None
             unit.pushed.pop(worker, None)
 
-    def forget(self, living: Collection[int]) -> None:
-        """Forget what is kept, through a codec, for workers that are not among the living."""
-        for unit in self.units:
-            if unit.coded is not None:
-                unit.coded.forget(living)
-
     def discard(self) -> None:
         """Discard all pushes that are not applied."""
         for unit in self.units:
@@ -369,7 +338,6 @@ class Shard:
             "pushed": [[[worker, flat, used] for worker, (flat, used) in unit.pushed.items()] for unit in self.units],
             "totals": [None if unit.total is None else list(unit.total) for unit in self.units],
             "before": [self._before.get(optimizer) for optimizer in range(len(self.optimizers))],
-            "told": [None if unit.coded is None else unit.coded.state_dict() for unit in self.units],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -380,8 +348,6 @@ class Shard:
             unit.pushed = {worker: (addend.clone(), used) for worker, addend, used in state["pushed"][number]}
             total = state["totals"][number]
             unit.total = None if total is None else (total[0].clone(), total[1])
-            if unit.coded is not None:
-                unit.coded.load_state_dict(state["told"][number])
         self.remember(state["memories"])
         for optimizer, found in zip(self.optimizers, state["settings"], strict=True):
             recipe.put(optimizer, found)

@@ -63,7 +63,6 @@ class ShardRpc:
             parameters.ApplyGradient: self._apply,
             parameters.ListAbsent: self._list_absent,
             parameters.PullUnit: self._pull,
-            parameters.ResetDeltas: self._reset_deltas,
             recovery.RollBackSteps: self._roll_back,
             recovery.ReadShard: self._read_shard,
             recovery.LoadShard: self._load_shard,
@@ -154,7 +153,7 @@ class ShardRpc:
         if (request.came is None) != (request.of is None):
             raise UsageError("gradients in a step are of a part of an epoch")
         if request.decided:
-            self._make(request, turn=request.turn if request.same else None)
+            self._make(request)
             self._made[optimizer] = request
             if request.came is not None:
                 self._journal.made(request)
@@ -167,13 +166,13 @@ class ShardRpc:
         sides = [(closing[other].factor, closing[other].settings) for other in request.workers]
         if any(side != sides[0] for side in sides):
             raise _differ(optimizer, step, *sides)
-        self._make(request, turn=request.turn)
+        self._make(request)
         del self._closing[key]
         self._asking.pop(key, None)
         return Acknowledged()
 
-    def _make(self, request: parameters.CloseStep, *, turn: int | None) -> None:
-        how: dict[str, Any] = {"part": request.part, "keep": request.keep, "undo": request.undo, "turn": turn}
+    def _make(self, request: parameters.CloseStep) -> None:
+        how: dict[str, Any] = {"part": request.part, "keep": request.keep, "undo": request.undo}
         self.shard.close(request.optimizer, request.step, request.workers, factor=request.factor, settings=dict(request.settings), **how)
 
     def _check_same(self, request: parameters.CloseStep) -> None:
@@ -202,16 +201,8 @@ class ShardRpc:
             raise UsageError(f"unit {request.unit} can't be read after step {request.step}: {done} have been taken")
         if request.step > done:
             return None
-        if unit.coded is not None and request.through_codec:
-            has, turn = request.has, request.turn
-            facts, tensors = unit.coded.read(has) if turn is None else unit.coded.read_apart(worker, has, turn)
-            return parameters.UnitValues(facts["number"], facts["turn"], tensors)
         values: Tensor = flat.clone() if request.copy else flat  # others may step while it is sent
-        return parameters.UnitValues(None, None, (values,))
-
-    def _reset_deltas(self, worker: int, request: parameters.ResetDeltas) -> Acknowledged:
-        self.shard.level()
-        return Acknowledged()
+        return parameters.UnitValues(values)
 
     # ---- losses
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -101,18 +101,6 @@ class Remembering(Protocol):
         ...
 
 
-class PendingParameters(Protocol):
-    """Parameters that are on their way."""
-
-    def use(self, parameters: Collection[Any] | None = None) -> None:
-        """Wait for the values of these parameters (None: all), which are about to be used where torch doesn't ask for them."""
-        ...
-
-    def end(self) -> None:
-        """Make parameters plain again, as the run ends on this worker."""
-        ...
-
-
 @runtime_checkable
 class RemoteOptimizer(Protocol):
     """A strategy in which optimizers step on servers instead of on the worker."""
@@ -152,16 +140,6 @@ class Unlocked(Protocol):
     @property
     def rows(self) -> PerWorkerRowSteps:
         """Steps sparse tables beside the strategy, where workers are not in lockstep."""
-        ...
-
-
-@runtime_checkable
-class Prefetching(Protocol):
-    """A strategy after whose steps parameters may still be on their way."""
-
-    @property
-    def arriving(self) -> PendingParameters | None:
-        """Parameters that are on their way after a step; None where they have arrived when it returns."""
         ...
 
 
@@ -215,7 +193,6 @@ class Abilities:
     remote: RemoteOptimizer | None = None
     clipping: RemoteClipping | None = None
     unlocked: Unlocked | None = None
-    prefetching: Prefetching | None = None
     keeping: ServerKeeping | None = None
     reports: ServerReports | None = None
 

@@ -23,7 +23,6 @@ class Slot(NamedTuple):
     optimizer: Optimizer | None
     replicate: Axes = ("data",)
     shard: Axes = ()
-    scripted: bool = False  # used where Python doesn't see it (torch.jit.script)
 
 
 class GradientSource(Protocol):

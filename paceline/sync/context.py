@@ -127,7 +127,6 @@ class SyncContext:
     sharers: Group | None = None  # the workers with other samples of this replica, whose parts are of the same model; None: this one alone
     meters: Sequence[AxisMeter] = ()  # of the exchanges along those axes
     told: list[Callable[[str], None]] = field(default_factory=list)  # who notes what has happened, the same of all groups of a run
-    pulling: float = 0.0  # seconds for parameters that were on their way when they were used, but for steps
     route_facts: RouteFacts | None = None  # links and cores of the measured cluster that the run was given, by which ways are chosen
     routes: list[RouteChoice] = field(default_factory=list)  # that were chosen, each once
 

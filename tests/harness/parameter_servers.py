@@ -71,7 +71,6 @@ def two() -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, torch.optim.Opti
 
 
 ASP, SSP, BACKUP = ParameterServer(2, math.inf), ParameterServer(2, 2), ParameterServer(2, backup_workers=1)
-REQUEUE = ParameterServer(2, backup_workers=1, requeue=True)
 
 
 # A small case and a large one come first.
@@ -79,7 +78,7 @@ CASES = dict.fromkeys([(2, 1, "momentum"), (4, 3, "adam"), *product((1, 2, 3, 4)
 SERVED_BY = pytest.mark.parametrize(("size", "servers", "kind"), list(CASES))
 
 # Those that are furthest apart come first: where others are left to a soak, these two always run.
-EACH = pytest.mark.parametrize("strategy", [ASP, REQUEUE, SSP, BACKUP], ids=repr)
+EACH = pytest.mark.parametrize("strategy", [ASP, BACKUP, SSP], ids=repr)
 
 
 class Numbers(Dataset[Any]):

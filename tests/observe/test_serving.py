@@ -27,7 +27,7 @@ def advice(*servers: dict[str, Any], seconds: float = 10.0, samples: int = 1000)
 
 def test_two_servers(tmp_path: Path) -> None:
     kept = {"staleness": {"0": 30, "1": 10}, "steps_by_workers": {"2": 9, "3": 1}}
-    lost = {"dropped": {"gradients": 1, "samples": 32, "dealt_again": 16, "pieces": []}}
+    lost = {"dropped": {"gradients": 1, "samples": 32, "pieces": []}}
     text = report(finished(tmp_path, servers=[fields(**kept, **lost), fields(name="table server 0", rows=1200, put_off=20)], seconds=10.0))
     assert (
         "Servers, with the share of the run in which each worked:\n"
@@ -35,7 +35,7 @@ def test_two_servers(tmp_path: Path) -> None:
         "  table server 0    20%  7.5 MB received, 900 bytes sent, 2.0 KB in 1,200 rows kept; at most 20 messages put off\n"
         "Workers went on 0 (75%), 1 (25%) turns ahead of the slowest.\n"
         "Steps were made by 2 (90%), 3 (10%) workers.\n"
-        "1 gradient came too late for a step: their 32 samples (0.5% of those trained) were dropped, and 16 of them were dealt again.\n"
+        "1 gradient came too late for a step: their 32 samples (0.5% of those trained) were dropped.\n"
     ) in text
     assert "Nothing stands out" in text
 
@@ -71,6 +71,6 @@ def test_workers_at_the_bound() -> None:
 
 
 def test_what_is_dropped_for_good() -> None:
-    (words,) = advice(fields(dropped={"gradients": 3, "samples": 90, "dealt_again": 30}))
-    assert words.startswith("Backup workers dropped 60 samples for good, 6% of those trained: with requeue=True")
-    assert not advice(fields(dropped={"gradients": 3, "samples": 90, "dealt_again": 60}))
+    (words,) = advice(fields(dropped={"gradients": 3, "samples": 60}))
+    assert words.startswith("Backup workers dropped 60 samples, 6% of those trained")
+    assert not advice(fields(dropped={"gradients": 3, "samples": 30}))

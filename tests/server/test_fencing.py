@@ -31,7 +31,7 @@ def push(server: Any, worker: int, value: float) -> None:
 
 
 def values(server: Any, worker: int) -> float:
-    return float(server(worker, PullUnit(Index(0), 0, copy=True)).values[0][0])
+    return float(server(worker, PullUnit(Index(0), 0, copy=True)).values[0])
 
 
 def test_what_one_has_made_can_be_made_by_another(begun: Any) -> None:

@@ -30,7 +30,7 @@ WAYS = {
     "lockstep": "ParameterServer()",
     "codec": "ParameterServer(codec=error_feedback(topk(0.5)))",
     "bound": "ParameterServer(staleness=2)",
-    "backup": "ParameterServer(backup_workers=1, requeue=True)",
+    "backup": "ParameterServer(backup_workers=1)",
     "alone": "ParameterServer(staleness=inf)",
 }
 SHAPES: tuple[Any, ...] = ([0, 1 << 62, 1 << 62], [1 << 62], [-1], [], [3, 0], [16], [1.0], ["x"], "x", None, [1] * 17)
@@ -70,7 +70,6 @@ REST: list[Request[Any]] = [
     recovery.ReadShard(),
     parameters.ReadMemories(),
     parameters.ListAbsent(Index(0), 1, (0, 1)),
-    parameters.ResetDeltas(),
     samples.PauseDealing(),
     samples.ListBehind(),
     samples.ListNotArrived(Index(0), 1),

@@ -40,7 +40,7 @@ def test_is_refused_with_its_reason(begun: Any, name: str) -> None:
     for unit in (0, 1):
         begun(0, PushGradient(Index(unit), 1, 0, b"\1", False, False, torch.ones(16)))
     begun(0, CLOSE)
-    assert torch.equal(begun(0, PullUnit(Index(0), 1, False)).values[0][:5], torch.full((5,), 0.75))
+    assert torch.equal(begun(0, PullUnit(Index(0), 1, False)).values[:5], torch.full((5,), 0.75))
 
 
 @pytest.mark.parametrize("how", ["late", "on time"])
@@ -56,7 +56,7 @@ def test_who_is_late_is_found_out_though_nothing_comes(begun: Any, how: str) -> 
     assert [one.wait(SECONDS).workers for one in sent] == [(0, 1)] * 2, "nobody knows yet how long a turn takes"
     for worker in (0, 1):
         begun(worker, TakeSamples(1))
-        assert begun(worker, CompleteTurn(1, "", 3)).made == ((0, 1),), "it may not have been taken yet"
+        assert begun(worker, CompleteTurn(1, False, 3)).made == ((0, 1),), "it may not have been taken yet"
     waits = begun.send(0, gather(2))
     if how == "late":
         found = waits.wait(SECONDS)
@@ -95,7 +95,7 @@ def test_senseless_messages(request: Any, kept: str, count: int) -> None:
     for _ in range(count):
         kind, body = chance.choice(kinds), dict[str, Any]()
         for name in kind._values:
-            flags = [True, False] if name in ("keep", "drop_late", "decided", "same", "undo", "copy", "through_codec") else numbers
+            flags = [True, False] if name in ("keep", "drop_late", "decided", "same", "undo", "copy") else numbers
             body[name] = chance.choice(wrong if chance.random() < 0.05 else right.get(name, flags))
         caller.send(kind.kind, body=body, tensors=chance.choices(tensors, k=len(kind._tensors)), seconds=SECONDS)
     begun(0, ReadMemories())

@@ -41,30 +41,19 @@ class TestSamples:
                 left.discard(worker)
         assert dealt == [(3 + batch, sample) for batch, size in enumerate(sizes) for sample in range(size)]
 
-    def test_what_is_dropped_is_dealt_again_and_before_the_end(self):
-        made = scheduler(4)
-        assert made.take(0, 4) == (0, 0, 4)
-        assert made.take(1, 2) is None, "the other may drop its piece"
-        made.tick(0, 1, "again")
-        assert made.take(1, 3) == (0, 0, 3) and made.take(0, 3) == (0, 3, 4)
-        for worker, clock in ((1, 1), (0, 2)):
-            made.tick(worker, clock)
-        assert made.take(0, 1) is made.take(1, 1) is False
-        assert made.facts()["dropped"] == {"gradients": 1, "samples": 0, "dealt_again": 4, "pieces": []}
-
     def test_what_is_dropped_for_good_is_told(self):
         made = scheduler(4, 4, epoch=7, first=2)
         made.take(0, 2)
         made.take(0, 2)  # read ahead
-        made.tick(0, 1, "dropped")
+        made.tick(0, 1, dropped=True)
         made.tick(0, 2)
-        assert made.facts()["dropped"] == {"gradients": 1, "samples": 2, "dealt_again": 0, "pieces": [[7, 2, 0, 2]]}
+        assert made.facts()["dropped"] == {"gradients": 1, "samples": 2, "pieces": [[7, 2, 0, 2]]}
 
     def test_not_more_is_told_than_can_be_read(self):
         made = scheduler(*[1] * (SHOWN + 5), workers=1)
         for clock in range(SHOWN + 5):
             made.take(0, 1)
-            made.tick(0, clock + 1, "dropped")
+            made.tick(0, clock + 1, dropped=True)
         assert made.tally.dropped == SHOWN + 5 and len(made.tally.pieces) == SHOWN
 
     def test_no_more_after_a_stop(self):
@@ -72,7 +61,7 @@ class TestSamples:
         made.take(0, 1)
         made.stop()
         assert made.take(1, 1) is False
-        made.tick(0, 1, "again")
+        made.tick(0, 1)
         assert made.take(0, 1) is False
         made.begin(1, 0, [4], range(2))
         assert made.take(1, 1) == (0, 0, 1), "the next epoch begins as ever"

@@ -62,7 +62,7 @@ def test_on_two_hosts(job: Jobs, alone: torch.Tensor) -> None:
     assert near(weights(job, "served"), alone)
 
 
-SYNCS = ["ParameterServer(staleness=3)", "ParameterServer(staleness=inf)", "ParameterServer(backup_workers=1, requeue=True)"]
+SYNCS = ["ParameterServer(staleness=3)", "ParameterServer(staleness=inf)", "ParameterServer(backup_workers=1)"]
 
 
 @pytest.mark.slow
@@ -75,8 +75,7 @@ def test_not_in_lockstep_as_the_command_line_says(job: Jobs, sync: str, readers:
     ended = job.run(body, 3, "--servers", "2", "--sync", sync).end()
     assert ended.code == 0, ended
     summary = json.loads((job.folder / "runs" / "loose" / "summary.json").read_text())
-    again = summary["servers"][0]["dropped"]["dealt_again"]
-    assert summary["sync"] == sync and summary["samples"] == 320 + again and len(summary["servers"]) == 2
+    assert summary["sync"] == sync and summary["samples"] == 320 and len(summary["servers"]) == 2
     assert sum(summary["servers"][0]["staleness"].values()) == summary["servers"][0]["messages"]["tick"] > 40
     events = json.loads((job.folder / "runs" / "loose" / "trace.json").read_text())["traceEvents"]
     processes = {event["args"]["name"].partition(" on ")[0] for event in events if event["name"] == "process_name"}
@@ -84,7 +83,7 @@ def test_not_in_lockstep_as_the_command_line_says(job: Jobs, sync: str, readers:
     assert {"server 0", "server 1", "rank 0"} <= processes and {"push", "read", "tick"} <= kinds
     lines = [json.loads(line) for line in (job.folder / "runs" / "loose" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines]
-    assert sum(line["samples"] for line in lines) == 320 + again
+    assert sum(line["samples"] for line in lines) == 320
     assert fmean(losses[len(losses) // 2 :]) < fmean(losses[: len(losses) // 4]), "one step may be of few samples"
 
 

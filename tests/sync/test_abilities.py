@@ -112,7 +112,7 @@ def test_the_core_is_enough_to_train_evaluate_compare_save_and_resume(tmp_path: 
     assert distance(workers(2, train, strategy=BareAllReduce(), comparison=Comparison(1))[0], alone(train)) < 1e-12
 
 
-REMOTE = ("remote", "clipping", "unlocked", "prefetching", "keeping", "reports")
+REMOTE = ("remote", "clipping", "unlocked", "keeping", "reports")
 ABLE: list[tuple[Strategy, set[str]]] = [
     (pl.AllReduce(), {"recoverable", "unreplicated", "remembering", "lender"}),
     (pl.LocalSGD(4), {"observer", "converging", "replicated", "recoverable", "unreplicated", "lender"}),

@@ -6,8 +6,7 @@ PushGradient         ------------->    kept until the step; acknowledged
 ReadNorm             ------------->    the norm of the sums, once all workers' pushes are there
 CloseStep            ------------->    the step, once all workers have closed it, or once it is decided who makes it
 ApplyGradient        ------------->    a step with what this worker alone has pushed
-PullUnit             ------------->    the parameters, once that step has been taken; or what is new in them, through a codec (`deltas`)
-ResetDeltas          ------------->    from now on workers get the parameters themselves
+PullUnit             ------------->    the parameters, once that step has been taken
 ListAbsent           ------------->    the workers that have not closed a step yet
 
 Optimizers, and the units of a shard, are known by their numbers; the steps of an optimizer are counted from 1 on.
@@ -170,32 +169,15 @@ class ListAbsent(Request[MissingWorkers], kind="absent"):
 
 @dataclass(frozen=True)
 class UnitValues(Message):
-    """The parameters of a unit, 1-D, in its layout: one tensor; or none, if there is nothing new.
+    """The parameters of a unit, 1-D, in its layout."""
 
-    Through a codec they have a `number`, and with a `turn` they are coded as in that turn, and make of what has the number before this one.
-    """
-
-    number: int | None
-    turn: int | None
-    values: tuple[Tensor, ...]
+    values: Tensor
 
 
 @dataclass(frozen=True)
 class PullUnit(Request[UnitValues], kind="read"):
-    """Read the parameters of a unit once `step` has been taken.
-
-    `copy`: others may step while they are sent. `through_codec`: what is new since number `has` (None: nothing is there), to all workers
-    alike; or to this worker alone, which isn't in lockstep, in this `turn` of its own.
-    """
+    """Read the parameters of a unit once `step` has been taken. `copy`: others may step while they are sent."""
 
     unit: Index
     step: int
     copy: bool
-    through_codec: bool = False
-    has: int | None = None
-    turn: int | None = None
-
-
-@dataclass(frozen=True)
-class ResetDeltas(Request[Acknowledged], kind="level"):
-    """Send workers the parameters themselves from now on, and go on from there: in all units that travel through a codec."""

@@ -82,11 +82,11 @@ class StepsDecided(Message):
 class CompleteTurn(Request[StepsDecided], kind="tick"):
     """Complete turn `clock`, and wait until the next may begin: at most `bound` turns ahead of the slowest.
 
-    `dropped`: "" where the samples are in a step, "dropped", or "again" to be dealt again.
+    `dropped`: its samples are in no step.
     """
 
     clock: int
-    dropped: str
+    dropped: bool
     bound: float
 
 

@@ -77,7 +77,7 @@ class StepClock:
         context.trace.record("data", "data", int(self._asked * 1e9), began)
         self._began, backward.since = now, began
         self._sent, self._waited = context.sent_and_waited()
-        self._exposed = backward.seconds + context.pulling
+        self._exposed = backward.seconds
         if context.meters:
             self._exposed += self._in_cuts()
             self._axes_then = self._axes_now()
@@ -94,7 +94,7 @@ class StepClock:
         self._within, self._between = self._within + sent[0] - self._sent[0], self._between + sent[1] - self._sent[1]
         self._sent, self._waited = sent, waited
         passed = min(passed, whole)
-        exposed = backward.seconds + context.pulling + (self._in_cuts() if context.meters else 0.0)
+        exposed = backward.seconds + (self._in_cuts() if context.meters else 0.0)
         exchange = min(max(exposed - self._exposed - passed, 0.0), whole - passed)
         self._wait += passed
         self._exchange += exchange
@@ -142,7 +142,7 @@ class StepClock:
         found = {meter.axis: AxisTotals(meter.seconds, *meter.traffic.pair) for meter in context.meters}
         within, between = self._sent
         cuts = sum(found.values(), AxisTotals())
-        data = AxisTotals(self._backward.seconds + context.pulling, within - cuts.within, between - cuts.between)
+        data = AxisTotals(self._backward.seconds, within - cuts.within, between - cuts.between)
         return {**found, "data": data}
 
     def _add_axes(self, more: float = 0.0) -> None:

@@ -6,7 +6,6 @@ from paceline.sync.abilities import (
     Abilities,
     Converging,
     LendsGradients,
-    Prefetching,
     Recoverable,
     Remembering,
     RemoteClipping,
@@ -34,7 +33,6 @@ def resolve(sync: Sync) -> Abilities:
         remote=sync if isinstance(sync, RemoteOptimizer) else None,
         clipping=sync if isinstance(sync, RemoteClipping) else None,
         unlocked=sync if isinstance(sync, Unlocked) else None,
-        prefetching=sync if isinstance(sync, Prefetching) else None,
         keeping=sync if isinstance(sync, ServerKeeping) else None,
         reports=sync if isinstance(sync, ServerReports) else None,
     )

@@ -70,13 +70,12 @@ def _made_by(value: Any, module: str, name: str) -> bool:
 def slots(models: list[tuple[str, nn.Module]], optimizers: list[Optimizer]) -> Iterator[Slot]:
     """Yield a slot for every parameter of the models, once, and for those that only an optimizer knows."""
     owner = {id(p): optimizer for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    scripts = [part for _, model in models for part in model.modules() if isinstance(part, torch.jit.ScriptModule)]
-    scripted, seen = {id(p) for script in scripts for p in script.parameters()}, set[int]()
+    seen = set[int]()
     for prefix, model in models:
         for name, parameter in model.named_parameters():
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                yield Slot(prefix + name, parameter, owner.get(id(parameter)), scripted=id(parameter) in scripted)
+                yield Slot(prefix + name, parameter, owner.get(id(parameter)))
     for number, optimizer in enumerate(optimizers):
         for place, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):

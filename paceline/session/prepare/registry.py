@@ -25,7 +25,7 @@ from paceline.session.balance.trial import MemoryTrial
 from paceline.session.groups import Subgroups
 from paceline.session.loop import forward_turn
 from paceline.session.loop.turns import TrainingLoop
-from paceline.session.prepare import checks, hooks, lazy, metrics, scaling, tensor_peers
+from paceline.session.prepare import checks, hooks, metrics, scaling, tensor_peers
 from paceline.session.prepare.cuts import ModelCuts
 from paceline.session.prepare.device import mover
 from paceline.session.prepare.gradient_clipping import GradientClipping
@@ -228,9 +228,6 @@ class Prepared:
         self.clipping.follow(slot.parameter for slot in slots)
         self._backward.watch(self.cuts.summed([slot for slot in slots if slot.parameter.requires_grad]))
         loop.freeze([slot for slot in slots if not slot.parameter.requires_grad])
-        pending = None if self._abilities.prefetching is None else self._abilities.prefetching.arriving
-        if pending is not None:
-            lazy.announce([model for _, model in self.models], pending, loop)
         for _, model in self.models:
             hooks.follow(model, loop)
             forward_turn.remember(model, loop)

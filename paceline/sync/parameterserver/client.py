@@ -10,6 +10,7 @@ When workers wait for each other, and which gradients make a step, is a matter o
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,6 @@ from paceline.sync.parameterserver.clipping import PendingClip, covered
 from paceline.sync.parameterserver.consistency import ConsistencyModel
 from paceline.sync.parameterserver.link import ServerLink
 from paceline.sync.parameterserver.options import ServerOptions
-from paceline.sync.parameterserver.prefetch import PendingPulls
 from paceline.sync.parameterserver.replication import ServerReplication
 from paceline.sync.parameterserver.units import packed
 from paceline.sync.tables.steps import PerWorkerRowSteps
@@ -48,12 +48,10 @@ class ParameterServerSync:
         self.link = ServerLink(context, options, lockstep=model.lockstep, drops=model.drops, alone=model.alone)
         self.rows = PerWorkerRowSteps(self.link)  # what else these optimizers step, where workers are not in lockstep
         self.consistency = model.make(self.link, self.rows)
-        self.arriving: PendingPulls | None = self.link.pulls if self.link.pulls_later else None
         self._endpoints: ServerEndpoints | None = None
         self._waiting = False  # this worker hasn't been told yet where servers are
         self._at: dict[int, int] = {}  # number of a slot, as backward counts -> its place among the link's slots
         self._grads: dict[int, Tensor] = {}
-        self._leveled: list[int] = []  # steps taken when this worker last had exactly the servers' parameters
 
     @property
     def replicas_diverge(self) -> bool:
@@ -67,7 +65,6 @@ class ParameterServerSync:
 
     def attach(self, slots: Sequence[Slot]) -> None:
         link = self.link
-        link.pulls.arrive()
         if any(link.steps_taken):
             raise UsageError(
                 "parameters that were frozen, or have come with another model, are trained now, and servers can't take in more of them "
@@ -103,7 +100,6 @@ class ParameterServerSync:
         if link.connections.of and self.context.group.rank == 0:
             transfer.fill(link, mine if memories is None else memories)
         self.context.agreement.meet("servers")
-        self._leveled = [*link.steps_taken]
 
     # ---- backward: what is complete leaves
 
@@ -135,7 +131,9 @@ class ParameterServerSync:
     def step(self, optimizer: Optimizer) -> None:
         """Make a step of this optimizer on the servers, instead of its own."""
         number = next(n for n, known in enumerate(self.link.optimizers) if known is optimizer)
-        self.link.pulls.step(number, self.consistency.step)
+        began = time.perf_counter()
+        self.consistency.step(number)
+        self.link.codec.waited(began, time.perf_counter() - began, len(self.link.callers))
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """Let the next steps be clipped by the norm of the gradients that make them, and return that norm."""
@@ -157,21 +155,17 @@ class ParameterServerSync:
 
     def converge(self) -> None:
         link, agreement, sample_queue = self.link, self.context.agreement, self.consistency.sample_queue
-        link.pulls.arrive()
         if link.free and link.slots and sample_queue is not None and sample_queue.open:
             sample_queue.rest()
             agreement.meet("servers rest")  # from here on no worker pushes
-            agreement.lasting(lambda: link.catch_up({}, exactly=True))
+            agreement.lasting(lambda: link.catch_up({}))
             agreement.meet("servers are read")  # no worker pushes again before all have read
-        elif link.codec.coded and self._leveled != link.steps_taken:
-            agreement.repeat(link.level, what="servers tell all")
-            self._leveled = [*link.steps_taken]
 
     def join_info(self) -> Any:
         recovery, sample_queue = self.consistency.recovery, self.consistency.sample_queue
         assert recovery is not None
         times = 0 if sample_queue is None else sample_queue.times + 1
-        return {"room": recovery.copies.pool.join_info(), "steps": self.link.steps_taken, "leveled": self._leveled, "times": times}
+        return {"room": recovery.copies.pool.join_info(), "steps": self.link.steps_taken, "times": times}
 
     def regroup(self, context: SyncContext, layout: Any = None) -> None:
         """Go on with the workers and servers that are left. Raises `StateLost` where what a lost server kept is nowhere else."""
@@ -184,7 +178,7 @@ class ParameterServerSync:
         if self._waiting:
             self._waiting = False
             self._enter(recovery.copies.pool.join(layout["room"]))
-            self.link.steps_taken[:], self._leveled = layout["steps"], list(layout["leveled"])
+            self.link.steps_taken[:] = layout["steps"]
             if sample_queue is not None:
                 sample_queue.join(layout["times"])
         self.consistency.regroup()
@@ -227,7 +221,6 @@ class ParameterServerSync:
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
         """Let servers go on from the parameters that are here, and the saved state."""
-        self.link.pulls.arrive()
         found = [state for state in states if state]
         self._hand_over(transfer.saved(found, len(self.link.slots)))
         self.link.codec.load_state_dicts(found)

@@ -1,22 +1,18 @@
-"""The codec between a worker and the servers, on the worker's side: residuals of what it pushes, and copies of what servers announced.
+"""The codec between a worker and the servers, on the worker's side: what a push loses is kept and sent with the next one.
 
     worker                                                  server
-    push   gradient + residual  --encode-->  message  --->  decode, add to those of the others
-           residual = what of that did not arrive           step: value
-    pull   copy + decoded       <--- message  <-----------  encode(value - announced);  announced + decoded
-                                     the same for all       what is lost now is in the next difference (`server.deltas`)
-                                     in lockstep
+    push   gradient + residual  --encode-->  message  --->  decode, add to those of the other workers
+           residual = what the message lost
+    pull   parameters           <-------------------------  parameters, exactly
 
-A copy has the same bits as the server's announced values, as both add the same messages (DoubleSqueeze, Tang et al. 2019, codes both
-ways, too). A residual counts when the turn is over (`commit`), and is discarded when the turn failed (`forget`); what is pushed twice in a
+A residual counts when the turn is over (`commit`), and is discarded if the turn failed (`forget`). A gradient that is pushed twice in a
 step is encoded from the same residual.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,12 +20,10 @@ import torch
 from torch import Tensor
 
 from paceline.codec.codec import Codec, finite
-from paceline.codec.coding import NARROWED, Coding, nbytes, parts, room, seeded
+from paceline.codec.coding import NARROWED, Coding, room, seeded
 from paceline.comm.group import Finished, Traffic
-from paceline.errors import Mismatch
 from paceline.server.codings import CodingPhase, Phases, at, phases
 from paceline.server.protocol.message import send
-from paceline.server.protocol.parameters import UnitValues
 from paceline.server.protocol.service import Echo
 from paceline.sync.base import Slot
 from paceline.sync.codec_cost import SAMPLE, CodecAccount, CodecTurn, ExactRate, ExchangeCost, exposed, measure, sampled
@@ -54,23 +48,18 @@ class CodecCounts:
     """Counts of what went through the codec."""
 
     pushes: list[PushTimes] = field(default_factory=list)
-    pulled: int = 0  # bytes
-    exact: int = 0  # that would have been pulled
-    decoding: float = 0.0  # seconds of this processor, for what was pulled
 
 
 class PushPullCodec:
-    """The codec of one worker. `apart`: workers are not in lockstep, so that each gets other messages from the servers."""
+    """The codec of one worker."""
 
-    def __init__(self, context: SyncContext, codec: Codec | Coding | None, *, apart: bool) -> None:
-        self._context, self._codec, self._apart = context, codec, apart
+    def __init__(self, context: SyncContext, codec: Codec | Coding | None) -> None:
+        self._context, self._codec = context, codec
         self._units: dict[Key, TransferUnit] = {}  # the coded ones
         self._numbers: dict[Key, int] = {}  # numbers of the coded units
         self._kept: dict[Key, Tensor] = {}  # residuals, as of the last turn that counted
         self._stepped: dict[Key, Tensor] = {}  # as of the last step, in this turn
         self._pushed: dict[Key, Tensor] = {}  # residuals that the next step would leave
-        self._copies: dict[Key, Tensor] = {}  # parameters as servers have announced them to this worker
-        self._has: dict[Key, int] = {}  # the number of that announcement
         self._narrowed = False  # whether it was said that float64 values are narrowed
         self._every = 1  # one element in so many is sampled
         self._decoding: dict[int, float] = {}  # seconds of decoding, by unit
@@ -89,10 +78,10 @@ class PushPullCodec:
         return found
 
     def lay_out(self, units: Sequence[TransferUnit]) -> None:
-        """Code these units from now on, without residuals or copies."""
+        """Code these units from now on, without residuals."""
         self._units = {(unit.server, unit.number): unit for unit in units if unit.ways}
         self._numbers = {key: number for number, key in enumerate(self._units)}
-        for kept in (self._kept, self._stepped, self._pushed, self._copies, self._has):
+        for kept in (self._kept, self._stepped, self._pushed):
             kept.clear()
         self._every = max(1, sum(unit.flat.numel() for unit in self._units.values()) // SAMPLE)
         if self._units and self.account not in self._context.accounts:
@@ -105,11 +94,6 @@ class PushPullCodec:
             found = measure(self._context.group, torch.device("cpu"), lambda x: LinkEcho(connections, x, seconds))
             self.account.rate = ExactRate(found.latency, found.per_byte, 2.0)  # there and back
             self._context.probe_traffic.count(connections.traffic - before)
-
-    @property
-    def coded(self) -> list[TransferUnit]:
-        """Units that servers announce to all workers alike through the codec."""
-        return [] if self._apart else list(self._units.values())
 
     # ---- what is sent
 
@@ -161,50 +145,6 @@ class PushPullCodec:
             self.account.compare(Finished(before), before - sampled(left, self._every, turn))
         return whole, left if phase.feedback else None
 
-    # ---- what comes back
-
-    def asked(self, unit: TransferUnit) -> tuple[bool, int | None, int | None]:
-        """Return the last three fields of `PullUnit`: whether a unit comes through the codec, the number of the copy here, and my turn."""
-        if not unit.ways:
-            return False, None, None
-        return True, self._has.get((unit.server, unit.number)), self._context.step_state.turn if self._apart else None
-
-    def decode(self, unit: TransferUnit, reply: UnitValues) -> Tensor:
-        """Return the parameters of a unit, from the reply. Raises `Mismatch` for a reply that doesn't fit."""
-        values, number, turn = reply.values, reply.number, reply.turn
-        if len(values) != 1 and not (unit.ways and turn is None):
-            raise Mismatch(f"unit {unit.number} came as {len(values)} tensors")
-        if not unit.ways:
-            return values[0]
-        if number is None:
-            raise Mismatch(f"unit {unit.number} came without its number")
-        key, flat, began = (unit.server, unit.number), unit.flat, time.thread_time()
-        self._counted.pulled += sum(x.nbytes for x in values)
-        self._counted.exact += flat.nbytes
-        if turn is not None:
-            self._add(at(unit.ways, turn).coding, values[0], self._copies[key])
-        elif values:
-            if values[0].shape != flat.shape or values[0].dtype != flat.dtype:
-                raise Mismatch(f"unit {unit.number} came as {values[0].dtype} {list(values[0].shape)}")
-            self._copies[key] = values[0]
-        elif key not in self._copies or number != self._has[key]:
-            raise Mismatch(f"unit {unit.number} came without anything, as number {number}")
-        self._has[key] = number
-        self._counted.decoding += time.thread_time() - began
-        return self._copies[key]
-
-    def _add(self, coding: Coding | None, given: Tensor, copy: Tensor) -> None:
-        """Bring a copy to what the server has announced, by the same operations."""
-        if coding is None or given.dtype != torch.uint8 or given.shape != (nbytes(coding, copy.numel()),):
-            raise Mismatch(f"what came is not {coding!r} of {copy.numel()} elements: {given.dtype} {list(given.shape)}")
-        message = parts(coding, copy.numel(), given)
-        if copy.dtype == torch.float32:
-            coding.add(message, copy)
-        else:
-            found = torch.empty(copy.numel(), dtype=torch.float32)
-            coding.decode(message, found)
-            copy.add_(found.to(copy.dtype))
-
     # ---- what is kept
 
     def over(self, units: Sequence[TransferUnit], *, stepped: bool) -> None:
@@ -222,11 +162,6 @@ class PushPullCodec:
             self.account.settle()
             self.account.add(self._turn)
             self._turn = CodecTurn(0, 0, 0, 0, 0)
-
-    def unlearn(self, units: Sequence[TransferUnit]) -> None:
-        """Discard the copies of these units."""
-        for unit in units:
-            self._has.pop((unit.server, unit.number), None)
 
     def forget(self) -> None:
         """Discard the residuals of this turn, which has failed."""
@@ -273,31 +208,23 @@ class PushPullCodec:
 
     # ---- does it pay
 
-    @contextlib.contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Leave what comes through inside of the block out of the counts."""
-        counted, self._counted = self._counted, CodecCounts()
-        yield
-        self._counted = counted
-
     def waited(self, needed: float, shown: float, servers: int) -> None:
         """Count a step that was waited for since `needed` (of the performance counter), for `shown` seconds in all.
 
         Servers are taken to code as fast as this worker.
         """
         found, self._counted, rate = self._counted, CodecCounts(), self.account.rate
-        if rate is None or not found.exact:
+        if rate is None or not found.pushes:
             return
         pushes, half = found.pushes, rate.per_byte / 2
         ready, each = [push.when for push in pushes], self._context.group.size / servers  # a server decodes what all have pushed
         coded = exposed(ready, [ExchangeCost(0.0, rate.latency / 2 + half * push.sent, each * push.decoding) for push in pushes], needed)
         exact = exposed(ready, [ExchangeCost(0.0, rate.latency / 2 + half * push.exact, 0.0) for push in pushes], needed)
         encoding = sum(push.encoding for push in pushes)
-        theirs = encoding / servers
-        more = coded + encoding + found.decoding + theirs - exact - half * (found.exact - found.pulled)  # my encoding is part of backward
-        self._turn.sent += sum(push.sent for push in pushes) + found.pulled
-        self._turn.exact += sum(push.exact for push in pushes) + found.exact
-        self._turn.coding += encoding + found.decoding
+        more = coded + encoding - exact  # my encoding is part of backward
+        self._turn.sent += sum(push.sent for push in pushes)
+        self._turn.exact += sum(push.exact for push in pushes)
+        self._turn.coding += encoding
         self._turn.shown += shown
         self._turn.exact_shown += max(shown - more, 0.0)
 

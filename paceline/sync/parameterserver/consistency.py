@@ -13,7 +13,7 @@ recovering part (`recovery`), and a loss in the middle of a step leaves no doubt
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
@@ -32,16 +32,6 @@ if TYPE_CHECKING:
     from paceline.sync.tables.steps import PerWorkerRowSteps
 
 T = TypeVar("T")
-
-
-def again(decided: Mapping[int, StepAssignment], *, late: bool, made: bool) -> bool:
-    """Whether a turn is to be dealt again: it is late for the first of its optimizers, and so must be in no step of the others.
-
-    `decided`: which workers make the steps that are still to come; `late`, `made`: what became of those before.
-    """
-    if late or made:
-        return late and not made
-    return bool(decided) and all(found.late for found in decided.values())
 
 
 class Consistency(Protocol):
@@ -284,25 +274,19 @@ class StaleSynchronous(ScheduledSteps):
 
 
 class BackupWorkers(ScheduledSteps):
-    """Backup workers: the first to arrive make a step, all but so many `backups`. `requeue`: the samples of others are dealt again."""
+    """Backup workers: the first to arrive make a step, all but so many `backups`. Gradients that come later are dropped."""
 
-    def __init__(self, link: ServerLink, rows: PerWorkerRowSteps, *, backups: int, requeue: bool) -> None:
+    def __init__(self, link: ServerLink, rows: PerWorkerRowSteps, *, backups: int) -> None:
         super().__init__(link, rows)
-        self._backups, self._requeue = backups, requeue
-
-    @property
-    def _again(self) -> bool:
-        """Whether my samples are dealt again."""
-        return self._requeue and again(self._decided, late=self._late, made=self._made)
+        self._backups = backups
 
     def _gradient(self, number: int) -> int:
         """Return the number of the step: a gradient that is late for one is in no later one."""
         return self._link.steps_taken[number] + 1
 
     def _ask(self, number: int, *, may_go_on: bool) -> StepAssignment:
-        gradient = self._gradient(number)
-        step = 0 if self._again else gradient  # 0: late
-        return self._call(number, gradient, step, partial(ArriveAtStep, Index(number), step, self._backups))
+        step = self._gradient(number)
+        return self._call(number, step, step, partial(ArriveAtStep, Index(number), step, self._backups))
 
     def _weigh(self, found: StepAssignment) -> tuple[float, float, bool]:
         return found.parts, 1.0, False
@@ -310,10 +294,7 @@ class BackupWorkers(ScheduledSteps):
     def _skip(self, number: int, step: int) -> None:
         link, units = self._link, self._link.units(number)
         reads = link.ask_for(units, step)
-        self._late = (True if self.recovery is None else self.recovery.skip(number, step, again=self._again)) or self._late
+        self._late = (True if self.recovery is None else self.recovery.skip(number, step)) or self._late
         link.take_in(units, reads, stepped=False)
         link.steps_taken[number] = step
         self._rows.go(number, step)
-
-    def _dropped(self) -> str:
-        return "again" if self._again else "dropped" if self._late else ""

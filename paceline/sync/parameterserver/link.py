@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from paceline.comm.rpc import RpcClient
 from paceline.errors import LOSSES, DeadlineExceeded, PacelineError, UsageError
 from paceline.server.endpoints import ServerEndpoints
-from paceline.server.protocol.message import R, Request, SentRequest, call, send
-from paceline.server.protocol.parameters import PullUnit, PushGradient, ResetDeltas, UnitValues
+from paceline.server.protocol.message import R, Request, SentRequest, send
+from paceline.server.protocol.parameters import PullUnit, PushGradient, UnitValues
 from paceline.server.protocol.samples import MissingWorkers
 from paceline.server.shard import ShardPlan
 from paceline.sync.base import Slot
@@ -21,7 +21,6 @@ from paceline.sync.parameterserver.clipping import PendingClip, own_norm
 from paceline.sync.parameterserver.compression import PushPullCodec
 from paceline.sync.parameterserver.connections import ReplicaConnections, ServerTraffic, ServerWait, named
 from paceline.sync.parameterserver.options import ServerOptions
-from paceline.sync.parameterserver.prefetch import PendingPulls
 from paceline.sync.parameterserver.units import TransferUnit, UnitLayout
 
 
@@ -33,7 +32,6 @@ class ServerLink:
         self.lockstep = lockstep  # all workers are meant to take the same steps
         self.drops = drops  # servers leave out what is pushed too late
         self.alone = alone  # each gradient is a step of its own
-        self.pulls_later = options.pull == "forward"  # parameters come while the next forward runs
         self.workers = list(range(context.group.size))  # numbers of the workers, by rank
         self.slots: list[Slot] = []
         self.optimizers: list[Optimizer] = []
@@ -42,8 +40,7 @@ class ServerLink:
         self.clips: dict[int, PendingClip] = {}  # the clips that these optimizers wait for
         self.layout = UnitLayout([], [], 1, 1)
         self.connections = ReplicaConnections(timings=context.timings.servers)
-        self.codec = PushPullCodec(context, options.codec, apart=not self.lockstep)
-        self.pulls = PendingPulls(context, self.connections, self.codec)
+        self.codec = PushPullCodec(context, options.codec)
         self._dense = 0  # the first of the optimizers have parameters on servers, the others nothing but sparse tables
         self._replicated = False  # servers are replaced where they are lost
         self._share = 0.0  # this worker's part of the step that its gradients are for
@@ -89,12 +86,10 @@ class ServerLink:
         ways, nbytes = [self.codec.ways(slot) for slot in self.slots], int(self.options.bucket_mb * 1e6)
         self.layout = UnitLayout(self.slots, self.optimizers[: self._dense], len(self.connections.of), nbytes, ways=ways)
         self.codec.lay_out(self.layout.units)
-        self.pulls.lay_out(self.slots)
 
     def regroup(self, context: SyncContext) -> None:
         """Go on with the workers of this context; a loss in a backward before counts no more."""
         self.context, self.workers, self._lost = context, list(context.agreement.origins), None
-        self.pulls.regroup(context)
         context.extra_groups.append(ServerTraffic(self.connections))
 
     def units(self, optimizer: int) -> list[TransferUnit]:
@@ -133,7 +128,6 @@ class ServerLink:
 
     def _push(self, unit: TransferUnit, grads: Mapping[int, Tensor | None]) -> None:
         """Send these gradients, weighted, in place of what was pushed before."""
-        self.pulls.arrive(unit.optimizer)
         self._await([unit])  # its memory may still be on its way
         weight = self._share if not self.alone else 1.0 if self._share else 0.0  # alone: servers step by the share instead
         used = unit.pack(self.slots, grads, weight)
@@ -156,7 +150,6 @@ class ServerLink:
         """
         if self._lost is not None:
             raise self._lost
-        self.pulls.check(optimizer)
         units = self.units(optimizer)
         for unit in units:
             grads = {piece.slot: self.slots[piece.slot].parameter.grad for piece, _ in unit.members}
@@ -204,41 +197,24 @@ class ServerLink:
         """Ask for the parameters in these units, as they are once `step` has been made."""
         asked = dict[int, SentRequest[UnitValues]]()
         for place, unit in sorted(enumerate(units), key=lambda found: found[1].first):  # forward uses the first layers first
-            pull = PullUnit(unit.number, step, not self.lockstep, *self.codec.asked(unit))
+            pull = PullUnit(unit.number, step, not self.lockstep)
             asked[place] = send(self.callers[unit.server], pull, self.seconds)
         return [asked[place] for place in range(len(units))]
 
-    def take_in(
-        self, units: Sequence[TransferUnit], asked: Sequence[SentRequest[UnitValues]], *, stepped: bool = True, soon: bool = True
-    ) -> None:
-        """Set parameters to the replies. `stepped`: they include what I pushed. `soon`: they may be awaited when they are used."""
-        pulls = list(zip(units, asked, strict=True))
-        self._give(self.pulls.expect(pulls) if soon and self.pulls_later else pulls)
+    def take_in(self, units: Sequence[TransferUnit], asked: Sequence[SentRequest[UnitValues]], *, stepped: bool = True) -> None:
+        """Set parameters to the replies. `stepped`: they include what I pushed."""
+        with torch.no_grad():
+            for unit, sent in zip(units, asked, strict=True):
+                unit.give(self.slots, sent.wait(self.seconds).values)
         for unit in units:
             unit.pushed.clear()
         self._await(units)
         self.codec.over(units, stepped=stepped)
 
-    def _give(self, pulls: Sequence[tuple[TransferUnit, SentRequest[UnitValues]]]) -> None:
-        with torch.no_grad():
-            for unit, asked in pulls:
-                unit.give(self.slots, self.codec.decode(unit, asked.wait(self.seconds)))
-
-    def catch_up(self, steps: Mapping[int, int], *, exactly: bool = False) -> None:
-        """Take in the servers' parameters of now, or after so many `steps` of an optimizer. `exactly`: not through a codec."""
-        self.pulls.arrive()
-        self.codec.unlearn(self.layout.units if exactly else ())
+    def catch_up(self, steps: Mapping[int, int]) -> None:
+        """Take in the servers' parameters of now, or after so many `steps` of an optimizer."""
         reads = [self.ask_for([unit], steps.get(unit.optimizer, 0))[0] for unit in self.layout.units]
-        self.take_in(self.layout.units, reads, stepped=False, soon=False)
-
-    def level(self) -> None:
-        """Make the parameters of all workers and servers exactly equal, in lockstep with a codec. Collective."""
-        self.context.agreement.meet("servers are read")  # no worker waits for an earlier announcement
-        for caller in self.connections.callers if self.context.group.rank == 0 else ():
-            call(caller, ResetDeltas(), self.seconds)
-        self.context.agreement.meet("servers tell all")
-        with self.codec.uncounted():
-            self._give(list(zip(self.codec.coded, self.ask_for(self.codec.coded, 0), strict=True)))
+        self.take_in(self.layout.units, reads, stepped=False)
 
     # ---- clipping
 

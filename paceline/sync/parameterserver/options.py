@@ -22,6 +22,3 @@ class ServerOptions(Protocol):
 
     @property
     def codec(self) -> Codec | Coding | None: ...
-
-    @property
-    def pull(self) -> str: ...

@@ -127,7 +127,6 @@ class LockstepRecovery:
                 call(caller, back, link.seconds)
         for number in made:
             link.steps_taken[number] -= 1
-            link.codec.unlearn(link.units(number))
         self._made.clear()
 
     def regroup(self) -> None:
@@ -153,15 +152,15 @@ class QueueRecovery:
         """Return the last step of an optimizer, if this gradient of mine was in one at the last loss; else None."""
         return self._made[number] if self._counted.get(number, 0) >= gradient else None
 
-    def skip(self, number: int, step: int, *, again: bool) -> bool:
+    def skip(self, number: int, step: int) -> bool:
         """Wait until all copies have made a step that I was too late for; return whether its samples are left out of all steps.
 
-        Servers write those down as dropped, unless they are dealt `again`.
+        Servers write those down as dropped.
         """
         link, pieces = self._link, self._sample_queue.pieces()
         for sent in link.everywhere(number, AwaitStep(Index(number), step)):
             sent.wait(link.seconds)
-        if pieces and not again:
+        if pieces:
             self._tell_all(DropSamples(self._sample_queue.part[0], tuple((batch, start, stop) for batch, start, stop in pieces)))
         return bool(pieces)
 

@@ -60,7 +60,7 @@ class SampleQueueClient:
         self._stepped = False  # an optimizer has stepped in this turn
         self._left = self._stopped = False
         self._owes = False  # a turn is over, and this worker may not begin the next yet
-        self._tick = CompleteTurn(0, "", math.inf)  # what the scheduler is told of my last turn
+        self._tick = CompleteTurn(0, False, math.inf)  # what the scheduler is told of my last turn
         self._going: SentRequest[StepsDecided] | None = None  # the request that is answered when it may
         self._scheduler: RpcClient | None = None
         self._had = self._letters = 0  # how many letters came last, and how many were sent
@@ -134,10 +134,10 @@ class SampleQueueClient:
 
     # ---- turns
 
-    def tick(self, dropped: str, bound: float) -> None:
+    def tick(self, bound: float, *, dropped: bool) -> None:
         """End my turn, that of the oldest piece. `bound`: how many turns I may be ahead of the slowest in the next.
 
-        `dropped`: "" where the piece is in a step, "dropped", or "again" to be dealt again.
+        `dropped`: the samples of the piece are in no step.
         """
         self.go()
         piece = self.taken.popleft()

@@ -41,7 +41,7 @@ class ScheduledSteps:
         self._count: dict[int, int] = {}  # by optimizer: how many gradients of this worker are in steps, or were left out
         self._decided: dict[int, StepAssignment] = {}  # by optimizer: the decision on its next step, where that has been asked for
         self._norms: dict[int, float] = {}  # by optimizer: of its step in this turn, where it is clipped
-        self._late = self._made = False  # in this turn: late for any optimizer, and in a step of any
+        self._late = False  # in this turn, for any optimizer
 
     def survive(self, copies: ServerReplication) -> None:
         self.recovery = QueueRecovery(self._link, copies, self.sample_queue)
@@ -81,7 +81,7 @@ class ScheduledSteps:
         if made is not None:
             units = link.units(number)
             link.take_in(units, link.ask_for(units, made))
-            link.steps_taken[number], self._made = made, True
+            link.steps_taken[number] = made
             return
         if number in link.clips and number not in link.factors:
             self._clip_again(number)
@@ -91,7 +91,6 @@ class ScheduledSteps:
             self._skip(number, found.step)
         else:
             self._close(number, found)
-            self._made = True
 
     def _made_by_others(self, number: int) -> int | None:
         """Return the last step, where my gradient is in one that others have made, as was found at the last loss."""
@@ -182,15 +181,11 @@ class ScheduledSteps:
     def commit(self) -> None:
         if not self.sample_queue.open:
             return
-        self.sample_queue.tick(self._dropped(), self._bound)
-        self._late = self._made = False
+        self.sample_queue.tick(self._bound, dropped=self._late)
+        self._late = False
         self._follow()
         if self.recovery is not None and self.recovery.has_begun():
             self._link.context.agreement.call_all(ServerLost("a copy of a server has begun"))
-
-    def _dropped(self) -> str:
-        """Return what becomes of this turn's samples: "" where they are in a step, "dropped", or "again" to be dealt again."""
-        return ""
 
     def _follow(self) -> None:
         """Wait if I am too far ahead of the slowest."""

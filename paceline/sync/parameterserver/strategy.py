@@ -5,21 +5,23 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 from paceline.codec.codec import Codec
 from paceline.codec.coding import Coding
 from paceline.errors import UsageError
-from paceline.formatting import spell, unknown
+from paceline.formatting import spell
+from paceline.removed import removed
 from paceline.server.codings import check
 from paceline.sync.base import Sync
 from paceline.sync.context import SyncContext
 from paceline.sync.parameterserver.client import ParameterServerSync
 from paceline.sync.parameterserver.consistency import Asynchronous, BackupWorkers, BulkSynchronous, ConsistencyModel, StaleSynchronous
 
-Pull = Literal["step", "forward"]
 
-
+@removed(
+    pull="optimizer.step() pulls the parameters; leave pull out",
+    requeue="what backup workers drop is counted, and not dealt again; leave requeue out, or say AllReduce()",
+)
 @dataclass(frozen=True)
 class ParameterServer:
     """Optimizers step on servers, each of which keeps a part of the parameters; what they remember lies there alone.
@@ -31,7 +33,7 @@ class ParameterServer:
 
     `staleness=0` (bulk synchronous): all workers take the same steps at the same time, with the gradients of all, weighted by samples:
     the same weights as with AllReduce. With `backup_workers=b` a step is made by the first workers that come, all but b (Chen et al.
-    2016, "Revisiting Distributed Synchronous SGD"): what comes later is dropped and counted, or dealt again with `requeue=True`.
+    2016, "Revisiting Distributed Synchronous SGD"): what comes later is dropped and counted.
 
     `staleness=s` (stale synchronous, Ho et al. 2013): a worker goes on without those that are late, at most s turns ahead of the slowest,
     and has parameters with all that the others had sent s turns before. A step is made by all who are on time, as in lockstep, and by who
@@ -46,13 +48,8 @@ class ParameterServer:
     go on when something is lost (`paceline run --min-workers`). In lockstep weights are those of a run in which nothing was lost; else
     each sample of an epoch is in one step all the same, and clocks are over the living.
 
-    `codec`: how gradients are written on the way to servers, such as `int8()` or `error_feedback(topk(0.01))`. Parameters come back through
-    it, too: as what is new in them, so that what it loses comes with the next step. In lockstep all workers have the same; and everywhere
-    exactly what servers have where replicas are looked at as one (an evaluation, run.save, the end).
-
-    `pull="forward"`: optimizer.step doesn't wait for parameters, and they come while the next forward runs: each waits for itself where it
-    is used first after the step, in a forward or anywhere else. Values are those of `pull="step"`. Whatever shares a parameter's memory
-    without being it (`w = p.detach()` of before the step, a NumPy array of it) has the new values once the parameter itself has been used.
+    `codec`: how gradients are written on the way to servers, such as `int8()` or `error_feedback(topk(0.01))`. Parameters come back
+    exactly.
 
     Where workers are not in lockstep each takes its next samples when it is ready for them, so that quick ones train more; what all have
     to do together (run.mean, gather, save, evaluation) belongs between epochs.
@@ -62,10 +59,8 @@ class ParameterServer:
     staleness: float = 0
     backup_workers: int = 0
     replicas: int = 1
-    requeue: bool = False
     bucket_mb: float = 4.0
     codec: Codec | Coding | None = None
-    pull: Pull = "step"
 
     __repr__ = spell
 
@@ -83,10 +78,6 @@ class ParameterServer:
             raise UsageError("backup_workers is for steps that workers take together: leave out staleness, or backup_workers")
         if self.replicas < 1:
             raise UsageError(f"replicas={self.replicas} is no number of servers that keep the same; give 1 (no copies) or more")
-        if wrong := unknown("pull", self.pull, Pull):
-            raise UsageError(wrong)
-        if self.requeue and not self.backup_workers:
-            raise UsageError("requeue=True deals again what backup workers have dropped: give backup_workers=1 or more with it")
 
     def begin(self, context: SyncContext) -> Sync:
         if context.cut_axes:
@@ -96,17 +87,12 @@ class ParameterServer:
             )
         if self.backup_workers >= max(context.group.size, 2):
             raise UsageError(f"backup_workers={self.backup_workers} of {context.group.size} workers leaves none to wait for; give fewer")
-        if self.pull == "forward" and context.survives:
-            raise UsageError(
-                "pull='forward' is for runs that end when something is lost: leave out --min-workers, or say pull='step', which waits for "
-                "parameters where steps are settled"
-            )
         return ParameterServerSync(context, self, self._model())
 
     def _model(self) -> ConsistencyModel:
         """Choose the consistency model."""
         if self.backup_workers:
-            return ConsistencyModel(partial(BackupWorkers, backups=self.backup_workers, requeue=self.requeue), drops=True)
+            return ConsistencyModel(partial(BackupWorkers, backups=self.backup_workers), drops=True)
         if self.staleness == math.inf:
             return ConsistencyModel(Asynchronous, alone=True)
         if self.staleness:

@@ -26,7 +26,6 @@ def mistakes(run: pl.Run, model: nn.Module, optimizer: SGD) -> None:
     pl.start(straggler="evit")  # expected "Literal['warn', 'rebalance', 'drop', 'evict'] | None"
     pl.AllReduce(via="rnig")  # has incompatible type "Literal['rnig']"; expected "Literal['auto', 'native'
     pl.Gossip(graph="star")  # expected "Literal['ring', 'exponential', 'matching', 'full'] | tuple
-    pl.ParameterServer(pull="later")  # expected "Literal['step', 'forward']"
     pl.LocalSGD(8, momentum="lost")  # expected "Literal['kept', 'averaged']"
     pl.pipeline(schedule="2f2b")  # expected "Literal['gpipe', '1f1b', 'interleaved', 'zero-bubble', 'zbv']"
     pl.shard(zero=4)  # expected "Literal[1, 2, 3]"

@@ -105,7 +105,7 @@ def writing() -> list[object]:
     """Everything that is written by words."""
     sync = pl.LocalSGD(16, momentum="averaged", codec=pl.int8(rounding="stochastic"))
     return [
-        *(sync, pl.Gossip(graph="ring"), pl.Gossip(graph=((0, 1),)), pl.ParameterServer(pull="forward"), pl.topk(0.1, threshold="sampled")),
+        *(sync, pl.Gossip(graph="ring"), pl.Gossip(graph=((0, 1),)), pl.ParameterServer(staleness=2), pl.topk(0.1, threshold="sampled")),
         *(pl.pipeline(schedule="zbv", split="auto"), pl.layers(split="even"), pl.shard(params="bfloat16", reduce="float32")),
         pl.SparseEmbedding(8, 2, mode="sum"),
     ]

@@ -1,4 +1,4 @@
-"""A parameter server through codecs, in whole runs on threads: equal workers, nothing lost for good, fewer bytes both ways."""
+"""A parameter server through codecs, in whole runs on threads: equal workers, nothing lost for good, fewer bytes."""
 
 from __future__ import annotations
 
@@ -278,8 +278,8 @@ def test_a_hand_written_accumulation() -> None:
     assert 0 < distance(fine, plain) < 1e-3
 
 
-def test_bytes_both_ways() -> None:
-    """From the second step on; the first brings parameters as they are, as nothing has been told before."""
+def test_bytes_of_pushes() -> None:
+    """Gradients travel coded, and parameters exactly."""
 
     def body(run: Run) -> tuple[int, int]:
         model, optimizer, loader = prepared(run)
@@ -300,17 +300,16 @@ def test_bytes_both_ways() -> None:
         (pushed, pulled), _ = workers(2, body, strategy=served(codec, servers=1))
         whole = 3 * 4 * numel
         assert wanted * whole < pushed + 500 < wanted * whole + 0.03 * whole, (codec, pushed / whole)
-        assert wanted * whole < pulled / 2 + 500 < wanted * whole + 0.03 * whole, (codec, pulled / 2 / whole)
+        assert whole < pulled / 2 + 500 < 1.03 * whole, (codec, pulled / 2 / whole)
 
 
 FREE: dict[str, dict[str, Any]] = {"stale": {"staleness": 2}, "alone": {"staleness": math.inf}, "backups": {"backup_workers": 1}}
 
 
-@pytest.mark.parametrize(("mode", "pull"), [("stale", "forward"), ("alone", "step"), ("backups", "forward")])
-def test_out_of_lockstep_it_gets_there_with_what_each_is_told(mode: str, pull: str, tmp_path: Path) -> None:
-    """Most of a turn's bytes are saved both ways; and all come to what servers have, exactly."""
-    strategy = served(FINE, **FREE[mode], pull=pull)
-    one, other = workers(2, lambda run: train(run, 8, lr=0.01), strategy=strategy, folder=tmp_path)
+@pytest.mark.parametrize("mode", FREE)
+def test_out_of_lockstep_it_gets_there(mode: str, tmp_path: Path) -> None:
+    """All come to the servers' values, exactly."""
+    one, other = workers(2, lambda run: train(run, 8, lr=0.01), strategy=served(FINE, **FREE[mode]), folder=tmp_path)
     assert torch.equal(one[-1], other[-1])
     data, model = Numbered(dtype=torch.float32), net()
     before = float(F.mse_loss(model(data.x), data.y).detach())
@@ -328,7 +327,7 @@ def test_out_of_lockstep_all_have_exactly_what_servers_have_where_an_epoch_ends(
             epoch(model, optimizer, loader)
             client(run).converge()
             found = parameters(model)
-            client(run).link.catch_up({}, exactly=True)
+            client(run).link.catch_up({})
             assert torch.equal(found, parameters(model))
         return found
 
@@ -340,7 +339,7 @@ def test_the_summary_says_whether_it_paid(tmp_path: Path) -> None:
     workers(2, train, strategy=served(FINE), folder=tmp_path)
     summary = json.loads((tmp_path / "test" / "summary.json").read_text())
     (verdict,) = summary["codecs"]
-    whole = 2 * 2 * 4 * parameters(net()).numel()  # there and back, of two workers
+    whole = 2 * 4 * parameters(net()).numel()  # of two workers
     assert verdict["codec"] == "error_feedback(int8())" and verdict["turns"] == 20
     assert abs(verdict["bytes_exact"] / whole - 1) < 0.01 and verdict["bytes_sent"] < 0.35 * whole
     assert 0 < verdict["relative_error"] < 0.05 and "what servers got of a gradient was" in verdict["words"]
@@ -413,19 +412,18 @@ def test_replicas_are_looked_at_as_servers_have_them() -> None:
             F.mse_loss(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-            told = parameters(model)
             for _ in held:
                 pass
             values = torch.cat([rest.reshape(-1).double() for rest in exactly(run)])
-            found += [told, parameters(model)]
-            assert torch.equal(parameters(model), values) and not torch.equal(told, values)
+            found.append(parameters(model))
+            assert torch.equal(parameters(model), values)
         return found
 
     def exactly(run: Run) -> list[Tensor]:
         sync, found = client(run), [torch.empty_like(slot.parameter) for slot in client(run).link.slots]
         slots = [slot._replace(parameter=tensor) for slot, tensor in zip(sync.link.slots, found, strict=True)]
         for unit in sync.link.layout.units:
-            unit.give(slots, call(sync.link.callers[unit.server], PullUnit(unit.number, 0, copy=False), 20).values[0])
+            unit.give(slots, call(sync.link.callers[unit.server], PullUnit(unit.number, 0, copy=False), 20).values)
         return found
 
     one, other = workers(2, body, strategy=served(COARSE))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 import threading
 import time
@@ -21,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline.session.run import Run
 from paceline.sync.parameterserver.strategy import ParameterServer
 from tests.harness.jobs import PATIENCE, wait_for
-from tests.harness.parameter_servers import BACKUP, REQUEUE, SSP, Numbers, Table, epoch, table, turn
+from tests.harness.parameter_servers import BACKUP, SSP, Numbers, Table, epoch, table, turn
 from tests.harness.runs import parameters, workers
 
 
@@ -186,34 +185,6 @@ class TestBackupWorkers:
         assert len(trained) - len(kept) == dropped["gradients"]
         assert all(torch.equal(weights, other) for other, _ in found)
 
-    @pytest.mark.parametrize("clip", [False, True])
-    def test_dealt_again_with_two_optimizers(self, clip: bool) -> None:
-        """Who is late for the first isn't in a step of the second: dealt again, it would be there twice. And there is an end: of two
-        workers who were each late for another optimizer, each could make the other late for ever."""
-        chance = random.Random(5)
-
-        def body(run: Run) -> tuple[Tensor, Tensor]:
-            models = Table(60), Table(60)
-            optimizers = [torch.optim.SGD(model.parameters(), 1.0) for model in models]
-            first, second, one, two, loader = run.prepare(*models, *optimizers, DataLoader(Numbers(60), 6))
-            for ids in loader:
-                time.sleep(chance.random() * 0.01)
-                (first(ids) + second(ids)).backward()
-                if clip:
-                    run.clip([*first.parameters(), *second.parameters()], 1e6)
-                one.step()
-                time.sleep(chance.random() * 0.01)
-                two.step()
-                one.zero_grad()
-                two.zero_grad()
-            run.barrier()
-            return parameters(first), parameters(second)
-
-        single = [-6 / parts / 6 for parts in (2, 4, 6)]  # a share in a step of one worker, of two, of three
-        for first, second in workers(3, body, strategy=REQUEUE):
-            assert all(any(math.isclose(weight, one) for one in single) for weight in first.tolist())
-            assert all(any(math.isclose(weight, one) for one in (0.0, *single)) for weight in second.tolist())
-
     @pytest.mark.parametrize("clip", [None, 0.5])
     def test_a_step_is_the_mean_of_who_made_it(self, clip: float | None) -> None:
         """Gradients are 1 everywhere: each step moves by the learning rate, whoever is in it."""
@@ -240,22 +211,6 @@ class TestBackupWorkers:
 
         found = workers(3, body, strategy=BACKUP)
         assert found[0] == found[1] == found[2] and found[0][0] <= -4 * by
-
-    def test_dealt_again_every_sample_is_in_a_step_once(self) -> None:
-        """A step has 2 of 3 shares of 3, so that each sample in it moves by 1/6: but at the end of an epoch, where one is enough."""
-        begun, first = threading.Barrier(3), {0, 1, 2}
-
-        def slow(rank: int) -> float:
-            if rank in first:  # the third to come is late for the first step
-                first.discard(rank)
-                begun.wait(PATIENCE)
-            return 0.0
-
-        found = epoch(REQUEUE, count=90, batch=9, slow=slow)
-        weights = found[0][1]
-        assert sum(len(ids) for ids, _, _ in found) > 90
-        near = [(weights + part).abs() < 1e-9 for part in (1 / 9, 1 / 6, 1 / 3)]
-        assert bool((near[0] | near[1] | near[2]).all()) and int(near[1].sum()) > 60
 
     def test_quick_ones_do_not_wait(self) -> None:
         turns = Counter[int]()

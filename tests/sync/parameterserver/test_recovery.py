@@ -21,8 +21,7 @@ from tests.harness.survivors import gap, let_go, pause, trains
 SOAK = pytest.mark.soak
 
 SSP, ASP, BACKUP = "staleness=2", "staleness=inf", "backup_workers=1"
-REQUEUE = "backup_workers=1, requeue=True"
-MODES = [SSP, ASP, BACKUP, REQUEUE]
+MODES = [SSP, ASP, BACKUP]
 EPOCHS, SAMPLES, BATCH = 3, 96, 8
 # A connection that breaks shows at once who was killed: nobody has to count as lost for being slow.
 KILLED = short_timings.environ(servers={"silence": 60.0, "alive": 60.0}, recovery={"form": 60.0})
@@ -165,7 +164,7 @@ def check(found: Outcome, mode: str, batch: int = BATCH) -> None:
     samples, epochs = one.shape
     scaled = -2 * two / torch.arange(1, samples + 1, dtype=torch.float64)[:, None]
     assert float((scaled + 2 * one).abs().max()) < 1e-9, "servers have come apart"
-    if mode in (BACKUP, REQUEUE):  # a step has the mean of those who made it: so many samples
+    if mode == BACKUP:  # a step has the mean of those who made it: so many samples
         makers = torch.where(scaled > 0, 1 / scaled, 0.0)
         near = makers.round()
         assert float((makers - near).abs().max()) < 1e-6, (makers, found.events)
@@ -219,7 +218,7 @@ def test_a_server_is_killed(job: Jobs, mode: str, seed: int) -> None:
 
 
 @pytest.mark.slow
-@each(REQUEUE)
+@each(BACKUP)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SOAK) for seed in range(1, 25))])
 def test_a_worker_and_a_server_at_once(job: Jobs, mode: str, seed: int) -> None:
     chance = random.Random(seed)
@@ -275,7 +274,7 @@ def lingers(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [ASP, *(pytest.param(mode, marks=SOAK) for mode in (SSP, BACKUP, REQUEUE))])
+@pytest.mark.parametrize("mode", [ASP, *(pytest.param(mode, marks=SOAK) for mode in (SSP, BACKUP))])
 def test_a_server_is_killed_when_an_epoch_is_over(job: Jobs, mode: str) -> None:
     launched = begun(job, mode, nap="0", **ASKS_AGAIN)
     wait_for((job.folder / "killed" / "over").exists)

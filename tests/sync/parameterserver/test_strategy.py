@@ -19,7 +19,6 @@ from paceline.sync.parameterserver.strategy import ParameterServer
         ({"staleness": math.nan}, "is no bound"),
         ({"backup_workers": -1}, "is no number of workers"),
         ({"staleness": 1, "backup_workers": 1}, "leave out staleness, or backup_workers"),
-        ({"requeue": True}, "give backup_workers=1 or more"),
     ],
 )
 def test_what_can_not_be_asked_for(options: dict[str, Any], why: str) -> None:

@@ -18,7 +18,7 @@ from paceline.errors import UsageError
 from paceline.parallel.embedding import SparseEmbedding
 from paceline.session.run import Run
 from paceline.sync.parameterserver.strategy import ParameterServer
-from tests.harness.parameter_servers import ASP, BACKUP, EACH, REQUEUE, SSP, Numbers
+from tests.harness.parameter_servers import ASP, BACKUP, EACH, SSP, Numbers
 from tests.harness.runs import workers
 
 COUNT, BATCH = 36, 6
@@ -95,8 +95,8 @@ def trained(
 
 
 EITHER = [  # plain SGD without dropped steps is in the next test
-    *(pytest.param(strategy, ADAGRAD, id=f"adagrad-{strategy!r}") for strategy in (ASP, SSP, BACKUP, REQUEUE)),
-    *(pytest.param(strategy, SGD, id=f"sgd-{strategy!r}") for strategy in (BACKUP, REQUEUE)),
+    *(pytest.param(strategy, ADAGRAD, id=f"adagrad-{strategy!r}") for strategy in (ASP, SSP, BACKUP)),
+    pytest.param(BACKUP, SGD, id=f"sgd-{BACKUP!r}"),
     *(pytest.param(strategy, SGD, id=f"sgd-{strategy!r}", marks=pytest.mark.soak) for strategy in (ASP, SSP)),
 ]
 
@@ -133,7 +133,7 @@ def test_what_comes_late_is_in_the_next_step(make: Make) -> None:
         assert torch.allclose(dense, rows, rtol=1e-12)
 
 
-@pytest.mark.parametrize("strategy", [BACKUP, REQUEUE], ids=repr)
+@pytest.mark.parametrize("strategy", [BACKUP], ids=repr)
 def test_an_optimizer_of_tables_alone_with_backup_workers(strategy: ParameterServer) -> None:
     """Who makes its steps is decided like those of others; rows, which step first here, have every sample that is dealt again."""
     for rows, dense, _ in trained(strategy, OWN):

@@ -1,0 +1,58 @@
+"""Options that paceline had and has no more: who still passes one is told in one line what to do instead.
+
+@removed(pull="parameters are pulled in optimizer.step: leave pull out")
+class ParameterServer: ...
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
+
+from paceline.errors import UsageError
+
+T = TypeVar("T", bound=Callable[..., Any])
+ADVICE = "_removed_options"
+
+
+def removed(**advice: str) -> Callable[[T], T]:
+    """Refuse these keyword arguments of a function, or of the constructor of a class.
+
+    Args:
+        advice: by the name of an option that was taken out, what to do instead.
+
+    Returns:
+        A decorator. What it decorates keeps its signature.
+
+    Raises:
+        UsageError: from a call that passes one of the options.
+    """
+
+    def decorate(target: T) -> T:
+        constructed = cast(Any, target)
+        if isinstance(target, type):
+            constructed.__init__ = _refusing(target, constructed.__init__)
+        else:
+            constructed = _refusing(target, target)
+        setattr(constructed, ADVICE, advice)
+        return cast(T, constructed)
+
+    return decorate
+
+
+def refuse_removed(target: Any, options: Iterable[str]) -> None:
+    """Raise `UsageError` if `target` had one of these options once."""
+    advice = getattr(target, ADVICE, {})
+    for option in options:
+        if option in advice:
+            raise UsageError(f"{target.__name__}({option}=...) was taken out: {advice[option]}")
+
+
+def _refusing(target: Any, function: Any) -> Any:
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        refuse_removed(target if isinstance(target, type) else call, options)
+        return function(*args, **options)
+
+    return call
