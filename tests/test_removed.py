@@ -23,6 +23,11 @@ def test_a_parameter_server_says_what_to_do_instead(options: dict[str, Any], adv
         parse(f"ParameterServer({text})")
 
 
+def test_prepare_says_what_to_do_instead() -> None:
+    with pytest.raises(pl.UsageError, match="shard='mine'"):
+        pl.Run.prepare(None, readers="host")  # type: ignore[call-overload]
+
+
 def test_the_signature_is_kept() -> None:
     assert "staleness" in inspect.signature(pl.ParameterServer).parameters
     assert pl.ParameterServer(staleness=2) == pl.ParameterServer(None, 2)

@@ -12,7 +12,6 @@ import msgpack
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.comm.agreement import Agreement
-from paceline.comm.group import Group
 from paceline.comm.sample_queue import SampleQueue
 from paceline.data.balance import WorkerSpeeds
 from paceline.data.batch_lifetime import Lent, lent
@@ -23,7 +22,7 @@ from paceline.data.indexed import IndexedPipeline
 from paceline.data.outline import difference
 from paceline.data.sampler import check_samplers
 from paceline.data.shares import AskedShares, policy, probe
-from paceline.data.spec import GlobalBatch, LoaderSpec, Loss, MicroBatchPart, Pipeline, Readers, Sharding, Weigh, drained
+from paceline.data.spec import GlobalBatch, LoaderSpec, Loss, MicroBatchPart, Pipeline, Sharding, Weigh, drained
 from paceline.data.stream import StreamPipeline, check_stream
 from paceline.errors import DataError
 
@@ -105,9 +104,7 @@ def deal(
     cost: Cost | None = None,
     train: bool | None = None,
     pad: bool = False,
-    readers: Readers = "worker",
     shard: Sharding | None = None,
-    local: Group | None = None,
     hooks: LoaderObserver | None = None,
     say: Callable[[str], None] = lambda text: None,
     move: Callable[[Any], Any] | None = None,
@@ -120,15 +117,15 @@ def deal(
     global batch, in training, into that many turns ("auto": as few as let each rank take at a time what `trial` finds for it).
     `cost(sample)`: samples are dealt so that sums of these are in proportion to shares. `train` None: what torch.is_grad_enabled() is at
     iter(). `pad`: an empty share is a ghost (the first sample of the batch) in evaluation, too, and not a batch of no rows. For streams:
-    `readers` "worker" (each worker reads everything) or "host" (the first of each host reads, `local` is the group of my host), or
-    `shard="mine"` (the stream gives each rank its own samples). `say` is called, once each, with surprising costs. `move` brings each
+    each worker reads everything, or `shard="mine"` (the stream gives each rank its own samples).
+    `say` is called, once each, with surprising costs. `move` brings each
     batch to a device. `sample_queue`: where workers not in lockstep take samples to train on from.
 
     Raises `DataError` for a loader that can't be dealt: a DistributedSampler, a stream that shards itself, no length, no batch.
     """
     check_loader(loader, loss, weigh, accumulate, train)
     dealt = policy(shares, agreement.group.size)
-    options: dict[str, Any] = {"train": train, "pad": pad, "readers": readers, "shard": shard, "local": local, "say": say, "move": move}
+    options: dict[str, Any] = {"train": train, "pad": pad, "shard": shard, "say": say, "move": move}
     micros: dict[str, Any] = {"trial": trial} if accumulate == "auto" else {"accumulate": accumulate}
     terms = LoaderSpec(loader, agreement, dealt, loss=loss, weigh=weigh, asked=shares, **options, **micros)
     if not agreement.alone:
@@ -144,10 +141,8 @@ def deal(
     if isinstance(loader.dataset, IterableDataset):
         check_stream(terms)
         return ShareLoader(terms, StreamPipeline(terms), hooks or NoObserver())
-    if readers != "worker" or shard is not None:
-        raise DataError(
-            f"readers={readers!r}, shard={shard!r} are for streams, not for a {type(loader.dataset).__qualname__}: leave them out"
-        )
+    if shard is not None:
+        raise DataError(f"shard={shard!r} is for streams, not for a {type(loader.dataset).__qualname__}: leave it out")
     check_samplers(loader)
     return ShareLoader(
         terms, IndexedPipeline(terms) if sample_queue is None else DynamicPipeline(terms, sample_queue), hooks or NoObserver()
@@ -419,8 +414,8 @@ def _compare(terms: LoaderSpec, what: str, facts: list[Any]) -> None:
     """Meet the others at `what`, and raise `DataError` where they deal on other terms, or have other data sets as an epoch begins."""
     if terms.agreement.alone:
         return
-    mine = [*facts, probe(terms.shares, terms.loader.batch_size), terms.loss, terms.readers, terms.shard, terms.cost_kind]
-    names = [*("epoch", "step", "train", "accumulate")[: len(facts)], "shares", "loss", "readers", "shard", "cost="]
+    mine = [*facts, probe(terms.shares, terms.loader.batch_size), terms.loss, terms.shard, terms.cost_kind]
+    names = [*("epoch", "step", "train", "accumulate")[: len(facts)], "shares", "loss", "shard", "cost="]
     body = msgpack.packb((mine, terms.outline() if facts else {}))
     others = [msgpack.unpackb(answer) for answer in terms.agreement.compare(what, body)]
     for rank, (other, _) in enumerate(others):

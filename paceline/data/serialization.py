@@ -6,7 +6,6 @@ raises `DataError`, which names the type.
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 import msgpack
@@ -17,21 +16,17 @@ from torch import Tensor
 from paceline.errors import DataError
 from paceline.state.snapshot import DTYPES, byte_tensor
 
-TUPLE, TENSOR, ARRAY, BIG, APART = 1, 2, 3, 4, 5
-ALIGN = 64
+TUPLE, TENSOR, ARRAY, BIG = 1, 2, 3, 4
 
 
-def pack(value: Any, *, what: str = "this value", apart: list[Tensor] | None = None) -> bytes:
-    """Write `value` as bytes; tensors are put into the list `apart`, where there is one, and are not in the bytes then."""
+def pack(value: Any, *, what: str = "this value") -> bytes:
+    """Write `value` as bytes. `what`: its name in an error."""
 
     def other(part: Any) -> msgpack.ExtType:
         if type(part) is tuple:
             return msgpack.ExtType(TUPLE, dumps(list(part)))
         if isinstance(part, Tensor):
-            if apart is None:
-                return msgpack.ExtType(TENSOR, _tensor_bytes(part))
-            apart.append(part.detach())
-            return msgpack.ExtType(APART, struct.pack("<I", len(apart) - 1))
+            return msgpack.ExtType(TENSOR, _tensor_bytes(part))
         if isinstance(part, np.ndarray | np.generic) and part.dtype.kind in "biufc":
             shape = None if isinstance(part, np.generic) else list(part.shape)
             return msgpack.ExtType(ARRAY, msgpack.packb((part.dtype.str, shape, part.tobytes())))
@@ -50,8 +45,8 @@ def pack(value: Any, *, what: str = "this value", apart: list[Tensor] | None = N
     return dumps(value)
 
 
-def unpack(data: bytes, apart: list[Tensor] | None = None) -> Any:
-    """Read the value that `pack` made `data` of; `apart` are the tensors that were kept out of it."""
+def unpack(data: bytes) -> Any:
+    """Read the value that `pack` made `data` of. Raises `ValueError` for anything else."""
 
     def other(code: int, body: bytes) -> Any:
         if code == TUPLE:
@@ -64,45 +59,12 @@ def unpack(data: bytes, apart: list[Tensor] | None = None) -> Any:
             return array[0] if shape is None else array.reshape(shape)
         if code == BIG:
             return int(body)
-        assert code == APART and apart is not None
-        return apart[struct.unpack("<I", body)[0]]
+        raise ValueError(f"a value of kind {code} is none of ours")
 
     def loads(body: bytes) -> Any:
         return msgpack.unpackb(body, ext_hook=other, strict_map_key=False)
 
     return loads(data)
-
-
-def flatten(tensors: list[Tensor]) -> tuple[list[tuple[str, list[int]]], Tensor]:
-    """Return the (dtype, shape) of each tensor, and all their bytes one after the other in one uint8 tensor, each at a multiple of 64."""
-    heads = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
-    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    buffer = torch.empty(sum(_padded(size) for size in sizes), dtype=torch.uint8)
-    start = 0
-    for tensor, size in zip(tensors, sizes, strict=True):
-        buffer[start : start + size].copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
-        start += _padded(size)
-    return heads, buffer
-
-
-def unflatten(heads: list[tuple[str, list[int]]], buffer: Tensor) -> list[Tensor]:
-    """Return the tensors that `flatten` made `buffer` of: views of it."""
-    tensors, start = [], 0
-    for kind, shape in heads:
-        dtype = DTYPES[kind]
-        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        tensors.append(buffer[start : start + size].view(dtype).reshape(shape))
-        start += _padded(size)
-    return tensors
-
-
-def room(heads: list[tuple[str, list[int]]]) -> int:
-    """Return the number of bytes of the buffer that `flatten` made."""
-    return sum(_padded(int(np.prod(shape, dtype=np.int64)) * DTYPES[kind].itemsize) for kind, shape in heads)
-
-
-def _padded(size: int) -> int:
-    return -(-size // ALIGN) * ALIGN
 
 
 def _tensor_bytes(tensor: Tensor) -> bytes:

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from paceline.comm.agreement import Agreement
-from paceline.comm.group import Group, pieces
+from paceline.comm.group import pieces
 from paceline.data.balance import SpeedShares, WorkerSpeeds
 from paceline.data.batches import cut, rows
 from paceline.data.costs import MicroBatchDeal, SampleCosts, deal_micros
@@ -18,7 +18,6 @@ from paceline.data.outline import Outline, outline
 from paceline.data.shares import AskedShares, Shares, fewest, parts, policy, spans
 
 Loss = Literal["mean", "sum"]
-Readers = Literal["worker", "host"]
 Sharding = Literal["mine", "none"]
 Weigh = Callable[[Any], float]
 
@@ -34,9 +33,7 @@ class LoaderSpec:
     weigh: Weigh | None = None
     accumulate: int = 1
     train: bool | None = None  # as the caller said; None: what torch.is_grad_enabled() is at iter()
-    readers: Readers = "worker"
     shard: Sharding | None = None
-    local: Group | None = None  # the workers of this host
     say: Callable[[str], None] = lambda text: None
     move: Callable[[Any], Any] | None = None  # brings a batch to the device of its worker
     training: bool = True  # as it is in the present epoch
@@ -86,10 +83,6 @@ class LoaderSpec:
         """Deal to the workers of this agreement, by these shares."""
         self.agreement = agreement
         self.reshare(shares)
-
-    def move_within_host(self, local: Group) -> None:
-        """Read with the workers of this host in another group, where one of them reads for all."""
-        self.local = None if self.local is None else local
 
     def micros(self, batch: int) -> list[tuple[int, tuple[int, ...]]]:
         """Return (first sample, shares) of each micro-batch of a global batch: the same samples for any number of workers."""

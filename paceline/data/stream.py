@@ -19,8 +19,8 @@ from paceline.data import rng
 from paceline.data.indexed import like
 from paceline.data.reader import ReadCommand, ReadResult, ReadStart, ReadState, StreamReader
 from paceline.data.reader_failure import read
-from paceline.data.spec import GlobalBatch, LoaderSpec, Pipeline, Readers, Sharding
-from paceline.data.stream_access import FirstOfHostReads, ReadAll, SelfSharded, StreamAccess, StreamPosition
+from paceline.data.spec import GlobalBatch, LoaderSpec, Pipeline, Sharding
+from paceline.data.stream_access import ReadAll, SelfSharded, StreamAccess, StreamPosition
 from paceline.errors import DataError
 from paceline.formatting import unknown
 from paceline.state.snapshot import byte_tensor
@@ -112,15 +112,13 @@ class StreamPipeline(Pipeline):
         self._index = int(state["step"]) if state is not None else 0
         if not terms.alone:
             terms.announce(self._hands.cost)
-        if self._hands.reads:
-            self._open()
+        self._open()
         return self._index
 
     def step(self, index: int) -> GlobalBatch | None:
         if self._ghosts != self.terms.ghosts:
             self._ghosts = self.terms.ghosts
-            if self._hands.reads:
-                self.redeal(index)
+            self.redeal(index)
         self._before, self._after = self._after, self._after.copy()
         self._commands.oldest = self._before.numbers
         self._index = index
@@ -137,14 +135,11 @@ class StreamPipeline(Pipeline):
     def redeal(self, index: int) -> None:
         if index == self._index:
             self._after = self._before.copy()
-        if self._hands.reads:
-            self._commands.go(self._after, self._ask())
+        self._commands.go(self._after, self._ask())
 
     def regroup(self, index: int) -> None:
-        if self.terms.readers == "host" or self.terms.shard == "mine":
-            raise DataError(
-                "a stream read once per host, or one that shards itself, can't go on in another group: load a saved state there"
-            )
+        if self.terms.shard == "mine":
+            raise DataError("a stream that shards itself can't go on in another group: load a saved state there")
         self._hands = _hands(self.terms)
         self.redeal(index)
 
@@ -227,13 +222,6 @@ def check_stream(terms: LoaderSpec) -> None:
     name = type(dataset).__qualname__
     if terms.shard is not None and (wrong := unknown("shard", terms.shard, Sharding)):
         raise DataError(f"{wrong} (mine: the stream gives each rank its own samples; none: it does not)")
-    if wrong := unknown("readers", terms.readers, Readers):
-        raise DataError(wrong)
-    if terms.readers == "host" and (terms.shard == "mine" or terms.local is None):
-        why = (
-            "the group of this host's workers is missing (local=)" if terms.local is None else 'shard="mine" has every worker read its own'
-        )
-        raise DataError(f'readers="host" can\'t be honoured: {why}')
     if isinstance(dataset, IterDataPipe) and not terms.alone:
         raise DataError(f"a {name} is a datapipe, which torch shards by itself: give a plain torch.utils.data.IterableDataset")
     sign = None if terms.shard is not None else _self_sharding(dataset, 3)
@@ -247,9 +235,7 @@ def check_stream(terms: LoaderSpec) -> None:
 def _hands(terms: LoaderSpec) -> StreamAccess:
     if terms.shard == "mine" and not terms.alone:
         return SelfSharded(terms)
-    return (
-        FirstOfHostReads(terms, terms.local) if terms.local is not None and terms.readers == "host" and not terms.alone else ReadAll(terms)
-    )
+    return ReadAll(terms)
 
 
 def _self_sharding(value: Any, depth: int) -> str | None:

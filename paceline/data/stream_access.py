@@ -1,4 +1,4 @@
-"""Access to a stream: each worker reads everything, the first worker of a host reads for all, or the stream is sharded by itself."""
+"""Access to a stream: each worker reads everything, or the stream is sharded by itself."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
-from paceline.comm.agreement import Agreement
-from paceline.comm.group import Group, pieces
+from paceline.comm.group import pieces
 from paceline.data.batches import cut, rows
 from paceline.data.empty_batch import collated_empty
 from paceline.data.reader import Cuts, ReadResult, recut
-from paceline.data.serialization import flatten, pack, room, unflatten, unpack
-from paceline.data.spec import GlobalBatch, LoaderSpec, MicroBatchPart, drained, rows_part, source, whole_rows
+from paceline.data.serialization import pack, unpack
+from paceline.data.spec import GlobalBatch, LoaderSpec, MicroBatchPart, drained, source, whole_rows
 from paceline.errors import DataError
 
 
@@ -61,11 +57,6 @@ class StreamAccess(Protocol):
     """The differences between the ways to read a stream."""
 
     @property
-    def reads(self) -> bool:
-        """Whether this worker reads."""
-        ...
-
-    @property
     def cost(self) -> str:
         """The cost to announce to the user."""
         ...
@@ -80,7 +71,7 @@ class StreamAccess(Protocol):
         ...
 
     def step(self, fetch: Fetch, cursor: StreamPosition) -> GlobalBatch | None:
-        """Return the next step, which moves `cursor`; None where the stream has ended for all. `fetch` is called where `reads`."""
+        """Return the next step, which moves `cursor`; None where the stream has ended for all."""
         ...
 
     def saved(self, cursor: StreamPosition) -> list[dict[str, Any]]:
@@ -95,13 +86,14 @@ class StreamAccess(Protocol):
 class ReadAll:
     """Reads everything on each worker, which takes its share."""
 
-    reads = True
-
     def __init__(self, terms: LoaderSpec) -> None:
         self.terms = terms
         self.wanted = (terms.rank,)
         size = terms.agreement.group.size
-        self.cost = f'every worker reads the whole stream, which is read {size} times; readers="host" reads it once per host'
+        self.cost = (
+            f"every worker reads the whole stream, which is read {size} times; "
+            'shard="mine" is for streams that give each rank its own samples'
+        )
 
     def asked(self) -> tuple[int | None, Cuts]:
         batch = self.terms.loader.batch_size
@@ -122,78 +114,9 @@ class ReadAll:
         _one(cursor, saved)
 
 
-class FirstOfHostReads:
-    """Reads on the first worker of each host, which hands the others their shares: structure and sizes first, then all tensors as one."""
-
-    def __init__(self, terms: LoaderSpec, local: Group) -> None:
-        self.terms = terms
-        self._local = local
-        self._agreement = Agreement(local)
-        ranks = tuple(local.global_rank(rank) for rank in range(local.size))
-        self.reads = ranks[0] == terms.rank
-        self.wanted = ranks
-        self._place = ranks.index(terms.rank)
-        self._sends: list[Tensor] = []
-        self._mine: list[MicroBatchPart] = []
-        self.cost = "the first worker of each host reads the whole stream and hands the others their shares"
-
-    def asked(self) -> tuple[int | None, Cuts]:
-        batch = self.terms.loader.batch_size
-        return batch, () if batch is None else tuple(self.terms.micros(batch))
-
-    def step(self, fetch: Fetch, cursor: StreamPosition) -> GlobalBatch | None:
-
-        def tell() -> bytes:
-            return self._agreement.tell("shares of a stream", lambda: self._read(fetch, cursor))
-
-        header = tell() if self.reads else self.terms.agreement.wait(tell, "shares of a stream")
-        count, position, heads, bodies = unpack(header)
-        if not self.reads:
-            cursor.fill(position)
-        if count is None:
-            return None
-        parts = self._mine if self.reads else self._receive(heads[self._place - 1], bodies[self._place - 1])
-        if self.reads:
-            sends = [(rank + 1, buffer) for rank, buffer in enumerate(self._sends) if buffer.numel()]
-            self._local.exchange(sends, []).wait()
-        return GlobalBatch(count, len(parts), drained(parts), _sources(self.terms, count))
-
-    def saved(self, cursor: StreamPosition) -> list[dict[str, Any]]:
-        return [cursor.dump()]
-
-    def restored(self, cursor: StreamPosition, saved: list[dict[str, Any]]) -> None:
-        _one(cursor, saved)
-
-    def _read(self, fetch: Fetch, cursor: StreamPosition) -> bytes:
-        dealt = fetch()
-        if dealt is None:
-            return pack((None, cursor.dump(), [], []), what="the state of the stream")
-        count, parts = (dealt.samples, dealt.parts) if dealt.whole is None else self._rows(dealt.whole)
-        self._mine, self._sends = parts[0], []
-        heads, bodies = [], []
-        for others in parts[1:]:
-            tensors: list[Tensor] = []
-            bodies.append(pack([list(part) for part in others], what="a batch", apart=tensors))
-            head, buffer = flatten(tensors)
-            heads.append(head)
-            self._sends.append(buffer)
-        return pack((count, cursor.dump(), [[list(pair) for pair in head] for head in heads], bodies), what="the state of the stream")
-
-    def _rows(self, item: Any) -> tuple[int, list[list[MicroBatchPart]]]:
-        count = whole_rows(self.terms, item).global_batch
-        return count, [[rows_part(self.terms, item, count, micro, rank) for micro in self.terms.micros(count)] for rank in self.wanted]
-
-    def _receive(self, head: list[list[Any]], body: bytes) -> list[MicroBatchPart]:
-        heads = [(str(kind), list(shape)) for kind, shape in head]
-        buffer = torch.empty(room(heads), dtype=torch.uint8)
-        self._local.exchange([], [(0, buffer)] if buffer.numel() else []).wait()
-        return [MicroBatchPart(*values) for values in unpack(body, unflatten(heads, buffer))]
-
-
 class SelfSharded:
     """Takes the samples that the stream gives each rank. Each step announces their number; a worker whose stream has ended gets ghosts."""
 
-    reads = True
     wanted: tuple[int, ...] = (0,)
     cost = 'shard="mine": each worker reads its own part, and the workers tell each other at every step how many samples they have'
 

@@ -164,7 +164,6 @@ class Subgroups:
     def __init__(self, context: SyncContext, hosts: Callable[[], Topology]) -> None:
         self.norms: Group | None = None
         self.host: Group | None = None
-        self.hosted = False  # whether the group of this worker's host was ever asked for
         self._context, self._hosts = context, hosts
         context.local = self.within_host
 
@@ -179,7 +178,6 @@ class Subgroups:
     def within_host(self) -> Group:
         """Return the group of the workers of this host. Collective at first."""
         if self.host is None:
-            self.hosted = True
             self.host = within_host(self._context.group, self._hosts())
             self._context.extra_groups.append(self.host)
         return self.host

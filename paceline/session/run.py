@@ -19,12 +19,13 @@ from paceline.comm.group import Group
 from paceline.data.costs import Cost
 from paceline.data.shares import AskedShares
 from paceline.data.spec import Loss as Reduction
-from paceline.data.spec import Readers, Sharding, Weigh
+from paceline.data.spec import Sharding, Weigh
 from paceline.errors import UsageError
 from paceline.fault import catalogue
 from paceline.fault.manifest import Best
 from paceline.formatting import spell
 from paceline.parallel.pipelining.batches import Loss
+from paceline.removed import removed
 from paceline.session.checkpoint.best import asked
 from paceline.session.checkpoint.saving import SaveRequest
 from paceline.session.inference import ModelInference
@@ -169,6 +170,9 @@ class Run:
     def prepare(self, a: P, b: P, c: P, d: P, e: P, f: P, /, *more: P, **options: Unpack[PrepareKeywords]) -> tuple[Any, ...]: ...
     @overload
     def prepare(self, **options: Unpack[PrepareKeywords]) -> tuple[()]: ...
+    @removed(
+        readers="each worker reads the whole stream: leave readers out, or say shard='mine' if the stream gives each rank its own samples"
+    )
     def prepare(
         self,
         *objects: Any,
@@ -180,7 +184,6 @@ class Run:
         batchnorm: BatchNorm | None = None,
         train: bool | None = None,
         pad: bool | None = None,
-        readers: Readers | None = None,
         shard: Sharding | None = None,
         cut: Asked | None = None,
         init: Init | None = None,
@@ -197,14 +200,14 @@ class Run:
         to samples for each worker, or "auto": by the speeds of workers, which are measured in the first steps and followed from there on.
         `batchnorm`: "sync" (default: statistics of the global batch) or "local". `train`: whether loaders are for training (default: what
         torch.is_grad_enabled() is when iterated). `pad`: in evaluation a worker without samples gets the batch's first (left out by
-        `gather`, `mean` and `log`), and not 0 rows. `readers`, `shard`: see `paceline.data.loader.deal`. `cut`: a cut or several, by which
-        workers along an axis of the mesh get their parts of the models (`paceline run --cut` overrides it). `init`: what a model begins
-        with, as a file of weights, a state dict, or a function of each module of a model that was built under `pl.meta()`. An option that
-        is said where there is no loader (or model) yet is kept for those of later calls, unless they say something else.
+        `gather`, `mean` and `log`), and not 0 rows. `shard`: "mine" for a stream that gives each rank its own samples.
+        `cut`: a cut or several, by which workers along an axis of the mesh get their parts of the models (`paceline run --cut`
+        overrides it). `init`: what a model begins with, as a file of weights, a state dict, or a function of each
+        module of a model that was built under `pl.meta()`. An option that is said where there is no loader (or model) yet is kept for those of later calls, unless they say something else.
 
         Raises `UsageError` for what can't be prepared, on every worker if their models differ.
         """
-        options = {"loss": loss, "weigh": weigh, "accumulate": accumulate, "shares": shares, "readers": readers}
+        options = {"loss": loss, "weigh": weigh, "accumulate": accumulate, "shares": shares}
         more = {"batchnorm": batchnorm, "cut": cut, "init": init, "cost": cost, "shard": shard}
         ready = self._prepared.prepare(objects, {**options, **more, "train": train, "pad": pad})
         self._hints.introduce(self._axes, spell(self._parts.strategy))

@@ -431,7 +431,6 @@ class Own(DataLoader):
         (seeded(), {"accumulate": 2, "train": False}, "isn't trained on"),
         (seeded(), {"loss": "max"}, "possible: mean, sum"),
         (seeded(), {"loss": "sum", "weigh": len}, "leave one of them out"),
-        (seeded(), {"readers": "host"}, "for streams"),
         (seeded(), {"shard": "mine"}, "for streams"),
         (seeded(), {"shares": [1, 2, 3, 4, 5]}, "5 numbers for"),
     ],

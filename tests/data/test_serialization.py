@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.data.serialization import flatten, pack, room, unflatten, unpack
+from paceline.data.serialization import pack, unpack
 from paceline.errors import DataError
 
 
@@ -23,10 +23,5 @@ def test_values_travel_with_their_types():
     assert torch.equal(back[3], value[3]) and back["b"]["empty"].shape == (0, 4)
     assert back["b"]["half"].dtype == torch.bfloat16 and back["b"]["half"].shape == ()
     assert back["n"].dtype == np.int16 and back["s"] == np.float32(1.5) and type(back["s"]) is np.float32
-    apart: list[torch.Tensor] = []
-    body = pack(value, apart=apart)
-    heads, buffer = flatten(apart)
-    assert buffer.numel() == room(heads)
-    assert torch.equal(unpack(body, unflatten(heads, buffer))[3], value[3])
     with pytest.raises(DataError, match=r"a batch holds a builtins\.set"):
         pack({1, 2}, what="a batch")

@@ -11,7 +11,7 @@ from paceline.comm.agreement import Agreement
 from paceline.comm.threads import spawn
 from paceline.data.loader import deal
 from paceline.data.serialization import pack, unpack
-from paceline.errors import DataError, Mismatch
+from paceline.errors import DataError
 from tests.harness.loaders import plain, run, steps, walk
 
 SIZES = [1, 2, 3]
@@ -93,20 +93,6 @@ def streams(kind=Count, batch=8, **options):
     return lambda: DataLoader(kind(), batch, **options)
 
 
-def host_run(size, make, hosts, epochs=1, **options):
-    """As `run`, with readers="host"."""
-
-    def body(group):
-        mine = hosts[group.rank]
-        locals_ = [group.sub([rank for rank in range(size) if hosts[rank] == host]) for host in sorted(set(hosts))]
-        local = next(sub for host, sub in zip(sorted(set(hosts)), locals_, strict=True) if host == mine)
-        loader = deal(make(), Agreement(group), readers="host", local=local, **options)
-        return walk(loader, epochs), loader
-
-    results = spawn(size, body)
-    return [result[0] for result in results], [result[1] for result in results]
-
-
 CASES = {
     "alone": streams(),
     "two dataloader workers": streams(num_workers=2),
@@ -159,56 +145,6 @@ def test_evaluation_of_a_stream_has_no_ghosts():
     seen = run(3, lambda: DataLoader(Count(10), 4), train=False)
     assert [ids for _, ids in seen[2][0]] == [[3], [7], []]
     assert steps(seen) == plain(DataLoader(Count(10), 4))[0]
-
-
-READING = ["alone", "two dataloader workers", "whole batches"]
-HOSTS = [(0, 0), (0, 0, 1), (0, 1, 0, 1), (0, 1)]
-
-
-@pytest.mark.each_choice
-@pytest.mark.parametrize(("name", "accumulate", "hosts"), several(product(READING, (1, 2), HOSTS), [(1, HOSTS[1]), (2, HOSTS[2])]))
-def test_one_reader_per_host(name, accumulate, hosts):
-    seen, loaders = host_run(len(hosts), CASES[name], hosts, epochs=2, accumulate=accumulate)
-    assert [steps(seen, 0), steps(seen, 1)] == expected(name)
-    states = [pack(loader.state_dict()) for loader in loaders]
-    assert len(set(states)) == 1
-
-
-def test_only_the_first_of_a_host_reads():
-    seen, loaders = host_run(4, streams(Remembering), (0, 0, 1, 1))
-    assert [loader.dataset.reads for loader in loaders] == [100, 0, 100, 0]
-    assert steps(seen) == plain(streams()())[0]
-
-
-def test_batches_that_are_handed_over_keep_their_structure():
-    def collate(samples):
-        numbers = torch.stack(samples)
-        return {
-            "x": numbers.float(),
-            "y": (numbers, [str(int(number)) for number in numbers], None),
-            "n": len(samples),
-            "b": numbers.to(torch.bfloat16),
-        }
-
-    def ids(batch):
-        assert batch["y"][1] == [str(number) for number in batch["y"][0].tolist()]
-        assert batch["x"].dtype == torch.float32 and batch["b"].dtype == torch.bfloat16 and type(batch["y"]) is tuple
-        return batch["y"][0].tolist()
-
-    def body(group):
-        loader = deal(DataLoader(Count(), 8, collate_fn=collate), Agreement(group), readers="host", local=group.sub([0, 1, 2]))
-        return walk(loader, 1, ids)
-
-    assert steps(spawn(3, body)) == plain(streams()())[0]
-
-
-def test_a_batch_that_cannot_be_handed_over_raises():
-    def body(group):
-        loader = deal(DataLoader(Count(), 8, collate_fn=set), Agreement(group), readers="host", local=group.sub([0, 1]))
-        return walk(loader)
-
-    with pytest.raises((DataError, Mismatch), match=r"a batch holds a builtins\.set"):
-        spawn(2, body)
 
 
 class Sharded(Count):
@@ -509,10 +445,7 @@ def test_a_stream_that_looks_sharded_raises(fields):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"readers": "rank"}, "readers='rank' is unknown; possible: host, worker"),
         ({"shard": "yours"}, "shard='yours' is unknown; possible: mine, none"),
-        ({"readers": "host"}, "local="),
-        ({"readers": "host", "shard": "mine"}, "honoured"),
     ],
 )
 def test_terms_of_a_stream_that_make_no_sense_raise(options, said):

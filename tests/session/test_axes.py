@@ -189,7 +189,6 @@ REFUSED: list[tuple[str, Callable[[Run], Any], Any, str]] = [
     ("data=2", prepared(columns()), None, r"cut=columns\(\) is along `tensor`, and the mesh \(data=2\) doesn't have that: say pl.start"),
     ("tensor=2", prepared("columns"), None, "cut='columns' is no cut; write e.g. cut="),
     ("tensor=2", prepared(3), None, "cut=3 is no cut; write e.g. cut="),
-    ("tensor=2", lambda run: run.prepare(batches(), readers="host"), None, 'readers="host" can\'t be had yet where the mesh'),
     ("tensor=2", lambda run: run.prepare(batches(), shard="mine"), None, 'shard="mine" has each rank read samples of its own, and workers'),
     ("tensor=2", prepared(), pl.ParameterServer(), r"ParameterServer\(\): servers keep whole parameters, and the mesh cuts along tensor"),
     ("tensor=2", prepared(), pl.LocalSGD(pl.adaptive()), "each part of a cut model would find another length; give a number of steps"),

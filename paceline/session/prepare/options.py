@@ -16,7 +16,7 @@ from paceline.data.checks import check_options
 from paceline.data.costs import Cost
 from paceline.data.loader import ShareLoader
 from paceline.data.shares import AskedShares, policy
-from paceline.data.spec import Loss, Readers, Sharding, Weigh
+from paceline.data.spec import Loss, Sharding, Weigh
 from paceline.errors import UsageError
 from paceline.formatting import unknown
 from paceline.session.prepare.cuts import Asked
@@ -54,14 +54,13 @@ class PrepareKeywords(TypedDict, total=False):
     batchnorm: BatchNorm | None
     train: bool | None
     pad: bool | None
-    readers: Readers | None
     shard: Sharding | None
     cut: Asked | None
     init: Init | None
 
 
 DEFAULTS: Mapping[str, Any] = {
-    **{"loss": "mean", "weigh": None, "accumulate": 1, "shares": None, "readers": "worker", "shard": None, "train": None},
+    **{"loss": "mean", "weigh": None, "accumulate": 1, "shares": None, "shard": None, "train": None},
     "pad": False,
     "cost": None,
     "batchnorm": "sync",
@@ -69,7 +68,7 @@ DEFAULTS: Mapping[str, Any] = {
     "init": None,
 }
 OF_MODELS = frozenset({"batchnorm", "cut", "init"})
-OF_STREAMS = frozenset({"readers", "shard"})
+OF_STREAMS = frozenset({"shard"})
 
 
 class PrepareOptions:

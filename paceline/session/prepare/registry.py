@@ -236,10 +236,9 @@ class Prepared:
 
     def _deal(self, loader: DataLoader[Any], options: dict[str, Any]) -> ShareLoader:
         tensor_peers.check(options, self.axes)
-        local = self.subgroups.within_host() if options["readers"] == "host" else None
         loop, say, move = self._loop, self.context.announce, tensor_peers.compared(mover(self._device), self.axes)
         self._trial.check(loader, options, lockstep=self._sample_queue is None, tables=bool(self.tables.kept))
-        options |= {"local": local, "sample_queue": self._sample_queue, "speeds": self._speeds, "trial": self._trial}
+        options |= {"sample_queue": self._sample_queue, "speeds": self._speeds, "trial": self._trial}
         dealt = deal(loader, self.context.agreement, hooks=loop, say=say, move=move, **options)
         self.loaders.append(dealt)
         self._add("loader", dealt)
@@ -267,10 +266,6 @@ class Prepared:
         """Make the groups of layers and loaders anew, as the workers have changed. Collective."""
         self.subgroups.forget()
         self._synchronise(self._synchronous)
-        if self.subgroups.hosted:
-            local = self.subgroups.within_host()
-            for loader in self.loaders:
-                loader.terms.move_within_host(local)
 
     def release(self, *, failed: bool) -> None:
         """Make models plain again and close tables, as the run ends on this worker."""

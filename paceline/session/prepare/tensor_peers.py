@@ -27,8 +27,6 @@ def check(options: Mapping[str, Any], axes: RunAxes) -> None:
     """Raise `UsageError` for options of a loader that can't be had where workers have the same samples."""
     if axes.mesh.extent("tensor") * axes.mesh.extent("stage") == 1:
         return
-    if options["readers"] == "host":
-        axes.refuse('readers="host"', "leave it out, and each worker reads the stream")
     if options["shard"] == "mine":
         raise UsageError(
             f'shard="mine" has each rank read samples of its own, and workers along `stage` and `tensor` of the mesh ({axes.mesh}) need '

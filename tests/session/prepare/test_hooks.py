@@ -364,7 +364,7 @@ def test_a_loader_prepared_before() -> None:
         ({"accumulate": 2.0}, "accumulate is 2.0"),
         ({"shares": [1, 2, 3, 4]}, "4 numbers for 2 workers"),
         ({"shares": [0, 0]}, "at least one above zero"),
-        ({"readers": "host"}, "for streams"),
+        ({"readers": "host"}, "leave it out"),
         ({"loss": "sum", "weigh": len}, "leave one of them out"),
     ],
 )

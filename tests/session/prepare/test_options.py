@@ -103,11 +103,11 @@ def test_what_is_for_streams_is_kept_for_streams() -> None:
         def __iter__(self) -> Any:
             return iter(range(8))
 
-    def body(run: Run) -> list[str]:
-        run.prepare(net(), readers="host")
-        return [run.prepare(loader).terms.readers for loader in (batches(), DataLoader(Counting(), 4))]
+    def body(run: Run) -> list[str | None]:
+        run.prepare(net(), shard="none")
+        return [run.prepare(loader).terms.shard for loader in (batches(), DataLoader(Counting(), 4))]
 
-    assert workers(2, body) == [["worker", "host"]] * 2
+    assert workers(2, body) == [[None, "none"]] * 2
 
 
 def test_batchnorm_said_before_the_model() -> None:
