@@ -203,7 +203,8 @@ class Run:
         `gather`, `mean` and `log`), and not 0 rows. `shard`: "mine" for a stream that gives each rank its own samples.
         `cut`: a cut or several, by which workers along an axis of the mesh get their parts of the models (`paceline run --cut`
         overrides it). `init`: what a model begins with, as a file of weights, a state dict, or a function of each
-        module of a model that was built under `pl.meta()`. An option that is said where there is no loader (or model) yet is kept for those of later calls, unless they say something else.
+        module of a model that was built under `pl.meta()`.
+        An option that is said where there is no loader (or model) yet is kept for those of later calls, unless they say something else.
 
         Raises `UsageError` for what can't be prepared, on every worker if their models differ.
         """
