@@ -11,16 +11,14 @@ from paceline.errors import DataError
 from paceline.formatting import unknown
 
 
-def check_loader(loader: DataLoader[Any], loss: str, weigh: Weigh | None, accumulate: int | str, train: bool | None) -> None:
+def check_loader(loader: DataLoader[Any], loss: str, weigh: Weigh | None) -> None:
     """Raise `DataError` for a loader that can't be dealt, or not with these options."""
     kind = type(loader)
     if not isinstance(loader, DataLoader) or kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator:
         raise DataError(f"a {kind.__qualname__} can't be dealt, as it reads in its own way: give a plain torch.utils.data.DataLoader")
     if not loader.in_order:
         raise DataError("in_order=False can't be honoured: all workers need the same batches in the same order; leave it out")
-    check_options(loss, weigh, accumulate)
-    if train is False and accumulate != 1:
-        raise DataError(f"accumulate is {accumulate} for a loader that isn't trained on: leave it out")
+    check_options(loss, weigh)
 
 
 def check_cost(loader: DataLoader[Any], cost: Any, *, lockstep: bool) -> None:
@@ -44,16 +42,12 @@ def check_cost(loader: DataLoader[Any], cost: Any, *, lockstep: bool) -> None:
         )
 
 
-def check_options(loss: str, weigh: Weigh | None, accumulate: int | str) -> None:
+def check_options(loss: str, weigh: Weigh | None) -> None:
     """Raise `DataError` for options by which no loader can be dealt."""
     if wrong := unknown("loss", loss, Loss):
         raise DataError(f"{wrong} (as the loss function's reduction is)")
     if loss == "sum" and weigh is not None:
         raise DataError("weigh is for losses that are a mean, and loss is 'sum': leave one of them out")
-    if accumulate != "auto" and (type(accumulate) is not int or accumulate < 1):
-        raise DataError(
-            f"accumulate is {accumulate!r}: it must be an integer, 1 or more: the number of micro-batches of a global batch, or 'auto'"
-        )
 
 
 def check_speeds(shard: str | None, *, lockstep: bool) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import struct
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -176,10 +176,9 @@ def _exchange(heavy: _Load, light: _Load) -> bool:
     return True
 
 
-class MicroBatchDeal(NamedTuple):
-    """A micro-batch that is dealt by cost: the places in the global batch of each rank's samples, and what they cost."""
+class BatchDeal(NamedTuple):
+    """A global batch that is dealt by cost: the places in it of each rank's samples, and what they cost."""
 
-    first: int  # the place of its first sample
     places: list[list[int]]
     costs: list[float]  # of each rank's samples together
 
@@ -188,33 +187,18 @@ class MicroBatchDeal(NamedTuple):
         """How many samples each rank has."""
         return [len(places) for places in self.places]
 
-    @property
-    def rows(self) -> list[list[int]]:
-        """The places of each rank's samples in this micro-batch."""
-        return [[place - self.first for place in places] for places in self.places]
-
     def of(self, batch: Any, rank: int) -> Any:
         """Return the indices of one rank's samples, where `batch` has those of the global batch."""
         places = self.places[rank]
         return batch[places] if isinstance(batch, Tensor | np.ndarray) else [batch[place] for place in places]
 
 
-def deal_micros(
-    costs: Sequence[float], spans: Iterable[tuple[int, int]], parts: Callable[[float], Sequence[float]], *, pads: bool = False
-) -> list[MicroBatchDeal]:
-    """Deal the micro-batches of a global batch with these costs: places `spans` of it. `parts` are those of each rank in a sum of costs.
-
-    `pads`: each worker pads its samples to the longest.
-    """
-    dealt = []
-    for first, last in spans:
-        mine = costs[first:last]
-        known = mine if any(mine) else [1.0] * len(mine)  # of no cost at all: by count
-        places = (deal_padded if pads else deal_by_cost)(known, parts(math.fsum(known)))
-        theirs = [[mine[place] for place in of] for of in places]
-        work = [len(of) * max(of, default=0.0) if pads else math.fsum(of) for of in theirs]
-        dealt.append(MicroBatchDeal(first, [[first + place for place in of] for of in places], work))
-    return dealt
+def deal_batch(costs: Sequence[float], parts: Callable[[float], Sequence[float]], *, pads: bool = False) -> BatchDeal:
+    """Deal a global batch with these costs. `parts` are those of each rank in a sum of costs; `pads`: each worker pads to the longest."""
+    known = costs if any(costs) else [1.0] * len(costs)  # of no cost at all: by count
+    places = (deal_padded if pads else deal_by_cost)(known, parts(math.fsum(known)))
+    theirs = [[costs[place] for place in of] for of in places]
+    return BatchDeal(places, [len(of) * max(of, default=0.0) if pads else math.fsum(of) for of in theirs])
 
 
 class SampleCosts:

@@ -8,28 +8,25 @@ All indices of an epoch are drawn before it begins, as long as they are not too 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
 
-from paceline.comm.group import pieces
 from paceline.comm.sample_queue import SampleQueue
 from paceline.data import rng
 from paceline.data.indexed import IndexedPipeline, IndexFeed
 from paceline.data.reader_failure import read
 from paceline.data.sampler import is_list
-from paceline.data.spec import GlobalBatch, LoaderSpec, MicroBatchPart
+from paceline.data.spec import GlobalBatch, LoaderSpec, SharePart
 from paceline.errors import DataError, UsageError
 
 PART = 1 << 20  # indices, about, that are drawn at a time
 
 
 class StepSamples(NamedTuple):
-    """The samples of a step: this worker's, in so many micro-batches, of a global batch of `whole`."""
+    """The samples of a step: this worker's, of a global batch of `whole`."""
 
     samples: int
-    micros: int
     whole: int
 
 
@@ -61,9 +58,8 @@ class QueueFeed(IndexFeed):
         whole = self.indices.batch(batch)
         assert whole is not None, f"batch {batch} is not here"
         mine = whole[start:stop]
-        micros = pieces(len(mine), self.terms.turns(len(mine)))
-        self._waiting.extend((mine[first:last], MicroBatchPart(last - first, last - first, None)) for first, last in micros)
-        self.steps.append(StepSamples(len(mine), len(micros), len(whole)))
+        self._waiting.append((mine, SharePart(len(mine), len(mine), None)))
+        self.steps.append(StepSamples(len(mine), len(whole)))
         self.latest = max(self.latest, batch)
         return True
 
@@ -132,10 +128,9 @@ class DynamicPipeline(IndexedPipeline):
         if first is None:
             return None
         taken = self._feed.steps.popleft()
-        weights = [float(last - start) for start, last in pieces(taken.samples, taken.micros)]
-        return GlobalBatch(taken.samples, taken.micros, self._rest(first, taken.micros), [None] * taken.micros, weights, float(taken.whole))
+        return GlobalBatch(taken.samples, lambda: first, None, float(taken.samples), float(taken.whole))
 
-    def _first(self) -> MicroBatchPart | None:
+    def _first(self) -> SharePart | None:
         """Read the first part of the next piece; None where the epoch is over."""
         while True:
             part = self._next()
@@ -145,21 +140,13 @@ class DynamicPipeline(IndexedPipeline):
                 return None
             self._open(rng.of_readers(self.terms.loader.generator, self.terms.rank))
 
-    def _next(self) -> MicroBatchPart | None:
+    def _next(self) -> SharePart | None:
         assert self._batches is not None
         data = read(self._batches, self)
         if data is self:
             return None
         _, part = self._feed.dealt.popleft()
         return part._replace(batch=data)
-
-    def _rest(self, first: MicroBatchPart, count: int) -> Iterator[MicroBatchPart]:
-        yield first
-        for _ in range(count - 1):
-            part = self._next()
-            if part is None:
-                raise DataError("the data set ended an epoch by itself: StopIteration came out of its __getitem__")
-            yield part
 
     def _further(self) -> bool:
         """Meet for the next part of the epoch, as all have taken what there was. False at its end."""

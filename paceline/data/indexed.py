@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Final
 
@@ -12,12 +12,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from paceline.data import rng
-from paceline.data.costs import MicroBatchDeal
+from paceline.data.costs import BatchDeal
 from paceline.data.empty_batch import emptied
 from paceline.data.reader_failure import read
 from paceline.data.sampler import EpochIndices, is_list
 from paceline.data.shares import spans
-from paceline.data.spec import GlobalBatch, LoaderSpec, MicroBatchPart, Pipeline, source, whole_rows
+from paceline.data.spec import GlobalBatch, LoaderSpec, Pipeline, SharePart, source, whole_rows
 from paceline.errors import DataError
 
 READ_WHOLE = "each item of the data set is a whole batch here (batch_size=None): every worker reads it all and takes its rows along dim 0"
@@ -30,12 +30,12 @@ class IndexFeed:
     def __init__(self, terms: LoaderSpec) -> None:
         self.terms = terms
         self.indices: EpochIndices | None = None
-        self.dealt: deque[tuple[int, MicroBatchPart]] = deque()
+        self.dealt: deque[tuple[int, SharePart]] = deque()
         self.round = 0  # lists that were asked for in an earlier round are discarded
         self.ghosts = True  # what is asked for where a share is empty, as the terms were when it was begun with
         self._step = 0
-        self._waiting: deque[tuple[Any, MicroBatchPart]] = deque()
-        self._deals: dict[int, list[MicroBatchDeal]] = {}  # by step, of those that are asked for or under way
+        self._waiting: deque[tuple[Any, SharePart]] = deque()
+        self._deals: dict[int, BatchDeal] = {}  # by step, of those that are asked for or under way
 
     def __iter__(self) -> IndexFeed:
         return self
@@ -60,7 +60,7 @@ class IndexFeed:
         self._waiting.clear()
         self._deals.clear()
 
-    def deal(self, step: int, batch: Any) -> list[MicroBatchDeal]:
+    def deal(self, step: int, batch: Any) -> BatchDeal:
         """Return the global batch of a step as it is dealt by cost, once."""
         if step not in self._deals:
             self._deals[step] = self.terms.deal(batch)
@@ -71,34 +71,31 @@ class IndexFeed:
         for over in [known for known in self._deals if known < step]:
             del self._deals[over]
 
-    def _cut(self, batch: Any) -> Iterator[tuple[Any, MicroBatchPart]]:
+    def _cut(self, batch: Any) -> Iterator[tuple[Any, SharePart]]:
         terms = self.terms
         if terms.loader.batch_sampler is None and not is_list(batch):
-            yield batch, MicroBatchPart(0, 0, None)  # one item, cut when it has been read
+            yield batch, SharePart(0, 0, None)  # one item, cut when it has been read
             return
         count = len(batch)
-        if terms.alone and terms.turns(count) == 1:
-            yield batch, MicroBatchPart(count, count, None)
+        if terms.alone:
+            yield batch, SharePart(count, count, None)
             return
         if terms.by_cost:
             yield from self._cut_by_cost(batch)
             return
-        for first, shares in terms.micros(count):
-            start, stop = spans(shares)[terms.rank]
-            mine = batch if stop - start == count else batch[first + start : first + stop] if stop > start else batch[:1]
-            twice = stop == start and not self.ghosts
-            yield mine, MicroBatchPart(sum(shares), stop - start, TWICE if twice else None)
-            if twice:
-                yield [*mine, *mine], MicroBatchPart(sum(shares), 0, None)
+        start, stop = spans(terms.shares(count))[terms.rank]
+        twice = stop == start and not self.ghosts
+        yield batch[start:stop] if stop > start else batch[:1], SharePart(count, stop - start, TWICE if twice else None)
+        if twice:
+            yield [*batch[:1], *batch[:1]], SharePart(count, 0, None)
 
-    def _cut_by_cost(self, batch: Any) -> Iterator[tuple[Any, MicroBatchPart]]:
-        rank = self.terms.rank
-        for micro in self.deal(self._step, batch):
-            whole, share, mine = sum(micro.shares), len(micro.places[rank]), micro.of(batch, rank)
-            twice = not share and not self.ghosts
-            yield mine if share else batch[:1], MicroBatchPart(whole, share, TWICE if twice else None, micro.costs[rank])
-            if twice:
-                yield [*batch[:1], *batch[:1]], MicroBatchPart(whole, 0, None)
+    def _cut_by_cost(self, batch: Any) -> Iterator[tuple[Any, SharePart]]:
+        rank, dealt = self.terms.rank, self.deal(self._step, batch)
+        share, count = len(dealt.places[rank]), len(batch)
+        twice = not share and not self.ghosts
+        yield dealt.of(batch, rank) if share else batch[:1], SharePart(count, share, TWICE if twice else None, dealt.costs[rank])
+        if twice:
+            yield [*batch[:1], *batch[:1]], SharePart(count, 0, None)
 
 
 class IndexedPipeline(Pipeline):
@@ -111,8 +108,8 @@ class IndexedPipeline(Pipeline):
         self._loader: DataLoader[Any] | None = None
         self._batches: Iterator[Any] | None = None
         self._asked = -1  # the step asked for last
-        self._left = 0  # parts of it that have not been read
-        self._held: tuple[int, tuple[MicroBatchPart, Any]] | None = None  # what was read ahead for `peek`, and its round
+        self._unread = False  # its part has not been read
+        self._held: tuple[int, tuple[SharePart, Any]] | None = None  # what was read ahead for `peek`, and its round
         self.at_once: int | None = None  # as in `EpochIndices`
 
     def begin(self, epoch: int, state: dict[str, Any] | None) -> int:
@@ -168,16 +165,15 @@ class IndexedPipeline(Pipeline):
         terms, count = self.terms, len(batch)
         self._feed.forget(index)
         dealt = self._feed.deal(index, batch) if terms.by_cost else None
-        shares: list[Sequence[int]] = [each for _, each in terms.micros(count)] if dealt is None else [micro.shares for micro in dealt]
-        if self._feed.ghosts and not terms.ghosts and any(each[terms.rank] == 0 for each in shares):
+        shares = terms.shares(count) if dealt is None else dealt.shares
+        if self._feed.ghosts and not terms.ghosts and shares[terms.rank] == 0:
             self.redeal(index)
-        turns = self._left = len(shares)
-        rows = None if dealt is None else [micro.rows for micro in dealt]
-        return GlobalBatch(count, turns, self._parts(turns), list(map(source, shares)), rows=rows)
+        self._unread = True
+        return GlobalBatch(count, self._part, source(shares), rows=None if dealt is None else dealt.places)
 
     def peek(self) -> Any:
-        whole = self.terms.loader.batch_sampler is None and self._left == 0  # perhaps items that are whole batches
-        if whole or (not self._left and self._found.batch(self._asked + 1) is None):
+        whole = self.terms.loader.batch_sampler is None and not self._unread  # perhaps items that are whole batches
+        if whole or (not self._unread and self._found.batch(self._asked + 1) is None):
             return None
         if self._held is None or self._held[0] != self._feed.round:
             self._held = self._feed.round, self._read()
@@ -235,20 +231,16 @@ class IndexedPipeline(Pipeline):
             self._loader = like(loader, self._feed, seeds, batched=loader.batch_sampler is not None)
         self._batches = iter(self._loader)
 
-    def _parts(self, turns: int) -> Iterator[MicroBatchPart]:
-        for _ in range(turns):
-            yield self._part()
-
-    def _part(self) -> MicroBatchPart:
+    def _part(self) -> SharePart:
         part, data = self._read()
-        self._left -= 1
+        self._unread = False
         return part._replace(batch=data)
 
     def _emptied(self, data: Any) -> Any:
         twice = self._read()[1]
         return data if self.terms.ghosts else emptied(data, twice, surely=not self.terms.training)
 
-    def _read(self) -> tuple[MicroBatchPart, Any]:
+    def _read(self) -> tuple[SharePart, Any]:
         """Read the next part that isn't discarded, with its batch."""
         held, self._held = self._held, None
         if held is not None and held[0] == self._feed.round:

@@ -6,7 +6,7 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgpack
 from torch.utils.data import DataLoader, IterableDataset
@@ -22,7 +22,7 @@ from paceline.data.indexed import IndexedPipeline
 from paceline.data.outline import difference
 from paceline.data.sampler import check_samplers
 from paceline.data.shares import AskedShares, policy, probe
-from paceline.data.spec import GlobalBatch, LoaderSpec, Loss, MicroBatchPart, Pipeline, Sharding, Weigh, drained
+from paceline.data.spec import GlobalBatch, LoaderSpec, Loss, Pipeline, Sharding, SharePart, Weigh
 from paceline.data.stream import StreamPipeline, check_stream
 from paceline.errors import DataError
 
@@ -31,22 +31,20 @@ VERSION = 1
 
 @dataclass(slots=True)
 class Turn:
-    """One turn of the loop body: this worker's part of a global batch, or of one of its micro-batches."""
+    """One turn of the loop body: this worker's part of a global batch."""
 
     index: int  # step in the epoch
     epoch: int
-    global_batch: int  # samples of the step, over all workers and micro-batches
+    global_batch: int  # samples of the step, over all workers
     share: int  # this worker's of this turn
     weight: float  # this worker's of this turn: samples, or what `weigh` says
-    total: float  # the weights of the whole step, over all workers and micro-batches
+    total: float  # the weights of the whole step, over all workers
     ghost: bool  # the batch is another's: weight 0, its gradients are to be replaced by zeros
-    micro: int
-    last_micro: bool
     train: bool
-    scale: float  # the factor of this worker's gradients before they are summed over workers and micro-batches
+    scale: float  # the factor of this worker's gradients before they are summed over workers
     source: int | None = None  # where some worker has a ghost: the first one that has samples
     units: float = 0.0  # of work in this worker's share: its samples, or what they cost
-    rows: Sequence[Sequence[int]] | None = None  # of each rank, in this (micro-)batch: where they don't lie in order of ranks
+    rows: Sequence[Sequence[int]] | None = None  # of each rank, in this batch: where they don't lie in order of ranks
 
 
 class LoaderObserver(Protocol):
@@ -99,8 +97,6 @@ def deal(
     speeds: WorkerSpeeds | None = None,
     loss: Loss = "mean",
     weigh: Weigh | None = None,
-    accumulate: int | Literal["auto"] = 1,
-    trial: Callable[[LoaderSpec], tuple[int, ...]] | None = None,
     cost: Cost | None = None,
     train: bool | None = None,
     pad: bool = False,
@@ -113,21 +109,19 @@ def deal(
     """Deal `loader`, whose batch size is that of all workers together; called on all workers with the same arguments.
 
     `shares`: None (equal), one number per rank (ratios), a policy (samples of a global batch -> shares), or "auto": by `speeds`, as far
-    as known. `weigh(batch)` is the weight of a batch where the loss is a mean over something else than samples. `accumulate` cuts each
-    global batch, in training, into that many turns ("auto": as few as let each rank take at a time what `trial` finds for it).
-    `cost(sample)`: samples are dealt so that sums of these are in proportion to shares. `train` None: what torch.is_grad_enabled() is at
-    iter(). `pad`: an empty share is a ghost (the first sample of the batch) in evaluation, too, and not a batch of no rows. For streams:
+    as known. `weigh(batch)` is the weight of a batch where the loss is a mean over something else than samples.
+    `cost(sample)`: samples are dealt so that sums of these are in proportion to shares. `train` None: what torch.is_grad_enabled() is
+    at iter(). `pad`: an empty share is a ghost (the first sample of the batch) in evaluation, too, and not a batch of no rows. For streams:
     each worker reads everything, or `shard="mine"` (the stream gives each rank its own samples).
     `say` is called, once each, with surprising costs. `move` brings each
     batch to a device. `sample_queue`: where workers not in lockstep take samples to train on from.
 
     Raises `DataError` for a loader that can't be dealt: a DistributedSampler, a stream that shards itself, no length, no batch.
     """
-    check_loader(loader, loss, weigh, accumulate, train)
+    check_loader(loader, loss, weigh)
     dealt = policy(shares, agreement.group.size)
     options: dict[str, Any] = {"train": train, "pad": pad, "shard": shard, "say": say, "move": move}
-    micros: dict[str, Any] = {"trial": trial} if accumulate == "auto" else {"accumulate": accumulate}
-    terms = LoaderSpec(loader, agreement, dealt, loss=loss, weigh=weigh, asked=shares, **options, **micros)
+    terms = LoaderSpec(loader, agreement, dealt, loss=loss, weigh=weigh, asked=shares, **options)
     if not agreement.alone:
         terms.outline()
     if cost is not None:
@@ -152,7 +146,7 @@ def deal(
 class ShareLoader:
     """An iterable over this worker's share of each global batch; everything else (`dataset`, `batch_size`, ...) is the user's DataLoader's.
 
-    A step of `len()` is one global batch; with `accumulate=k` it takes k turns of the loop. `turn` is the present turn.
+    A step of `len()` is one global batch. `turn` is the present turn.
     """
 
     def __init__(self, terms: LoaderSpec, pipeline: Pipeline, hooks: LoaderObserver) -> None:
@@ -194,7 +188,6 @@ class ShareLoader:
         self.hooks.epoch_asked(self)
         if terms.agreement.recovery is not None:
             terms.outline()  # of one worker alone, too: others may join later
-        terms.try_memory()
         if (now := self.hooks.generation(self)) != self._generation:
             self._generation = now
             terms.reshare(terms.reshared())
@@ -247,7 +240,7 @@ class ShareLoader:
             self._pipeline.regroup(self._index)
 
     def _facts(self, step: int) -> list[Any]:
-        return [self.epoch, step, self.terms.training, self.terms.accumulate]
+        return [self.epoch, step, self.terms.training]
 
     def _follow(self) -> bool:
         """Deal to the present workers; whether they have changed."""
@@ -263,7 +256,7 @@ class ShareLoader:
         return changed
 
     def peek(self) -> Any:
-        """Return, in the loop body, this worker's part of the next (micro-)batch as it was read, for early use; it stays the next."""
+        """Return, in the loop body, this worker's part of the next batch as it was read, for early use; it stays the next."""
         return self._pipeline.peek() if self._open and self.turn is not None and not self._ending else None
 
     def finish(self) -> None:
@@ -273,12 +266,12 @@ class ShareLoader:
     def state_dict(self, *, redo: bool = False) -> dict[str, Any]:
         """Return the position of this loader, the same on every worker: numbers, text and tensors.
 
-        Inside the loop body the present step counts as done once its last turn has been reached; `redo=True` if it is to be done again.
+        Inside the loop body the present step counts as done; `redo=True` if it is to be done again.
         """
         head = {"version": VERSION, "stream": isinstance(self._pipeline, StreamPipeline), "epoch": self.epoch, **self.terms.saved_speeds()}
         if not self._open:
             return {**head, **(self._resumed or self._pipeline.next_epoch())}
-        done = self.turn is not None and self.turn.last_micro and not redo and not self._again
+        done = self.turn is not None and not redo and not self._again
         return {**head, "training": self.terms.training, **self._pipeline.state(self._index + 1 if done else self._index)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -310,20 +303,17 @@ class ShareLoader:
         terms = self.terms
         try:
             while (step := self._step()) is not None:
-                for micro in range(step.micros):
-                    turn, held = self._turn(step, micro)
-                    self.turn = turn
-                    self.hooks.turn_begins(self, turn)
-                    if terms.move is not None:
-                        held[0] = terms.move(held[0])
-                    if turn.train and terms.agreement.group.size > 1:
-                        self.lent = lent(held[0])
-                    yield held.pop()  # held by the script alone from here on
-                    if mine != self._round:
-                        raise DataError("a newer iter() of this loader has ended this one: a loader has one position")
-                    self.hooks.turn_ends(self)
-                    if self._again:
-                        break
+                turn, held = self._turn(step)
+                self.turn = turn
+                self.hooks.turn_begins(self, turn)
+                if terms.move is not None:
+                    held[0] = terms.move(held[0])
+                if turn.train and terms.agreement.group.size > 1:
+                    self.lent = lent(held[0])
+                yield held.pop()  # held by the script alone from here on
+                if mine != self._round:
+                    raise DataError("a newer iter() of this loader has ended this one: a loader has one position")
+                self.hooks.turn_ends(self)
                 if self._again or self._stale:
                     self._move()
                 else:
@@ -381,27 +371,26 @@ class ShareLoader:
             self._index = 0
 
     def _weighed(self, step: GlobalBatch) -> GlobalBatch:
-        """Return the step with the weights of its parts, which are read for it, and of all workers together."""
+        """Return the step with the weights of this worker's part, which is read for it, and of all workers together."""
         assert self.terms.weigh is not None
-        parts = list(step.parts)
-        weights = [_weight(self.terms.weigh, part) for part in parts]
-        answers = self.terms.agreement.meet("weights", struct.pack("<d", math.fsum(weights)))
+        part = step.take()
+        weight = _weight(self.terms.weigh, part)
+        answers = self.terms.agreement.meet("weights", struct.pack("<d", weight))
         total = math.fsum(struct.unpack("<d", answer)[0] for answer in answers)
-        return replace(step, parts=drained(parts), weights=weights, total=total)
+        return replace(step, make=lambda: part, weight=weight, total=total)
 
-    def _turn(self, step: GlobalBatch, micro: int) -> tuple[Turn, list[Any]]:
-        """Return the turn of a micro-batch, and a list of its batch: what takes it out holds it alone."""
-        part, terms, whole = next(step.parts), self.terms, step.global_batch
+    def _turn(self, step: GlobalBatch) -> tuple[Turn, list[Any]]:
+        """Return the turn of a global batch, and a list of this worker's part: what takes it out holds it alone."""
+        part, terms, whole = step.take(), self.terms, step.global_batch
         share, ghost = part.share, part.share == 0
-        weight, total = (share, whole) if step.weights is None else (step.weights[micro], step.total)
+        weight, total = (share, whole) if step.weight is None else (step.weight, step.total)
         scale = 0.0 if ghost or not total else 1.0 if terms.loss == "sum" else weight / total
-        last, source = micro == step.micros - 1, step.sources[micro]
-        units, rows = float(share) if part.units is None else part.units, None if step.rows is None else step.rows[micro]
-        turn = Turn(self._index, self.epoch, whole, share, weight, total, ghost, micro, last, terms.training, scale, source, units, rows)
+        units = float(share) if part.units is None else part.units
+        turn = Turn(self._index, self.epoch, whole, share, weight, total, ghost, terms.training, scale, step.source, units, step.rows)
         return turn, [part.batch]
 
 
-def _weight(weigh: Weigh, part: MicroBatchPart) -> float:
+def _weight(weigh: Weigh, part: SharePart) -> float:
     if part.share == 0:
         return 0.0
     weight = float(weigh(part.batch))
@@ -415,7 +404,7 @@ def _compare(terms: LoaderSpec, what: str, facts: list[Any]) -> None:
     if terms.agreement.alone:
         return
     mine = [*facts, probe(terms.shares, terms.loader.batch_size), terms.loss, terms.shard, terms.cost_kind]
-    names = [*("epoch", "step", "train", "accumulate")[: len(facts)], "shares", "loss", "shard", "cost="]
+    names = [*("epoch", "step", "train")[: len(facts)], "shares", "loss", "shard", "cost="]
     body = msgpack.packb((mine, terms.outline() if facts else {}))
     others = [msgpack.unpackb(answer) for answer in terms.agreement.compare(what, body)]
     for rank, (other, _) in enumerate(others):

@@ -1,4 +1,4 @@
-"""The reader of a stream, which a DataLoader's worker runs: commands say which batch to read, and how to cut it."""
+"""The reader of a stream, which a DataLoader's worker runs: commands say which batch to read, and which share of it to make."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from paceline.comm.group import pieces
 from paceline.data.empty_batch import collated_empty
 from paceline.data.serialization import pack
 from paceline.data.shares import proportional, spans
-from paceline.data.spec import MicroBatchPart
+from paceline.data.spec import SharePart
 from paceline.errors import DataError
 
-Cuts = tuple[tuple[int, tuple[int, ...]], ...]  # (first sample, shares) of each micro-batch
 BRIEF = 256  # elements of a tensor that its mark looks at
 
 
@@ -38,24 +36,24 @@ class ReadCommand(NamedTuple):
     oldest: int = 0
     start: ReadStart | None = None  # with the first command: begin anew
     batch: int | None = None  # samples of a whole batch; None: the stream gives batches by itself
-    cuts: Cuts = ()
-    wanted: tuple[int, ...] = ()  # the ranks whose parts are to be made
+    shares: tuple[int, ...] = ()  # of a whole batch
+    rank: int = 0  # whose share is to be made
     ghosts: bool = True  # what an empty share is: the first sample, or no rows
     train: bool = True  # and if these can't be had, the first sample nevertheless
 
 
 class ReadResult(NamedTuple):
-    """The answer of a reader: of each wanted rank its parts, by micro-batch (or the one batch that the stream gave, uncut)."""
+    """The answer of a reader: the part of the rank that asks (or the one batch that the stream gave, uncut)."""
 
     samples: int
-    parts: list[list[MicroBatchPart]]
+    part: SharePart | None
     whole: Any
     mark: int
     state: Any
     ended: bool = False
 
 
-NOTHING = ReadResult(0, [], None, 0, None, ended=True)
+NOTHING = ReadResult(0, None, None, 0, None, ended=True)
 
 
 class StreamReader(Dataset[Any]):
@@ -103,8 +101,8 @@ class ReadState:
                 return NOTHING
         samples, mark, state = self._kept[command.number]
         if command.batch is None:
-            return ReadResult(1, [], self.collate(samples), mark, state)
-        return ReadResult(len(samples), self._cut(samples, command), None, mark, state)
+            return ReadResult(1, None, self.collate(samples), mark, state)
+        return ReadResult(len(samples), self._part(samples, command), None, mark, state)
 
     def _begin(self, start: ReadStart, batch: int | None) -> None:
         """Read from the start, or from where the state says; without one, what was consumed is read again and left out."""
@@ -160,23 +158,18 @@ class ReadState:
                 return {"of_iterator": of_iterator, "state": copy.deepcopy(source.state_dict()), "over": over}
         return None
 
-    def _cut(self, samples: list[Any], command: ReadCommand) -> list[list[MicroBatchPart]]:
-        cuts = command.cuts if len(samples) == command.batch else recut(command.cuts, len(samples))
-        return [[self._part(samples, first, shares, rank, command=command) for first, shares in cuts] for rank in command.wanted]
-
-    def _part(self, samples: list[Any], first: int, shares: tuple[int, ...], rank: int, *, command: ReadCommand) -> MicroBatchPart:
-        start, stop = spans(shares)[rank]
+    def _part(self, samples: list[Any], command: ReadCommand) -> SharePart:
+        shares = command.shares if len(samples) == command.batch else last_shares(command.shares, len(samples))
+        start, stop = spans(shares)[command.rank]
         if start == stop:
             none = None if command.ghosts else collated_empty(self.collate, samples[0], surely=not command.train)
-            return MicroBatchPart(sum(shares), 0, self.collate(samples[:1]) if command.ghosts else none)
-        return MicroBatchPart(sum(shares), stop - start, self.collate(samples[first + start : first + stop]))
+            return SharePart(len(samples), 0, self.collate(samples[:1]) if command.ghosts else none)
+        return SharePart(len(samples), stop - start, self.collate(samples[start:stop]))
 
 
-def recut(cuts: Cuts, count: int) -> Cuts:
-    """Cut a last batch of `count` samples as the others are."""
-    ratios = [sum(shares[rank] for _, shares in cuts) for rank in range(len(cuts[0][1]))]
-    micros = pieces(count, min(len(cuts), count))
-    return tuple((first, proportional(stop - first, ratios)) for first, stop in micros)
+def last_shares(shares: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """Return the shares of a last batch of `count` samples, in proportion to those of the others."""
+    return proportional(count, shares)
 
 
 def _marked(sample: Any, count: int, before: int) -> int:

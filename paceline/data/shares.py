@@ -73,16 +73,6 @@ def parts(shares: Shares, total: float) -> tuple[float, ...]:
     return tuple(share * total / FINE for share in shares(FINE))
 
 
-def fewest(batch: int, shares: Shares, most: Sequence[int]) -> int:
-    """Return how few micro-batches a global batch can be cut into so that no rank has more than its `most` samples of any of them."""
-
-    def fits(count: int) -> bool:
-        sizes = {batch // count, -(-batch // count)}
-        return all(share <= limit for size in sizes for share, limit in zip(shares(size), most, strict=True))
-
-    return next((count for count in range(1, batch) if fits(count)), max(1, batch))
-
-
 def spans(shares: Sequence[int]) -> list[tuple[int, int]]:
     """Return (start, stop) of each rank's samples in the global batch: contiguous, in rank order."""
     stops = [0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -10,12 +10,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from paceline.comm.agreement import Agreement
-from paceline.comm.group import pieces
 from paceline.data.balance import SpeedShares, WorkerSpeeds
 from paceline.data.batches import cut, rows
-from paceline.data.costs import MicroBatchDeal, SampleCosts, deal_micros
+from paceline.data.costs import BatchDeal, SampleCosts, deal_batch
 from paceline.data.outline import Outline, outline
-from paceline.data.shares import AskedShares, Shares, fewest, parts, policy, spans
+from paceline.data.shares import AskedShares, Shares, parts, policy, spans
 
 Loss = Literal["mean", "sum"]
 Sharding = Literal["mine", "none"]
@@ -31,7 +30,6 @@ class LoaderSpec:
     shares: Shares
     loss: Loss = "mean"
     weigh: Weigh | None = None
-    accumulate: int = 1
     train: bool | None = None  # as the caller said; None: what torch.is_grad_enabled() is at iter()
     shard: Sharding | None = None
     say: Callable[[str], None] = lambda text: None
@@ -41,13 +39,10 @@ class LoaderSpec:
     idled: bool = False  # nothing was trained in the epoch before
     pad: bool = False  # an empty share is a ghost in evaluation, too
     asked: AskedShares = None  # shares as the caller said, for the workers that there were
-    trial: Callable[[LoaderSpec], tuple[int, ...]] | None = None  # finds `most`, where micro-batches are as large as memory allows
     costs: SampleCosts | None = None  # where samples differ, and are dealt by what they cost
     speeds: WorkerSpeeds | None = None  # of all workers, where shares are by speed
-    most: tuple[int, ...] | None = None  # the largest micro-batch that each rank stands
     _outline: Outline | None = None
     _said: set[str] = field(default_factory=set)
-    _fewest: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)  # by the present shares, as found already
 
     @property
     def rank(self) -> int:
@@ -77,42 +72,11 @@ class LoaderSpec:
     def reshare(self, shares: AskedShares) -> None:
         """Deal by other shares."""
         self.shares = policy(shares, self.agreement.group.size)
-        self._fewest.clear()
 
     def regroup(self, agreement: Agreement, shares: AskedShares) -> None:
         """Deal to the workers of this agreement, by these shares."""
         self.agreement = agreement
         self.reshare(shares)
-
-    def micros(self, batch: int) -> list[tuple[int, tuple[int, ...]]]:
-        """Return (first sample, shares) of each micro-batch of a global batch: the same samples for any number of workers."""
-        count = self.turns(batch)
-        if count == 1:
-            return [(0, self.shares(batch))]
-        return [(start, self.shares(stop - start)) for start, stop in pieces(batch, count)]
-
-    def turns(self, batch: int) -> int:
-        """Return how many micro-batches a global batch is cut into: none of them is empty."""
-        if not self.training:
-            return 1
-        return max(1, min(self.accumulate, batch)) if self.most is None else self.fewest(batch, self.most)
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether a global batch may be cut into micro-batches."""
-        return self.accumulate > 1 or self.trial is not None
-
-    def fewest(self, batch: int, most: tuple[int, ...]) -> int:
-        """Return how few micro-batches a global batch can be cut into, where each rank stands so many samples at a time."""
-        known = self._fewest.get((batch, most))
-        if known is None:
-            known = self._fewest[batch, most] = fewest(batch, self.shares, most)
-        return known
-
-    def try_memory(self) -> None:
-        """Find out how large micro-batches may be, before the first epoch of training. Collective."""
-        if self.trial is not None and self.training and self.most is None:
-            self.most = self.trial(self)
 
     @property
     def by_cost(self) -> bool:
@@ -124,11 +88,10 @@ class LoaderSpec:
         """How costs of samples add up, in a word."""
         return "none" if self.costs is None else "padded" if self.costs.pads else "sums"
 
-    def deal(self, batch: Any) -> list[MicroBatchDeal]:
-        """Deal each micro-batch of a global batch of indices by costs, which are known: the same samples for any number of workers."""
+    def deal(self, batch: Any) -> BatchDeal:
+        """Deal a global batch of indices by costs, which are known."""
         assert self.costs is not None
-        cuts = pieces(len(batch), self.turns(len(batch)))
-        return deal_micros(self.costs.of(batch), cuts, lambda total: parts(self.shares, total), pads=self.costs.pads)
+        return deal_batch(self.costs.of(batch), lambda total: parts(self.shares, total), pads=self.costs.pads)
 
     def reshared(self) -> AskedShares:
         """Return the requested shares, for the present workers: ratios and speeds go with their workers, and newcomers get the mean."""
@@ -173,8 +136,8 @@ def source(shares: Sequence[int]) -> int | None:
     return next((rank for rank, share in enumerate(shares) if share), None) if 0 in shares else None
 
 
-class MicroBatchPart(NamedTuple):
-    """A worker's part of a micro-batch: `share` of `whole` samples. An empty share is a ghost in training, and no rows in evaluation."""
+class SharePart(NamedTuple):
+    """A worker's part of a global batch: `share` of `whole` samples. An empty share is a ghost in training, and no rows in evaluation."""
 
     whole: int
     share: int
@@ -184,24 +147,20 @@ class MicroBatchPart(NamedTuple):
 
 @dataclass(slots=True)
 class GlobalBatch:
-    """A global batch: how many samples, in how many micro-batches, and this worker's part of each, made when asked for."""
+    """A global batch: how many samples it has, and this worker's part of it, which is made when it is taken."""
 
     global_batch: int
-    micros: int
-    parts: Iterator[MicroBatchPart]
-    sources: Sequence[int | None]  # of each micro-batch, as `source` says
-    weights: list[float] | None = None  # of this worker's parts, where they are not their samples
+    make: Callable[[], SharePart] | None  # None once the part was taken
+    source: int | None  # as `source` says
+    weight: float | None = None  # of this worker's part, where that isn't its samples
     total: float = 0.0  # of all workers
-    rows: Sequence[Sequence[Sequence[int]]] | None = (
-        None  # of each micro-batch, by rank: which rows are whose, where these don't lie in order
-    )
+    rows: Sequence[Sequence[int]] | None = None  # by rank: which rows are whose, where these don't lie in order
 
-
-def drained(parts: list[MicroBatchPart]) -> Iterator[MicroBatchPart]:
-    """Iterate over these parts, letting go of each as it is given."""
-    parts.reverse()
-    while parts:
-        yield parts.pop()
+    def take(self) -> SharePart:
+        """Make this worker's part, and let go of it: the caller alone holds its batch. Called once."""
+        make, self.make = self.make, None
+        assert make is not None, "a part is taken once"
+        return make()
 
 
 class Pipeline(Protocol):
@@ -263,21 +222,13 @@ class Pipeline(Protocol):
 
 def whole_rows(terms: LoaderSpec, item: Any) -> GlobalBatch:
     """Deal a batch that was read whole along dim 0 of its tensors."""
-    count = rows(item, missing=1 if terms.alone and not terms.accumulates else None)
-    micros = terms.micros(count)
+    count = rows(item, missing=1 if terms.alone else None)
+    shares = terms.shares(count)
+    start, stop = spans(shares)[terms.rank]
 
-    def parts() -> Iterator[MicroBatchPart]:
-        for micro in micros:
-            yield rows_part(terms, item, count, micro, terms.rank)
+    def make() -> SharePart:
+        if start == stop:
+            return SharePart(count, 0, cut(item, 0, 1 if terms.ghosts else 0, count))
+        return SharePart(count, stop - start, item if stop - start == count else cut(item, start, stop, count))
 
-    return GlobalBatch(count, len(micros), parts(), [source(shares) for _, shares in micros])
-
-
-def rows_part(terms: LoaderSpec, item: Any, count: int, micro: tuple[int, tuple[int, ...]], rank: int) -> MicroBatchPart:
-    """Make the part of `rank` in the micro-batch `micro` of `item`, which has `count` rows."""
-    first, shares = micro
-    start, stop = spans(shares)[rank]
-    if start == stop:
-        return MicroBatchPart(sum(shares), 0, cut(item, 0, 1 if terms.ghosts else 0, count))
-    mine = item if stop - start == count else cut(item, first + start, first + stop, count)
-    return MicroBatchPart(sum(shares), stop - start, mine)
+    return GlobalBatch(count, make, source(shares))

@@ -191,9 +191,9 @@ class StreamPipeline(Pipeline):
         self._batches = iter(self._loader)
 
     def _ask(self) -> ReadCommand:
-        batch, cuts = self._hands.asked()
+        batch, shares, rank = self._hands.asked()
         self._ghosts = self.terms.ghosts
-        return ReadCommand(0, batch=batch, cuts=cuts, wanted=self._hands.wanted, ghosts=self.terms.ghosts, train=self.terms.training)
+        return ReadCommand(0, batch=batch, shares=shares, rank=rank, ghosts=self.terms.ghosts, train=self.terms.training)
 
     def _seeds(self) -> torch.Generator:
         """Make the same base seed for all readers of one stream: shuffled by the seeds of DataLoader workers, it is the same for all."""

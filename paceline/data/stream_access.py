@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from paceline.comm.group import pieces
 from paceline.data.batches import cut, rows
 from paceline.data.empty_batch import collated_empty
-from paceline.data.reader import Cuts, ReadResult, recut
+from paceline.data.reader import ReadResult, last_shares
 from paceline.data.serialization import pack, unpack
-from paceline.data.spec import GlobalBatch, LoaderSpec, MicroBatchPart, drained, source, whole_rows
+from paceline.data.spec import GlobalBatch, LoaderSpec, SharePart, source, whole_rows
 from paceline.errors import DataError
 
 
@@ -61,13 +60,8 @@ class StreamAccess(Protocol):
         """The cost to announce to the user."""
         ...
 
-    @property
-    def wanted(self) -> tuple[int, ...]:
-        """The ranks, in the cuts, whose parts this worker's reader makes."""
-        ...
-
-    def asked(self) -> tuple[int | None, Cuts]:
-        """Return the samples to be read at a time (None: whole batches come), and how they are cut."""
+    def asked(self) -> tuple[int | None, tuple[int, ...], int]:
+        """Return the samples to be read at a time (None: whole batches come), their shares, and whose share this worker's reader makes."""
         ...
 
     def step(self, fetch: Fetch, cursor: StreamPosition) -> GlobalBatch | None:
@@ -88,16 +82,15 @@ class ReadAll:
 
     def __init__(self, terms: LoaderSpec) -> None:
         self.terms = terms
-        self.wanted = (terms.rank,)
         size = terms.agreement.group.size
         self.cost = (
             f"every worker reads the whole stream, which is read {size} times; "
             'shard="mine" is for streams that give each rank its own samples'
         )
 
-    def asked(self) -> tuple[int | None, Cuts]:
+    def asked(self) -> tuple[int | None, tuple[int, ...], int]:
         batch = self.terms.loader.batch_size
-        return batch, () if batch is None else tuple(self.terms.micros(batch))
+        return batch, () if batch is None else self.terms.shares(batch), self.terms.rank
 
     def step(self, fetch: Fetch, cursor: StreamPosition) -> GlobalBatch | None:
         dealt = fetch()
@@ -105,7 +98,10 @@ class ReadAll:
             return None
         if self.terms.loader.batch_size is None:
             return whole_rows(self.terms, dealt.whole)
-        return GlobalBatch(dealt.samples, len(dealt.parts[0]), drained(dealt.parts[0]), _sources(self.terms, dealt.samples))
+        part, batch = dealt.part, self.terms.loader.batch_size
+        assert part is not None
+        shares = self.terms.shares(batch)
+        return GlobalBatch(dealt.samples, lambda: part, source(shares if dealt.samples == batch else last_shares(shares, dealt.samples)))
 
     def saved(self, cursor: StreamPosition) -> list[dict[str, Any]]:
         return [cursor.dump()]
@@ -117,7 +113,6 @@ class ReadAll:
 class SelfSharded:
     """Takes the samples that the stream gives each rank. Each step announces their number; a worker whose stream has ended gets ghosts."""
 
-    wanted: tuple[int, ...] = (0,)
     cost = 'shard="mine": each worker reads its own part, and the workers tell each other at every step how many samples they have'
 
     def __init__(self, terms: LoaderSpec) -> None:
@@ -125,26 +120,25 @@ class SelfSharded:
         self._last: Any = None  # a batch to be a ghost
         self._none: Any = None  # one of no rows
 
-    def asked(self) -> tuple[int | None, Cuts]:
+    def asked(self) -> tuple[int | None, tuple[int, ...], int]:
         batch = self.terms.loader.batch_size
         if batch is None:
-            return None, ()
+            return None, (), 0
         shares = self.terms.shares(batch)
         if 0 in shares:
             raise DataError(
                 f'the shares of a batch of {batch} are {shares}: shard="mine" needs all above zero, or a part of the stream is never read'
             )
         mine = shares[self.terms.rank]
-        micros = self.terms.accumulate if self.terms.training else 1
-        return mine, tuple((first, (stop - first,)) for first, stop in pieces(mine, min(micros, mine)))
+        return mine, (mine,), 0
 
     def step(self, fetch: Fetch, cursor: StreamPosition) -> GlobalBatch | None:
         dealt = fetch()
-        parts = self._parts(dealt)
-        packed = pack(([part.share for part in parts], cursor.dump(), any(cursor.numbers)), what="the stream's state")
+        part = self._part(dealt)
+        packed = pack((0 if part is None else part.share, cursor.dump(), any(cursor.numbers)), what="the stream's state")
         answers = [unpack(body) for body in self.terms.agreement.meet("shares of a stream", packed)]
         cursor.every = [dump for _, dump, _ in answers]
-        shares = [counts for counts, _, _ in answers]
+        shares = [share for share, _, _ in answers]
         if not any(shares):
             return None
         without = [rank for rank, (_, _, had) in enumerate(answers) if not had]
@@ -152,12 +146,9 @@ class SelfSharded:
             raise DataError(
                 f'shard="mine": the stream of rank {without[0]} has no batch at all; give fewer workers, or leave out the sharding'
             )
-        micros = max(len(counts) for counts in shares)
-        wholes = [sum(counts[micro] for counts in shares if micro < len(counts)) for micro in range(micros)]
-        mine = [MicroBatchPart(whole, part.share, part.batch) for whole, part in zip(wholes, parts, strict=False)]
-        mine += [MicroBatchPart(whole, 0, self._ghost()) for whole in wholes[len(parts) :]]
-        held = [[counts[micro] if micro < len(counts) else 0 for counts in shares] for micro in range(micros)]
-        return GlobalBatch(sum(wholes), micros, drained(mine), [source(each) for each in held])
+        whole = sum(shares)
+        mine = SharePart(whole, 0, self._ghost()) if part is None else part._replace(whole=whole)
+        return GlobalBatch(whole, lambda: mine, source(shares))
 
     def saved(self, cursor: StreamPosition) -> list[dict[str, Any]]:
         return cursor.every or [cursor.dump()] * self.terms.agreement.group.size
@@ -169,20 +160,18 @@ class SelfSharded:
         cursor.fill(saved[self.terms.rank])
         cursor.every = saved
 
-    def _parts(self, dealt: ReadResult | None) -> list[MicroBatchPart]:
+    def _part(self, dealt: ReadResult | None) -> SharePart | None:
         if dealt is None:
-            return []
-        parts = dealt.parts[0] if self.terms.loader.batch_size is not None else self._rows(dealt.whole)
-        count = rows(parts[0].batch, missing=0)
-        self._last = cut(parts[0].batch, 0, 1, count) if count else parts[0].batch
-        return parts
-
-    def _rows(self, item: Any) -> list[MicroBatchPart]:
-        count = rows(item)
-        micros = self.terms.accumulate if self.terms.training else 1
-        return [
-            MicroBatchPart(stop - start, stop - start, cut(item, start, stop, count)) for start, stop in pieces(count, min(micros, count))
-        ]
+            return None
+        if self.terms.loader.batch_size is None:
+            count = rows(dealt.whole)
+            part = SharePart(count, count, dealt.whole)
+        else:
+            assert dealt.part is not None
+            part = dealt.part
+        count = rows(part.batch, missing=0)
+        self._last = cut(part.batch, 0, 1, count) if count else part.batch
+        return part
 
     def _ghost(self) -> Any:
         if not self.terms.ghosts:
@@ -204,13 +193,6 @@ class SelfSharded:
             else:
                 self._none = collated_empty(loader.collate_fn, first, surely=not self.terms.training)
         return self._none
-
-
-def _sources(terms: LoaderSpec, count: int) -> list[int | None]:
-    """Return the worker that has samples where others have none, of each micro-batch; a last batch is cut as the others are."""
-    batch = terms.loader.batch_size
-    cuts = terms.micros(count) if batch is None or batch == count else recut(tuple(terms.micros(batch)), count)
-    return [source(shares) for _, shares in cuts]
 
 
 def _one(cursor: StreamPosition, saved: list[dict[str, Any]]) -> None:

@@ -72,7 +72,7 @@ def exchange(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:
     share = facts.share("exchange")
     words = (
         f"Exchange takes {share:.0%} of a step. A larger global batch makes fewer exchanges for the same samples "
-        f"(prepare(..., accumulate=k) if memory is short); parameters in bfloat16 halve the bytes"
+        f"(in pieces by run.step(..., micro_batches=k) if memory is short); parameters in bfloat16 halve the bytes"
     )
     yield Remark(words, share / 2)  # with twice the batch, or half the bytes
     if facts.hosts > 1 and "via=" in facts.sync and "hierarchical" not in facts.sync:

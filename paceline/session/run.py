@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -171,14 +171,15 @@ class Run:
     @overload
     def prepare(self, **options: Unpack[PrepareKeywords]) -> tuple[()]: ...
     @removed(
-        readers="each worker reads the whole stream: leave readers out, or say shard='mine' if the stream gives each rank its own samples"
+        readers="each worker reads the whole stream: leave it out, or say shard='mine' if each rank has samples of its own",
+        accumulate="run.step(model, x, y, loss=..., micro_batches=k or 'auto') cuts a batch by itself; in a loop of your own "
+        "put all passes but the last into run.no_sync()",
     )
     def prepare(
         self,
         *objects: Any,
         loss: Reduction | None = None,
         weigh: Weigh | None = None,
-        accumulate: int | Literal["auto"] | None = None,
         cost: Cost | None = None,
         shares: AskedShares = None,
         batchnorm: BatchNorm | None = None,
@@ -190,14 +191,14 @@ class Run:
     ) -> Any:
         """Make models, optimizers, DataLoaders, schedulers, GradScalers and metrics ready; return them in the order they were given.
 
-        >>> model, optimizer, loader = run.prepare(model, optimizer, loader, accumulate=4)
+        >>> model, optimizer, loader = run.prepare(model, optimizer, loader, shares=[2, 1])
 
         Models, optimizers, schedulers and scalers stay the objects they are; a DataLoader comes back as a loader of my shares. Its batch
         size is the global one. `loss`: whether the loss is a "mean" (default) over the batch or a "sum"; `weigh(batch)` is a batch's weight
-        where the mean is over something else than samples (tokens). `accumulate`: micro-batches of each global batch, or "auto": as few as
-        memory allows. `cost(sample)`: what a sample takes, where samples differ (its length): batches are dealt by sums of costs, not by
-        counts (`pl.padded(cost)`: where workers pad samples). `shares`: ratios, one for each worker, a function from the global batch size
-        to samples for each worker, or "auto": by the speeds of workers, which are measured in the first steps and followed from there on.
+        where the mean is over something else than samples (tokens).
+        `cost(sample)`: what a sample takes, where samples differ (its length): batches are dealt by sums of costs, not by counts
+        (`pl.padded(cost)`: where workers pad samples). `shares`: ratios, one for each worker, a function from the global batch size to
+        samples for each worker, or "auto": by the speeds of workers, which are measured in the first steps and followed from there on.
         `batchnorm`: "sync" (default: statistics of the global batch) or "local". `train`: whether loaders are for training (default: what
         torch.is_grad_enabled() is when iterated). `pad`: in evaluation a worker without samples gets the batch's first (left out by
         `gather`, `mean` and `log`), and not 0 rows. `shard`: "mine" for a stream that gives each rank its own samples.
@@ -208,7 +209,7 @@ class Run:
 
         Raises `UsageError` for what can't be prepared, on every worker if their models differ.
         """
-        options = {"loss": loss, "weigh": weigh, "accumulate": accumulate, "shares": shares}
+        options = {"loss": loss, "weigh": weigh, "shares": shares}
         more = {"batchnorm": batchnorm, "cut": cut, "init": init, "cost": cost, "shard": shard}
         ready = self._prepared.prepare(objects, {**options, **more, "train": train, "pad": pad})
         self._hints.introduce(self._axes, spell(self._parts.strategy))
@@ -297,7 +298,7 @@ class Run:
         return self._loop.quietly()
 
     def clip(self, what: nn.Module | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
-        """Clip the gradients of a model or of parameters to a global norm; return the norm before (None before the last micro-batch).
+        """Clip the gradients of a model or of parameters to a global norm; return the norm before (None in a turn that is dealt again).
 
         >>> norm = run.clip(model, 1.0)  # between loss.backward() and optimizer.step()
         """
@@ -409,7 +410,7 @@ class Run:
         Raises `CheckpointError` where the disk refuses: for what was written in the background at the next save, `resume` or `close`.
         Raises `UsageError` for a metric that is no number, and for a `best` that isn't that of the saves before.
         """
-        step = self.steps + (self._loop.led is not None and self._loop.led.last_micro)
+        step = self.steps + (self._loop.led is not None)
         folder, measured = self.folder.checkpoints, asked(metric, best)
         if self._loop.transaction.failed:  # this turn is dealt again, and saves then
             return next(iter(catalogue.newest(folder)), folder)

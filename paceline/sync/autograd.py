@@ -30,7 +30,6 @@ from paceline.sync.context import SyncContext
 from paceline.sync.gradient_guard import GRAPHLESS, GradientGuard, explain_changed
 from paceline.sync.joined_passes import JoiningTracker
 from paceline.sync.mixed_weights import MixedWeights
-from paceline.sync.put_off_steps import PutOffSteps, WaitingSum, prior
 from paceline.sync.transaction import Addends, Deliver, PlainTransaction, Transaction
 
 
@@ -38,8 +37,8 @@ class ParameterHook:
     """State of one parameter during backward passes."""
 
     __slots__ = (
-        *("carry", "discards", "given", "handles", "latest", "name", "node", "number"),
-        *("parameter", "prior", "shown", "touched", "version", "waiting"),
+        *("carry", "given", "handles", "name", "node", "number"),
+        *("parameter", "prior", "shown", "touched", "version"),
     )
 
     def __init__(self, number: int, name: str, parameter: Parameter) -> None:
@@ -52,8 +51,6 @@ class ParameterHook:
         self.shown: Tensor | None = None  # the p.grad that a silent pass left, and its version then
         self.version = 0
         self.given = 0  # id of what p.grad was set to, in the strategy's memory, which counts references to see whether others hold it
-        self.waiting: WaitingSum | None = None  # its optimizer's step was put off
-        self.discards, self.latest = False, 0
 
     def show(self) -> None:
         """Let p.grad show what silent passes have added up, and what it held before."""
@@ -92,7 +89,6 @@ class GradientTracker(JoiningTracker):
         self._silent = False
         self._scale = 1.0
         self.mixed = MixedWeights(self._by_id)
-        self.put_off = PutOffSteps(self._by_id, self._reclaim)
         self._sources: list[GradientSource] = []
 
     def watch(self, slots: Sequence[Slot]) -> None:
@@ -115,7 +111,6 @@ class GradientTracker(JoiningTracker):
             for hook in self.hooks:  # the strategy lays its memory out anew
                 if hook.parameter.grad is not None and id(hook.parameter.grad) == hook.given:
                     hook.parameter.grad, hook.given = hook.parameter.grad.clone(), 0
-                    self.put_off.note(hook)
             self.sync.attach(self.slots)
 
     def _hook(self, hook: ParameterHook) -> None:
@@ -149,7 +144,6 @@ class GradientTracker(JoiningTracker):
         self._guard.leave()
         for handle in [handle for hook in self.hooks for handle in hook.handles]:
             handle.remove()
-        self.put_off.forget()
         for kept in (self.hooks, self._by_id, self.mixed):
             kept.clear()
         watched, self.slots = self.slots, []
@@ -219,8 +213,6 @@ class GradientTracker(JoiningTracker):
         elif grad is not None:
             written = id(grad) == hook.given if self._silent else self._overwrites(hook.number, grad)
             hook.prior, hook.given = (grad.clone(), hook.given) if written else (grad, 0)
-        if hook.waiting is not None:
-            self.put_off.set_aside(hook)
         parameter.grad = None
 
     def _reclaim(self, hook: ParameterHook, grad: Tensor | None) -> None:
@@ -228,9 +220,7 @@ class GradientTracker(JoiningTracker):
         shown, hook.shown = hook.shown, None
         if grad is shown and shown is not None and shown._version == hook.version:
             return
-        if hook.waiting is not None:
-            self.put_off.changed(hook)
-        elif grad is shown and hook.prior is None:
+        if grad is shown and hook.prior is None:
             hook.carry = grad  # changed in place (zeroed, clipped): the carry is what it is now
         elif grad is None or not bool(grad.any()):
             hook.prior, hook.carry = grad, None
@@ -249,8 +239,7 @@ class GradientTracker(JoiningTracker):
         grad = grad.mul_(scale) if scale else torch.zeros_like(grad)
         keeps = self._silent or hook.number in self.late
         total = grad if hook.carry is None else added(hook.carry, grad) if keeps else added(grad, hook.carry)
-        hook.carry, hook.latest = total if keeps else None, self.begun
-        self.put_off.come(hook)
+        hook.carry = total if keeps else None
         if not keeps:
             self._deliver(hook.number, total, 1.0)
 
@@ -265,8 +254,6 @@ class GradientTracker(JoiningTracker):
         started = time.perf_counter_ns()
         if self.since:
             self.computed(started)
-        if self.put_off.waiting:
-            self.put_off.exchange()
         for hook in self.hooks:
             if not hook.touched or hook.carry is not None:
                 self._give_leftover(hook)
@@ -296,8 +283,6 @@ class GradientTracker(JoiningTracker):
 
     def _give_leftover(self, hook: ParameterHook) -> None:
         """Hand over what silent passes have left of a parameter that this pass hasn't reached."""
-        if hook.waiting is not None:
-            self._set_apart(hook)  # what zero_grad goes back to is not exchanged yet
         grad = hook.parameter.grad
         if hook.carry is not None:
             self._set_apart(hook)
@@ -349,12 +334,10 @@ class GradientTracker(JoiningTracker):
             if hook.prior is not None and hook.shown is None:
                 if hook.parameter.grad is None:
                     hook.parameter.grad = hook.prior
-                    self.put_off.note(hook)
                 hook.prior = None
 
     def _forget(self) -> None:
         self.open = self._silent = False
-        self.put_off.forget()
         for hook in self.hooks:
             hook.prior = hook.carry = hook.shown = None
             hook.touched = False
@@ -431,7 +414,7 @@ class GradientTracker(JoiningTracker):
 
     def held(self) -> dict[int, Tensor]:
         """Copy the gradients as they were before the pass that ends."""
-        found = ((hook.number, prior(hook) if hook.touched or hook.waiting else hook.parameter.grad) for hook in self.hooks)
+        found = ((hook.number, hook.prior if hook.touched else hook.parameter.grad) for hook in self.hooks)
         return {number: grad.clone() for number, grad in found if grad is not None}
 
     def carried(self) -> dict[int, Tensor]:
@@ -444,7 +427,6 @@ class GradientTracker(JoiningTracker):
 
     def restore(self, grads: dict[int, Tensor], carried: dict[int, Tensor]) -> None:
         """Set gradients, and what silent passes have left, to these."""
-        self.put_off.forget()
         for hook in self.hooks:
             hook.parameter.grad, hook.carry, hook.shown = grads.get(hook.number), carried.get(hook.number), None
         self.owing = any(hook.carry is not None for hook in self.hooks)

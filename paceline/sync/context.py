@@ -39,9 +39,6 @@ class WeighedTurn(Protocol):
     @property
     def train(self) -> bool: ...
 
-    @property
-    def last_micro(self) -> bool: ...
-
 
 @dataclass
 class StepState:
@@ -52,9 +49,9 @@ class StepState:
     scale: float = 1.0  # what my gradient counts in the mean: my weight / the weight of the global batch
     ghost: bool = False  # my share is empty: my gradients count as zeros
     scalers: list[Any] = field(default_factory=list)  # GradScalers, which multiply the loss before its gradients are taken
-    share_of_step: float = 1.0  # mine of the weights of the step, over all workers and micro-batches
+    share_of_step: float = 1.0  # mine of the weights of the step, over all workers
     exchange_closed: bool = False  # a worker was lost: what of this turn has not been exchanged can't be any more
-    defer_exchange: bool = False  # this backward is not exchanged yet (no_sync, or a micro-batch before the last)
+    defer_exchange: bool = False  # this backward is not exchanged yet (no_sync)
 
     def place(self, step: int, *, apart: bool = False) -> None:
         """Stand at this step. `apart`: it is one of this worker's own, out of lockstep."""
@@ -65,7 +62,7 @@ class StepState:
     def enter(self, turn: WeighedTurn, share: float, *, silent: bool) -> None:
         """Be in a turn of a loader, with this share of the step. `silent`: passes are not exchanged yet."""
         self.share_of_step, self.scale, self.ghost = share, turn.scale, turn.ghost
-        self.defer_exchange = silent or (turn.train and not turn.last_micro)
+        self.defer_exchange = silent
 
     def rest(self, scale: float, *, silent: bool) -> None:
         """Be outside of loops, where each worker counts `scale`."""

@@ -35,7 +35,7 @@ class JoinedPasses:
 
     @property
     def silent(self) -> bool:
-        """Whether nothing is exchanged at the end, as more passes follow (`run.no_sync`, micro-batches of the loader)."""
+        """Whether nothing is exchanged at the end, as more passes follow (`run.no_sync`)."""
         return self._tracker.context.step_state.defer_exchange
 
     def begin(self, *, last: bool) -> None:

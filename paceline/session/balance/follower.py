@@ -98,7 +98,7 @@ class ShareFollower:
         mine = [[OwnStep(*step) for step in steps] for steps in drained]
         balancer.take(self._merged(mine))
         usual = self._per_sample if terms.by_cost else None
-        split = balancer.decide(per_sample=usual)  # a part that memory does not stand at once is taken in more micro-batches
+        split = balancer.decide(per_sample=usual)
         self._tell_disturbed()
         if balancer.phase != "equal":
             speeds.learn(agreement.origins, hosts, balancer.curves, usual or 1.0)
@@ -133,11 +133,11 @@ class ShareFollower:
                 loader.reshare(loader.terms.reshared())
         shares = self._shares(terms, batch)
         if shares != before or not batch:
-            self._history.tell(describe(split, shares, hosts, terms.turns(batch) if batch else 1))
+            self._history.tell(describe(split, shares, hosts))
 
     def _shares(self, terms: LoaderSpec, batch: int) -> list[int]:
         """Return the shares of a usual batch; none where there is no usual one."""
-        return [sum(column) for column in zip(*(shares for _, shares in terms.micros(batch)), strict=True)] if batch else []
+        return list(terms.shares(batch)) if batch else []
 
     def _tell_disturbed(self) -> None:
         """Say, twice at most, that a calibration was of no use."""
@@ -147,13 +147,13 @@ class ShareFollower:
             self._history.tell(f"step times vary too much to tell how fast workers are (does something else run there?): {then}")
 
 
-def describe(split: Split, shares: Sequence[int], hosts: Sequence[str], turns: int = 1) -> str:
-    """Say in a line what shares of a usual batch are, who is slow, and what that brings. A step has so many `turns`."""
-    usual = sum(shares) / turns / len(shares) if shares else 1.0
+def describe(split: Split, shares: Sequence[int], hosts: Sequence[str]) -> str:
+    """Say in a line what shares of a usual batch are, who is slow, and what that brings."""
+    usual = sum(shares) / len(shares) if shares else 1.0
     seconds = [curve(usual) for curve in split.curves]
     slowest = max(range(len(seconds)), key=seconds.__getitem__)
     times = seconds[slowest] / min(seconds)
     where = f" on {hosts[slowest]}" if hosts[slowest] else ""
     who = f"rank {slowest}{where} takes {times:.1f} times as long for a sample" if times > ALIKE else "all take as long for a sample"
     now = f"shares are now {' + '.join(map(str, shares))}" if shares else "shares have changed"
-    return f"{now}: {who}; step {split.after * turns * 1e3:.0f} ms, {split.before * turns * 1e3:.0f} before"
+    return f"{now}: {who}; step {split.after * 1e3:.0f} ms, {split.before * 1e3:.0f} before"

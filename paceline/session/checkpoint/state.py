@@ -59,7 +59,7 @@ class RunProgress:
     def state_dict(self) -> dict[str, Any]:
         """Return the progress for `load_state_dict`. Inside the loop body the present step counts as taken, as the loader counts it."""
         turn = self._loop.led
-        inside = turn is not None and turn.last_micro
+        inside = turn is not None
         training = [(loader, began) for loader, began in zip(self._loaders, self._began_at, strict=False) if loader.terms.training]
         under_way = any(loader.under_way for loader, _ in training)
         over = any(loader.epoch > began for loader, began in training) and not under_way

@@ -161,7 +161,7 @@ def even(terms: LoaderSpec) -> bool:
     """Whether all workers have equal shares of all batches, in one piece, so that a batch weighs the same in every turn."""
     loader = terms.loader
     batch = loader.batch_size
-    if batch is None or terms.weigh is not None or terms.loss != "mean" or terms.accumulates or terms.by_cost:
+    if batch is None or terms.weigh is not None or terms.loss != "mean" or terms.by_cost:
         return False
     if len(set(terms.shares(batch))) > 1:
         return False

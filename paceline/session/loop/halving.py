@@ -23,8 +23,8 @@ from paceline.data.batches import cut, rows
 from paceline.errors import DataError
 from paceline.formatting import counted
 from paceline.parallel.embedding import SparseEmbedding
-from paceline.session.balance.memory import is_out_of_memory
 from paceline.session.loop.ghost import buffers, put_back
+from paceline.session.loop.out_of_memory import is_out_of_memory
 
 FIRST = 10  # steps in which memory may turn out to be too small: optimizers have all of their state after the first
 

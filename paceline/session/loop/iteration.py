@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from paceline.data.loader import ShareLoader, Turn
 from paceline.errors import PacelineError, UsageError
-from paceline.session.balance.memory import is_out_of_memory
 from paceline.session.loop.ghost import Buffers
 from paceline.session.loop.idle_epochs import EpochActivity
+from paceline.session.loop.out_of_memory import is_out_of_memory
 
 MEMORY = (
-    'Memory ran out. run.prepare(..., accumulate="auto") cuts batches into micro-batches that fit; and with run.step(model, x, y, '
-    "loss=...) a worker on which the first steps don't fit takes its part in halves"
+    'Memory ran out. run.step(model, x, y, loss=..., micro_batches="auto") takes this worker\'s part of a batch in pieces that fit; '
+    "in a loop of your own put all passes but the last into run.no_sync()"
 )
 
 
@@ -79,10 +79,10 @@ def explain(error: BaseException | None, progresses: list[LoaderProgress]) -> No
 
 
 def parts(progress: LoaderProgress) -> tuple[float, ...]:
-    """Return the part of the present batch that each worker has; only this worker's where batches are weighed, or have micro-batches."""
+    """Return the part of the present batch that each worker has; only this worker's where batches are weighed."""
     turn, terms = progress.turn, progress.loader.terms
     assert turn is not None
-    if terms.weigh is not None or terms.shard == "mine" or terms.accumulates or terms.by_cost:
+    if terms.weigh is not None or terms.shard == "mine" or terms.by_cost:
         return (turn.scale,)
     return tuple(share / turn.global_batch for share in terms.shares(turn.global_batch))
 

@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 from paceline.data.spec import Weigh
 from paceline.errors import UsageError
 from paceline.parallel.pipelining.batches import Loss, Share
-from paceline.session.balance.memory import is_out_of_memory
 from paceline.session.loop.ghost import buffers, put_back
 from paceline.session.loop.halving import HalvedSteps, OtherLeaves, StepBatch, leaves
+from paceline.session.loop.out_of_memory import is_out_of_memory
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.cuts import ModelCuts
 from paceline.sync.autograd_engine import STEPPED

@@ -32,7 +32,6 @@ from paceline.session.loop.batch_use import BatchUse
 from paceline.session.loop.ghost import buffers, level, put_back
 from paceline.session.loop.idle_epochs import IdleEpochs
 from paceline.session.loop.iteration import LoaderProgress, check_beside, explain, innermost
-from paceline.session.loop.micro_steps import MicroSteps
 from paceline.session.loop.observers import LoopObservers
 from paceline.session.loop.step_clock import AxisTotals, StepClock
 from paceline.sync.abilities import Abilities
@@ -64,7 +63,6 @@ class TrainingLoop:
         self.leader: LoaderProgress | None = None  # whose turns are the steps
         self.batch_use = BatchUse(context)
         self.acts = 0  # steps of optimizers, and times that no_sync was entered
-        self.micro_steps = MicroSteps(backward)
         self.idle_epochs = IdleEpochs(self, context, backward, page)
         self._calls = 0
         self._part = 0.0  # of the step under way, mine
@@ -185,20 +183,15 @@ class TrainingLoop:
                 self.leader = progress
                 for observer in self.observers.lead_taken:
                     observer(loader)
-            self._part = (self._part if turn.micro else 0.0) + (turn.weight / turn.total if turn.total and not turn.ghost else 0.0)
-            if turn.micro or not turn.last_micro:
-                self.micro_steps.begin(id(loader), first=turn.micro == 0)
-            if turn.micro == 0:
-                backward, leads = self.backward, progress is self.leader
-                progress.outer = before = backward.turn()
-                if self.cut_off or self.context.step_state.exchange_closed:
-                    self.context.step_state.close_exchange(closed=self.cut_off == self.steps + 1 and self.led is not None)
-                if self.frozen:
-                    self.thaw()
-                if backward.transaction.recovers:
-                    backward.transaction.begin(leads=leads, passes=before[0])
-            elif turn.last_micro and not self.quiet:
-                self.backward.silence(silent=False)  # this one is exchanged by all
+            self._part = turn.weight / turn.total if turn.total and not turn.ghost else 0.0
+            backward, leads = self.backward, progress is self.leader
+            progress.outer = before = backward.turn()
+            if self.cut_off or self.context.step_state.exchange_closed:
+                self.context.step_state.close_exchange(closed=self.cut_off == self.steps + 1 and self.led is not None)
+            if self.frozen:
+                self.thaw()
+            if backward.transaction.recovers:
+                backward.transaction.begin(leads=leads, passes=before[0])
             if turn.source is not None:
                 progress.kept = buffers(self.models)
         self._open.append(progress)
@@ -208,7 +201,7 @@ class TrainingLoop:
             self.settle()
         if progress is self.leader:
             self.clock.begin(now, turn.units)
-            if self._page is not None and turn.micro == 0:
+            if self._page is not None:
                 self.clock.hold(self._page.reach(self.steps))
 
     def turn_ends(self, loader: ShareLoader) -> None:
@@ -217,7 +210,7 @@ class TrainingLoop:
         if turn is None:
             return
         inner, leads = self._open[-1] is progress, progress is self.leader
-        last, kept = turn.last_micro and (inner or leads), progress.kept
+        last, kept = inner or leads, progress.kept
         if turn.train:
             self.batch_use.ends(progress, turn.index)
             if kept:
@@ -229,7 +222,7 @@ class TrainingLoop:
                     backward.join("the next batch")
                 if inner and len(self._open) > 1:
                     backward.go_back(progress.outer)
-        failed = progress.discarded or (leads and turn.last_micro and backward.transaction.failed)
+        failed = progress.discarded or (leads and backward.transaction.failed)
         if turn.train and not failed:
             if not progress.activity.trained or len(self._open) > 1:  # else it is known already
                 self.idle_epochs.note(progress.activity, [other.activity for other in self._open], last=last)
@@ -241,18 +234,18 @@ class TrainingLoop:
             self._end_step(progress, turn, failed=failed)
         if failed:
             loader.again()
-        elif turn.last_micro:
+        else:
             progress.gathered = 0
         progress.discarded = False
 
     def _end_step(self, progress: LoaderProgress, turn: Turn, *, failed: bool) -> None:
-        """End a turn of the leading loader, and with its last micro-batch the step."""
+        """End a turn of the leading loader, which is a step."""
         clock = self.clock
         clock.stop()
         if failed:
             self.cut_off = 0
             self.backward.transaction.rollback()
-        elif turn.last_micro:
+        else:
             steps = self.steps = self.context.trace.step = self.steps + 1
             self.context.step_state.place(steps, apart=self.apart)  # by which all are at the same call
             if self._page is not None:
@@ -307,7 +300,7 @@ class TrainingLoop:
 
     @property
     def acting(self) -> bool:
-        """Whether step, scheduler.step and the like act: not within the micro-batches before the last, nor for a batch without weight."""
+        """Whether step, scheduler.step and the like act: not for a batch without weight, nor in a turn that has failed."""
         turn = self.training
         if turn is None or not turn.train:
             return True
@@ -316,30 +309,16 @@ class TrainingLoop:
                 self._announced = True
                 self.context.announce(f"all weights of step {self.steps} are zero: no update is made for such a batch")
             return False
-        return turn.last_micro and not self.transaction.failed
+        return not self.transaction.failed
 
     @property
     def training_now(self) -> bool:
         """Whether the loop over a training loader is under way."""
         return any(progress.loader.terms.training and progress.loader.under_way for progress in self._open)
 
-    @property
-    def broken(self) -> bool:
-        """Whether the training loop was left by `break` between two micro-batches."""
-        return any(progress.loader.terms.training and not progress.loader.under_way for progress in self._open)
-
-    def micro_batches(self, *, last: bool) -> int | None:
-        """Return the loader (its id) that trains on a batch in several micro-batches, this being the last of them only if `last` allows."""
-        turn = self.training if self._open else None
-        if turn is None or not turn.train or (turn.last_micro and not (last and turn.micro)):
-            return None
-        return next(id(progress.loader) for progress in self._open if progress.turn is turn)
-
     def ready(self, where: str) -> None:
         """Exchange gradients that are about to be used and have not been exchanged, even if backward touched nothing here."""
         turn = self.training
-        if turn is not None and turn.train and not turn.last_micro:
-            return
         if self.quiet:
             raise UsageError(f"{where} inside run.no_sync() would use gradients before their exchange; call it outside of the block")
         if turn is None or turn.train:
@@ -362,8 +341,6 @@ class TrainingLoop:
         turn, under_way, backward = None, self._open, self.backward
         if under_way:
             turn = self.training if len(under_way) > 1 else under_way[0].turn
-        if turn is not None and turn.train and not turn.last_micro:
-            return False
         if self.quiet or backward.open or _graph_task() != -1 or (backward.hooks and (backward.owing or not backward.passes)):
             self.ready("optimizer.step")
         if turn is not None and turn.train and not turn.total:

@@ -32,7 +32,6 @@ _DEEPEST = 6  # calls between a scaler's step and ours
 
 Scaler = torch.amp.GradScaler
 SCALED_AGAIN: Final = "when a worker is lost (--min-workers), it would count one step twice"
-SCALED_EACH: Final = "with accumulate it would divide gradients by its scale in each micro-batch, and not in the last alone"
 SCALED_SERVED: Final = "servers have had the gradients of its optimizer before it divides them by its scale"
 
 

@@ -1,9 +1,8 @@
 """Clips gradients of a run, as `run.clip` and torch's own functions (nn.utils.clip_grad_norm_ and the like) do: where they are whole.
 
-before the last micro-batch    nothing is clipped; the norm is that of what this worker has added up so far
-in the last one                what has not been exchanged is, and torch clips
-where servers step             they clip by the norm, as they alone have the gradients of all
-where models are cut           both take the norm over all workers
+usually                 what has not been exchanged is, and torch clips
+where servers step      they clip by the norm, as they alone have the gradients of all
+where models are cut    both take the norm over all workers
 """
 
 from __future__ import annotations
@@ -60,12 +59,11 @@ class GradientClipping:
     ) -> Tensor:
         """Clip by the norm, and return it. Raises `RuntimeError` for one that isn't finite and has to be, where gradients are whole."""
         loop = self._loop
-        if loop.micro_batches(last=False) is None:
-            loop.ready("clip_grad_norm_")
-            if not (self._axes.cut or self._remote.steps_all):
-                return own()
-            if loop.acting:
-                return self.clip(parameters, max_norm, norm_type, finite=finite)
+        loop.ready("clip_grad_norm_")
+        if not (self._axes.cut or self._remote.steps_all):
+            return own()
+        if loop.acting:
+            return self.clip(parameters, max_norm, norm_type, finite=finite)
         return norm_here([parameter.grad for parameter in parameters if parameter.grad is not None], norm_type)
 
     def clip_by(self, name: str, own: Callable[[], Any]) -> Any:
@@ -76,9 +74,8 @@ class GradientClipping:
                 f"{name} would clip this worker's own gradients, and with ParameterServer a step takes those of all workers together, "
                 "which servers alone have: call run.clip(model, max_norm), or use AllReduce"
             )
-        if loop.micro_batches(last=False) is None:
-            loop.ready(name)
-            own()
+        loop.ready(name)
+        own()
 
     def check_norm(self, parameters: list[Tensor]) -> None:
         """Raise `UsageError` where workers have parts of these parameters, or have others of the model."""

@@ -8,7 +8,6 @@ from typing import Any
 import msgpack
 import torch
 from torch import nn
-from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
@@ -16,7 +15,7 @@ from paceline.comm.agreement import Agreement
 from paceline.errors import UsageError
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.binding import rebind
-from paceline.session.prepare.checks import SCALED_AGAIN, SCALED_EACH, SCALED_SERVED, check_scaler
+from paceline.session.prepare.checks import SCALED_AGAIN, SCALED_SERVED, check_scaler
 from paceline.session.prepare.remote import RemoteSteps
 
 SEEN = 2  # steps in which the caller of an optimizer is looked at
@@ -62,34 +61,17 @@ class OptimizerBindings:
     def __init__(self, begins: Callable[[Optimizer, bool], None]) -> None:
         self.groups: dict[int, int] = {}
         self.remote: dict[int, RemoteSteps] = {}
-        self.accumulates = False  # some loader cuts its batches into micro-batches
         self.begins = begins  # is told of a step that acts, and whether gradients are there, where an optimizer is not as in `groups`
 
-    def accumulate(self) -> None:
-        """Put steps off to the last micro-batch from now on."""
-        self.accumulates = True
 
-
-def bind_optimizer(optimizer: Optimizer, loop: TrainingLoop, bindings: OptimizerBindings, *, accumulate: bool) -> None:
-    """Let `step` wait for exchanged gradients, and with micro-batches let `step` and `zero_grad` act on the last."""
+def bind_optimizer(optimizer: Optimizer, loop: TrainingLoop, bindings: OptimizerBindings) -> None:
+    """Let `step` wait for exchanged gradients."""
     groups, remote = bindings.groups, bindings.remote
 
     def stepping(own: Callable[..., Any]) -> Callable[..., Any]:
         def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
             self._opt_called = True  # type: ignore[attr-defined]
             closure = kwargs.get("closure", args[0] if args else None)
-            if bindings.accumulates:
-                if (loader := loop.micro_batches(last=False)) is not None:
-                    result = None if closure is None else _called(closure)
-                    if loop.steps < SEEN:
-                        check_scaler(loop.scalers, SCALED_EACH)
-                    loop.micro_steps.put_off(self, loader)
-                    return result
-                if closure is None:
-                    loop.micro_steps.take(self)
-                elif loop.micro_steps.waiting:
-                    closure = loop.micro_steps.once(self, closure, loop.ready)
-                    args, kwargs = (closure, *args[1:]), {key: value for key, value in kwargs.items() if key != "closure"}
             if not (loop.may_step() if closure is None else loop.acting):
                 return None if closure is None else _called(closure)
             if groups.get(id(self)) != len(self.param_groups):
@@ -108,32 +90,11 @@ def bind_optimizer(optimizer: Optimizer, loop: TrainingLoop, bindings: Optimizer
         return step
 
     rebind(optimizer, "step", stepping, loop)
-    if accumulate:
-        bindings.accumulate()
-        bind_zero_grad(optimizer, loop, lambda parameter: parameter)
 
 
 def _called(closure: Callable[[], Any]) -> Any:
     with torch.enable_grad():
         return closure()
-
-
-def bind_zero_grad(thing: nn.Module | Optimizer, loop: TrainingLoop, trained: Callable[[Parameter], Parameter]) -> None:
-    """Let `zero_grad` of a model or an optimizer leave what waits for a step that was put off to the last micro-batch.
-
-    `trained` gives what is trained in the place of a parameter of a model.
-    """
-
-    def clearing(own: Callable[..., Any]) -> Callable[..., Any]:
-        def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
-            loader = loop.micro_batches(last=True)
-            if loader is None and not loop.micro_steps.waiting:
-                return own(self, *args, **kwargs)
-            return loop.micro_steps.clear(self, lambda: own(self, *args, **kwargs), trained, loader)
-
-        return zero_grad
-
-    rebind(thing, "zero_grad", clearing, loop)
 
 
 def bind_scheduler(scheduler: Any, loop: TrainingLoop) -> None:
@@ -144,7 +105,7 @@ def bind_scheduler(scheduler: Any, loop: TrainingLoop) -> None:
 
     def stepping(own: Callable[..., Any]) -> Callable[..., Any]:
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not (loop.acting or loop.broken):
+            if not loop.acting:
                 return None
             if isinstance(self, ReduceLROnPlateau):
                 _same_metric(loop.context.agreement, float(kwargs["metrics"] if "metrics" in kwargs else args[0]))
@@ -179,11 +140,6 @@ def bind_scaler(scaler: Any, loop: TrainingLoop) -> None:
 
         def acting(own: Callable[..., Any], name: str = name) -> Callable[..., Any]:
             def act(self: Any, *args: Any, **kwargs: Any) -> Any:
-                loader = loop.micro_batches(last=False)
-                if name == "step" and loader is not None:
-                    loop.micro_steps.put_off(kwargs.get("optimizer", args[0] if args else None), loader)
-                elif name != "update" and loader is None:
-                    loop.micro_steps.take(kwargs.get("optimizer", args[0] if args else None))
                 if name != "update":
                     loop.ready(f"scaler.{name}")
                 return own(self, *args, **kwargs) if loop.acting else None

@@ -29,11 +29,6 @@ from paceline.session.replicas.step_count import StepCount
 
 _REGISTRY: Final = threading.Lock()  # of what torch keeps for all threads
 
-INNER: Final = (
-    "{0} steps inside of {1}, in a micro-batch before the last: with accumulate it would step after every micro-batch, on what this worker "
-    "alone has added up, as only {1}.step waits for the last one; leave accumulate out, with a smaller batch if memory is short"
-)
-
 
 class KnownOptimizer(NamedTuple):
     """What is known of an optimizer, as long as nothing is added to it or to the run."""
@@ -117,13 +112,10 @@ class OptimizerWatch:
 
     def _check(self, optimizer: Optimizer) -> None:
         """Raise `UsageError` where an optimizer that wasn't prepared can't be right."""
-        loop, name, turn = self._loop, type(optimizer).__qualname__, self._loop.training
-        partial = turn is not None and turn.train and not turn.last_micro
+        loop, name = self._loop, type(optimizer).__qualname__
         watched, handles = bool(loop.backward.hooks), self._prepared.tables.handles()
         why = ""
-        if partial:
-            why = "with accumulate it steps after every micro-batch, on what this worker alone has added up"
-        elif watched and loop.abilities.remote is not None:
+        if watched and loop.abilities.remote is not None:
             why = "with ParameterServer optimizers step on servers, and this one steps on one worker's share"
         elif loop.transaction.recovers:
             why = "when a worker is lost (--min-workers), it would step twice for one step"
@@ -131,8 +123,6 @@ class OptimizerWatch:
             why = "it has sparse tables, whose rows are stepped by a prepared optimizer alone"
         flat = self._prepared.cuts.flat(optimizer)
         around = self._around() if why or flat else None
-        if partial and around is not None:
-            raise UsageError(INNER.format(name, type(around).__qualname__))
         if not (why or flat) or around is not None:
             return
         if flat:

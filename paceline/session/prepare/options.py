@@ -48,7 +48,6 @@ class PrepareKeywords(TypedDict, total=False):
 
     loss: Loss | None
     weigh: Weigh | None
-    accumulate: int | Literal["auto"] | None
     cost: Cost | None
     shares: AskedShares
     batchnorm: BatchNorm | None
@@ -60,7 +59,7 @@ class PrepareKeywords(TypedDict, total=False):
 
 
 DEFAULTS: Mapping[str, Any] = {
-    **{"loss": "mean", "weigh": None, "accumulate": 1, "shares": None, "shard": None, "train": None},
+    **{"loss": "mean", "weigh": None, "shares": None, "shard": None, "train": None},
     "pad": False,
     "cost": None,
     "batchnorm": "sync",
@@ -104,12 +103,11 @@ class PrepareOptions:
         """Return the options of one loader. Options for streams that were said before don't hold for other data sets."""
         stream = isinstance(dataset, IterableDataset)
         out = {} if stream else {name: DEFAULTS[name] for name in OF_STREAMS if given.get(name) is None}
-        micros = {"accumulate": 1} if options["train"] is False else {}  # nothing is accumulated where nothing is trained
-        return {name: value for name, value in {**options, **out, **micros}.items() if name not in OF_MODELS}
+        return {name: value for name, value in {**options, **out}.items() if name not in OF_MODELS}
 
 
 def _check(options: Mapping[str, Any], size: int) -> None:
     if wrong := unknown("batchnorm", options["batchnorm"], BatchNorm):
         raise UsageError(wrong)
-    check_options(options["loss"], options["weigh"], options["accumulate"])
+    check_options(options["loss"], options["weigh"])
     policy(options["shares"], size)

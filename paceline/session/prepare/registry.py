@@ -21,7 +21,6 @@ from paceline.data.loader import ShareLoader, deal
 from paceline.errors import UsageError
 from paceline.parallel.batchnorm import desynchronise, synchronise
 from paceline.session.axes import RunAxes
-from paceline.session.balance.trial import MemoryTrial
 from paceline.session.groups import Subgroups
 from paceline.session.loop import forward_turn
 from paceline.session.loop.turns import TrainingLoop
@@ -71,7 +70,6 @@ class Prepared:
         self._abilities, self._remote = loop.abilities, loop.abilities.remote
         self._remote_steps, self._speeds = RemoteSteps(loop, self.tables), WorkerSpeeds()
         self.clipping = GradientClipping(loop, cuts, axes, self._remote_steps)
-        self._trial = MemoryTrial(self.models, self.optimizers, device, axes, self._synchronous, self._synchronise)
 
     def prepare(self, objects: tuple[Any, ...], given: dict[str, Any]) -> list[Any]:
         """Prepare a script's objects and return them, in their order. `given` has None for each option that the call leaves out."""
@@ -213,15 +211,14 @@ class Prepared:
     def _bind(self) -> None:
         """Follow all that is prepared; called again when there is more."""
         loop = self._loop
-        accumulate = any(loader.terms.accumulates for loader in self.loaders)
         for optimizer in self.optimizers:
             if self._remote is not None or self.tables.has(optimizer):
                 self._bindings.remote[id(optimizer)] = self._remote_steps
-            hooks.bind_optimizer(optimizer, loop, self._bindings, accumulate=accumulate)
+            hooks.bind_optimizer(optimizer, loop, self._bindings)
         if self.axes.cut:
             named = [parameter for _, model in self.models for parameter in model.parameters()]
             self.clipping.follow([*named, *map(self.cuts.trained, named)])
-        if self.context.group.size == 1 and not accumulate and not self.survives and not self.cuts.pipelines:
+        if self.context.group.size == 1 and not self.survives and not self.cuts.pipelines:
             return
         handles = self.tables.handles()
         slots = [slot for slot in self.slots if id(slot.parameter) not in handles]
@@ -231,14 +228,11 @@ class Prepared:
         for _, model in self.models:
             hooks.follow(model, loop)
             forward_turn.remember(model, loop)
-            if accumulate:
-                hooks.bind_zero_grad(model, loop, self.cuts.trained)
 
     def _deal(self, loader: DataLoader[Any], options: dict[str, Any]) -> ShareLoader:
         tensor_peers.check(options, self.axes)
         loop, say, move = self._loop, self.context.announce, tensor_peers.compared(mover(self._device), self.axes)
-        self._trial.check(loader, options, lockstep=self._sample_queue is None, tables=bool(self.tables.kept))
-        options |= {"sample_queue": self._sample_queue, "speeds": self._speeds, "trial": self._trial}
+        options |= {"sample_queue": self._sample_queue, "speeds": self._speeds}
         dealt = deal(loader, self.context.agreement, hooks=loop, say=say, move=move, **options)
         self.loaders.append(dealt)
         self._add("loader", dealt)

@@ -63,7 +63,7 @@ class RemoteSteps:
         if mixed is not None:
             raise UsageError(
                 f"p.grad of {mixed} adds up batches that this worker has different parts of, and goes to servers with the weight "
-                "of the last: add them up under run.no_sync(), all but the last, which weights each, or say prepare(..., accumulate=k)"
+                "of the last: add them up under run.no_sync(), all but the last, which weights each"
             )
 
     def _push_rows(self, optimizer: Optimizer, *, last: bool) -> None:

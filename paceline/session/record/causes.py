@@ -29,5 +29,5 @@ REMEDIES: Final = {
         "Something else has its processor: see what runs there (top), raise the quota of its container, start other programs with nice, "
         "or give it fewer threads (OMP_NUM_THREADS); if that can't be helped, deal by speed: prepare(..., shares='auto')"
     ),
-    "paging": "Its memory is short: smaller micro-batches (prepare(..., accumulate=k)), fewer readers, or less beside it",
+    "paging": "Its memory is short: smaller micro-batches (run.step(..., micro_batches=k)), fewer readers, or less beside it",
 }

@@ -99,7 +99,7 @@ def mark_late(spans: Mapping[int, Sequence[Span]], late: Mapping[int, Sequence[R
     """
     marked = {rank: [*each] for rank, each in spans.items()}
     for rank, each in spans.items():
-        turns = {span.step: span for span in each if span.kind == "step"}  # the last of each step, if it has several micro-batches
+        turns = {span.step: span for span in each if span.kind == "step"}
         for turn in turns.values():
             least = max(LATE_LEAST * 1e9, LATE_SHARE * (turn.end - turn.start))
             marked[rank] += [

@@ -81,7 +81,7 @@ def _dealt(loaders: Iterable[ShareLoader]) -> dict[str, Any]:
     if terms is None:
         return {}
     asked = terms.asked if isinstance(terms.asked, str) else None
-    return {"batch": terms.loader.batch_size, "accumulate": terms.accumulate if terms.accumulate > 1 else None, "shares": asked}
+    return {"batch": terms.loader.batch_size, "shares": asked}
 
 
 @functools.cache
