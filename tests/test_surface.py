@@ -73,7 +73,7 @@ NAMES = [
 ARGUMENTS = (  # of start
     "sync name folder seed device deadline late_after trace on_nan total_steps compare differing replicate mesh straggler cluster report_to"
 )
-PREPARING = "self objects loss weigh accumulate cost shares batchnorm train pad shard cut init"  # of Run.prepare
+PREPARING = "self objects loss weigh cost shares batchnorm train pad shard cut init"  # of Run.prepare
 RUN = (  # of a Run
     "barrier clip close device epochs event events first folder forward gather group host is_first keep local_rank log mean mesh no_sync"
     " prepare print rank results resume save seed size step steps stop weight"

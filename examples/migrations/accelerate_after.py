@@ -10,18 +10,17 @@ torch.manual_seed(0)
 points = torch.rand(4096, 2) * 2 - 1
 data = TensorDataset(points, (points.norm(dim=1) < 0.8).long())
 train, validation = torch.utils.data.random_split(data, [3584, 512])
-loader = DataLoader(train, batch_size=64, shuffle=True)  # of a step, over all workers and micro-batches
+loader = DataLoader(train, batch_size=64, shuffle=True)  # of a step, over all workers
 held_out = DataLoader(validation, batch_size=128)
 model = torch.nn.Sequential(torch.nn.Linear(2, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 with pl.start() as run:
-    model, optimizer, loader, held_out = run.prepare(model, optimizer, loader, held_out, accumulate=2)
+    model, optimizer, loader, held_out = run.prepare(model, optimizer, loader, held_out)
     for epoch in run.epochs(3):
         for x, y in loader:
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            run.clip(model, 1.0)  # acts on the last micro-batch of a step, as do the two lines below it
+            loss = run.step(model, x, y, loss=F.cross_entropy, micro_batches=2)  # forward and back, in two parts
+            run.clip(model, 1.0)
             optimizer.step()
             optimizer.zero_grad()
             run.log(loss=loss)

@@ -30,7 +30,7 @@ from paceline.session.checkpoint.best import asked
 from paceline.session.checkpoint.saving import SaveRequest
 from paceline.session.inference import ModelInference
 from paceline.session.loop import collectives
-from paceline.session.loop.stepping import SteppedModels
+from paceline.session.loop.stepping import MicroBatches, SteppedModels
 from paceline.session.prepare.cuts import Asked
 from paceline.session.prepare.initial import Init
 from paceline.session.prepare.metrics import check_logged
@@ -266,7 +266,15 @@ class Run:
         """
         return self._inference.forward(model, inputs, options)
 
-    def step(self, model: nn.Module, *batch: Any, loss: Loss, weigh: Weigh | None = None, **options: Any) -> Tensor:
+    def step(
+        self,
+        model: nn.Module,
+        *batch: Any,
+        loss: Loss,
+        weigh: Weigh | None = None,
+        micro_batches: MicroBatches = "auto",
+        **options: Any,
+    ) -> Tensor:
         """Go forward and back, and return the loss of my part of the batch: the step of a loop for models in any layout.
 
         >>> loss = run.step(model, x, y, loss=F.cross_entropy)  # in place of model(x) and loss.backward()
@@ -275,12 +283,16 @@ class Run:
         axis `stage` all workers along it call this with the same batch, it is cut into micro-batches along the first dimension of tensors,
         and the loss is a mean over samples, or over what the loader's `weigh` counts (or `weigh`, of a tuple of all that is given here).
         Where gradients are off, as in an evaluation, nothing goes back. The scale of a prepared GradScaler is applied here, so what is left
-        is to call `scaler.step` and `scaler.update`. A worker whose memory runs out in the first steps goes on with halves, where
-        only parameters of `model` have gradients and no layer takes statistics of the batch; with a loader's `weigh` it needs `weigh`.
+        is to call `scaler.step` and `scaler.update`.
+
+        `micro_batches=k` goes forward and back on k parts of this worker's share, one after the other, and exchanges their sum once.
+        The batch of the step stays what the script says. Layers that take statistics of the batch take those of each part. With "auto"
+        (default) the share is taken whole, and a worker whose memory runs out in the first steps goes on with halves, if only parameters
+        of `model` have gradients and no layer takes statistics of the batch. With a loader's `weigh` both need `weigh`.
 
         Raises `DataError` on all workers along `stage`, where they got different batches.
         """
-        return self._stepped.step(model, batch, options, loss, weigh)
+        return self._stepped.step(model, batch, options, loss, weigh, micro_batches=micro_batches)
 
     def event(self, what: str) -> None:
         """Note that something happened, for the summary.

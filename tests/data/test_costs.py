@@ -10,9 +10,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from paceline.comm.agreement import Agreement
-from paceline.comm.group import pieces
 from paceline.comm.threads import spawn
-from paceline.data.costs import ABOVE, SampleCosts, deal_by_cost, deal_micros, deal_padded, padded
+from paceline.data.costs import ABOVE, SampleCosts, deal_batch, deal_by_cost, deal_padded, padded
 from paceline.data.loader import deal
 from paceline.data.shares import parts, policy
 from paceline.errors import DataError
@@ -129,10 +128,10 @@ def test_what_is_padded_says_what_its_samples_are_and_takes_functions_alone():
         padded(3)
 
 
-def test_a_micro_batch_without_any_cost_is_dealt_by_count():
-    micros = deal_micros([0, 0, 0, 0, 3, 3], [(0, 4), (4, 6)], lambda total: (total / 2, total / 2))
-    assert [micro.shares for micro in micros] == [[2, 2], [1, 1]] and micros[0].costs == [0, 0]
-    assert micros[1].places == [[4], [5]] and micros[1].rows == [[0], [1]]
+def test_a_batch_without_any_cost_is_dealt_by_count():
+    dealt = deal_batch([0, 0, 0, 0], lambda total: (total / 2, total / 2))
+    assert dealt.shares == [2, 2] and dealt.costs == [0, 0]
+    assert deal_batch([3, 3], lambda total: (total / 2, total / 2)).places == [[0], [1]]
 
 
 def test_parts_are_those_of_the_policy():
@@ -229,45 +228,39 @@ def shuffled(count=203, batch=32, **options):
     ("size", "readers", "options"),
     [
         (2, 0, {}),
-        (3, 0, {"accumulate": 3}),
-        (3, 2, {"accumulate": 3}),
+        (3, 2, {}),
         (3, 0, {"shares": [3, 2, 1]}),
         (2, 0, {"shares": [0, 1]}),
         (2, 2, {"shares": [0, 1]}),
         (5, 0, {}),
-        (2, 0, {"accumulate": 2, "weigh": len}),
-        (3, 0, {"accumulate": 2, "shares": [3, 2, 1], "cost": padded(lengths)}),
-        (3, 1, {"accumulate": 2, "shares": [3, 2, 1], "cost": padded(lengths)}),
+        (2, 0, {"weigh": len}),
+        (3, 0, {"shares": [3, 2, 1], "cost": padded(lengths)}),
+        (3, 1, {"shares": [3, 2, 1], "cost": padded(lengths)}),
     ],
 )
-def test_each_global_batch_and_micro_batch_has_the_samples_of_one_process(size, readers, options):
+def test_each_global_batch_has_the_samples_of_one_process(size, readers, options):
     pads = "cost" in options
-    micros = options.get("accumulate", 1)
     wanted = plain(shuffled()(), 2)
     seen = run(size, shuffled(num_workers=readers), epochs=2, **({"cost": lengths} | options))
     for epoch in range(2):
         for step, batch in enumerate(wanted[epoch]):
-            for micro, (start, stop) in enumerate(pieces(len(batch), micros)):
-                turns = [rank[epoch][step * micros + micro] for rank in seen]
-                rows = [turn.rows for turn, _ in turns]
-                assert all(each == rows[0] for each in rows)
-                mine = {
-                    place: one for at, (turn, ids) in enumerate(turns) if turn.share for place, one in zip(rows[0][at], ids, strict=True)
-                }
-                assert [mine[place] for place in range(stop - start)] == batch[start:stop]
-                units = [len(ids) * max(map(lengths, ids)) if pads else sum(map(lengths, ids)) for _, ids in turns]
-                assert all(turn.units == of for (turn, _), of in zip(turns, units, strict=True) if turn.share)
-                assert sum(turn.share for turn, _ in turns) == stop - start
-            scales = [turn.scale for rank in seen for turn, _ in rank[epoch] if turn.index == step]
-            assert sum(scales) == pytest.approx(1)
+            turns = [rank[epoch][step] for rank in seen]
+            rows = [turn.rows for turn, _ in turns]
+            assert all(each == rows[0] for each in rows)
+            mine = {place: one for at, (turn, ids) in enumerate(turns) if turn.share for place, one in zip(rows[0][at], ids, strict=True)}
+            assert [mine[place] for place in range(len(batch))] == batch
+            units = [len(ids) * max(map(lengths, ids)) if pads else sum(map(lengths, ids)) for _, ids in turns]
+            assert all(turn.units == of for (turn, _), of in zip(turns, units, strict=True) if turn.share)
+            assert sum(turn.share for turn, _ in turns) == len(batch)
+            assert sum(turn.scale for turn, _ in turns) == pytest.approx(1)
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("readers", [0, 2])
 def test_each_global_batch_is_dealt_once(readers, monkeypatch):
     dealt = []
-    monkeypatch.setattr("paceline.data.spec.deal_micros", lambda *given, **how: (dealt.append(1), deal_micros(*given, **how))[1])
-    run(2, shuffled(num_workers=readers), cost=lengths, accumulate=3)
+    monkeypatch.setattr("paceline.data.spec.deal_batch", lambda *given, **how: (dealt.append(1), deal_batch(*given, **how))[1])
+    run(2, shuffled(num_workers=readers), cost=lengths)
     assert len(dealt) == 2 * 7
 
 

@@ -16,7 +16,6 @@ from paceline.comm.agreement import Agreement
 from paceline.comm.threads import spawn
 from paceline.data import indexed
 from paceline.data.loader import NoObserver, deal
-from paceline.data.shares import fewest
 from paceline.errors import DataError
 from tests.harness.jobs import wait_for
 from tests.harness.loaders import Numbers, plain, run, steps, walk
@@ -140,36 +139,8 @@ def test_readers_of_different_workers_draw_different_numbers(monkeypatch):
     assert first == 1 and len({first, *others}) == 3
 
 
-@pytest.mark.parametrize(("size", "workers"), [(1, 0), (2, 0), (3, 0), (2, 2)])
-def test_accumulation_cuts_each_global_batch_in_the_same_micro_batches(size, workers):
-    seen = run(size, seeded(100, 16, num_workers=workers), accumulate=3)
-    assert steps(seen) == plain(seeded(100, 16)())[0]
-    micros = [sum(rank[0][turn][0].share for rank in seen) for turn in range(3)]
-    assert micros == [6, 5, 5]
-    assert [seen[0][0][turn][0].last_micro for turn in range(4)] == [False, False, True, False]
-    for step in range(7):
-        scales = [at.scale for rank in seen for at, _ in rank[0] if at.index == step]
-        assert sum(scales) == pytest.approx(1)
-
-
-def test_a_batch_smaller_than_the_number_of_micro_batches_has_fewer():
-    seen = run(2, lambda: DataLoader(Numbers(10), 8), accumulate=4)
-    assert [(at.index, at.micro, at.last_micro) for at, _ in seen[0][0]][4:] == [(1, 0, False), (1, 1, True)]
-    assert steps(seen) == [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9]]
-
-
-def test_accumulation_is_for_training_only():
-    def body(group):
-        loader = deal(DataLoader(Numbers(10), 8), Agreement(group), accumulate=4)
-        with torch.inference_mode():
-            return [len(batch) for batch in loader]
-
-    assert spawn(2, body) == [[4, 1], [4, 1]]
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_weights_are_what_weigh_says(accumulate):
-    seen = run(3, lambda: DataLoader(Numbers(10), 6), weigh=lambda batch: float(batch.sum()), accumulate=accumulate)
+def test_weights_are_what_weigh_says():
+    seen = run(3, lambda: DataLoader(Numbers(10), 6), weigh=lambda batch: float(batch.sum()))
     first = [at for rank in seen for at, _ in rank[0] if at.index == 0]
     assert {at.total for at in first} == {15.0}
     assert sum(at.weight for at in first) == 15
@@ -195,14 +166,13 @@ def test_all_weights_zero_scale_nothing():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_reshare_deals_again_what_was_prefetched(workers, accumulate):
+def test_reshare_deals_again_what_was_prefetched(workers):
     def body(group):
-        loader = deal(seeded(100, 8, num_workers=workers)(), Agreement(group), accumulate=accumulate)
+        loader = deal(seeded(100, 8, num_workers=workers)(), Agreement(group))
         seen = []
         for batch in loader:
             seen.append((loader.turn, batch.tolist()))
-            if loader.turn.index == 3 and loader.turn.micro == 0:
+            if loader.turn.index == 3:
                 loader.reshare([1, 3])
             if loader.turn.index == 6:
                 loader.reshare([0, 8])
@@ -242,7 +212,7 @@ def test_again_gives_the_same_global_batch_by_new_shares(workers, persistent, st
     assert [at.share for at, _ in seen[0][0][step:]] == [1] * (13 - step)
 
 
-def test_again_from_the_watcher_and_in_the_middle_of_micro_batches():
+def test_again_from_the_watcher():
     class Once(NoObserver):
         def __init__(self):
             self.calls = []
@@ -251,20 +221,20 @@ def test_again_from_the_watcher_and_in_the_middle_of_micro_batches():
             self.calls.append("epoch")
 
         def turn_begins(self, loader, turn):
-            self.calls.append((turn.index, turn.micro))
+            self.calls.append(turn.index)
 
         def turn_ends(self, loader):
-            if loader.turn.index == 1 and loader.turn.micro == 1 and self.calls.count((1, 0)) == 1:
+            if loader.turn.index == 1 and self.calls.count(1) == 1:
                 loader.again()
 
         def epoch_ends(self, loader):
             self.calls.append("end")
 
     hooks = Once()
-    loader = deal(DataLoader(Numbers(9), 4), Agreement(spawn(1, lambda group: group)[0]), accumulate=3, hooks=hooks)
+    loader = deal(DataLoader(Numbers(9), 4), Agreement(spawn(1, lambda group: group)[0]), hooks=hooks)
     seen = [batch.tolist() for batch in loader]
-    assert hooks.calls == ["epoch", (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 0), (1, 1), (1, 2), (2, 0), "end"]
-    assert seen == [[0, 1], [2], [3], [4, 5], [6], [4, 5], [6], [7], [8]]
+    assert hooks.calls == ["epoch", 0, 1, 1, 2, "end"]
+    assert seen == [[0, 1, 2, 3], [4, 5, 6, 7], [4, 5, 6, 7], [8]]
 
 
 def test_break_ends_the_epoch_for_all():
@@ -427,8 +397,6 @@ class Own(DataLoader):
         (lambda: DataLoader(Numbers(0), 4), {}, "no batch"),
         (lambda: DataLoader(Numbers(9), 4, in_order=False), {}, "in_order"),
         (lambda: Own(Numbers(9)), {}, "plain torch.utils.data.DataLoader"),
-        (seeded(), {"accumulate": 0}, "accumulate is 0"),
-        (seeded(), {"accumulate": 2, "train": False}, "isn't trained on"),
         (seeded(), {"loss": "max"}, "possible: mean, sum"),
         (seeded(), {"loss": "sum", "weigh": len}, "leave one of them out"),
         (seeded(), {"shard": "mine"}, "for streams"),
@@ -441,9 +409,7 @@ def test_what_cannot_be_dealt_raises(make, options, said, size):
         run(size, make, **options)
 
 
-@pytest.mark.parametrize(
-    ("name", "values"), [("shares", ([1, 1], [1, 3])), ("accumulate", (1, 2)), ("loss", ("mean", "sum")), ("train", (True, False))]
-)
+@pytest.mark.parametrize(("name", "values"), [("shares", ([1, 1], [1, 3])), ("loss", ("mean", "sum")), ("train", (True, False))])
 def test_different_terms_are_found(name, values):
     def body(group):
         return walk(deal(seeded()(), Agreement(group), **{name: values[group.rank]}))
@@ -584,7 +550,7 @@ def test_finish_ends_the_epoch_after_the_turn_and_the_next_one_is_whole():
 
 @pytest.mark.parametrize(
     ("workers", "options"),
-    [(0, {}), (0, {"accumulate": 3}), (2, {"accumulate": 3}), (0, {"shares": [0, 1, 4]}), (2, {"shares": [0, 1, 4]}), (0, {"weigh": len})],
+    [(0, {}), (2, {}), (0, {"shares": [0, 1, 4]}), (2, {"shares": [0, 1, 4]}), (0, {"weigh": len})],
 )
 def test_who_peeks_sees_what_comes_next_and_changes_nothing(workers, options, monkeypatch):
     """Also where what was read ahead is dealt again, by other shares or from the next epoch on."""
@@ -599,9 +565,9 @@ def test_who_peeks_sees_what_comes_next_and_changes_nothing(workers, options, mo
                 seen.append((loader.turn, batch.tolist()))
                 known = loader.peek() if peeks and loader.turn.index % 5 != 4 else None
                 assert known is None or torch.equal(known, loader.peek())
-                if loader.turn.index == 6 and loader.turn.last_micro and not epochs:
+                if loader.turn.index == 6 and not epochs:
                     loader.reshare([1, 1, 2])
-                if loader.turn.index == 10 and loader.turn.last_micro and epochs:
+                if loader.turn.index == 10 and epochs:
                     break
             assert loader.peek() is None
             epochs, seen = [*epochs, seen], []
@@ -641,7 +607,7 @@ def test_what_is_read_as_a_stream_can_not_be_seen_ahead():
 
 def test_who_has_samples_is_told_of_the_shares_that_a_step_was_cut_by():
     def body(group):
-        loader = deal(DataLoader(Numbers(12), 4), Agreement(group), accumulate=2)
+        loader = deal(DataLoader(Numbers(12), 4), Agreement(group))
         seen = []
         for _ in loader:
             seen.append((loader.turn.share, loader.turn.source))
@@ -649,12 +615,4 @@ def test_who_has_samples_is_told_of_the_shares_that_a_step_was_cut_by():
                 loader.reshare([1, 0])
         return seen
 
-    assert spawn(2, body) == [[(1, None)] * 2 + [(2, 0)] * 4, [(1, None)] * 2 + [(0, 0)] * 4]
-
-
-def test_how_many_micro_batches_there_are_is_searched_once_for_the_same_shares(monkeypatch):
-    searched = []
-    monkeypatch.setattr("paceline.data.spec.fewest", lambda batch, shares, most: (searched.append(batch), fewest(batch, shares, most))[1])
-    seen = run(2, lambda: DataLoader(Numbers(40), 16), epochs=2, accumulate="auto", trial=lambda terms: (3, 3))
-    assert sorted(searched) == [8, 8, 16, 16]
-    assert [[turn.share for turn, _ in rank[0] if turn.index == 0] for rank in seen] == [[3, 3, 3], [3, 2, 2]]
+    assert spawn(2, body) == [[(2, None)] + [(4, 0)] * 2, [(2, None)] + [(0, 0)] * 2]

@@ -170,11 +170,6 @@ def test_items_that_are_batches_are_announced_once():
     assert len(said) == 1 and "every worker reads it all" in said[0]
 
 
-def test_accumulation_of_items():
-    seen = run(2, SAMPLERS["items"], accumulate=2)
-    assert steps(seen) == plain(SAMPLERS["items"]())[0]
-
-
 def test_an_order_that_cannot_be_drawn_again_is_refused():
     def make():
         return DataLoader(Numbers(100), 8, sampler=Stateful(100))

@@ -128,9 +128,9 @@ def several(cases, few):
 
 
 @pytest.mark.each_choice
-@pytest.mark.parametrize(("name", "accumulate", "size"), several(product(CASES, (1, 3), SIZES), [(1, 3), (3, 2)]))
-def test_a_stream_is_dealt_as_one_process_reads_it(name, size, accumulate):
-    seen = run(size, CASES[name], epochs=2, accumulate=accumulate)
+@pytest.mark.parametrize(("name", "size"), several(product(CASES, SIZES), [(3,), (2,)]))
+def test_a_stream_is_dealt_as_one_process_reads_it(name, size):
+    seen = run(size, CASES[name], epochs=2)
     assert [steps(seen, 0), steps(seen, 1)] == expected(name)
 
 
@@ -158,10 +158,10 @@ class Sharded(Count):
         return (torch.tensor(number) for number in range(self.first, self.first + self.length))
 
 
-@pytest.mark.parametrize(("train", "accumulate"), [(True, 1), (True, 2), (False, 1)])
-def test_a_stream_that_shards_itself(accumulate, train):
+@pytest.mark.parametrize("train", [True, False])
+def test_a_stream_that_shards_itself(train):
     def body(group):
-        loader = deal(DataLoader(Sharded(group.rank, 3), 12), Agreement(group), shard="mine", accumulate=accumulate, train=train)
+        loader = deal(DataLoader(Sharded(group.rank, 3), 12), Agreement(group), shard="mine", train=train)
         with pytest.raises(TypeError):
             len(loader)
         return walk(loader, 2)
@@ -176,16 +176,15 @@ def test_a_stream_that_shards_itself(accumulate, train):
         assert [len(step) for step in merged] == [12, 12, 9, 8, 8, 8, 8, 6, 4, 4, 1]
     for step in range(11):
         assert sum(at.scale for rank in seen for at, _ in rank[0] if at.index == step) == pytest.approx(1)
-    assert [(at.ghost, at.weight) for at, _ in seen[1][0] if at.index == 5] == [(True, 0)] * accumulate
+    assert [(at.ghost, at.weight) for at, _ in seen[1][0] if at.index == 5] == [(True, 0)]
 
 
 @pytest.mark.parametrize("weigh", [None, len])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_all_know_where_somebody_has_a_ghost_and_who_has_samples_then(accumulate, weigh):
+def test_all_know_where_somebody_has_a_ghost_and_who_has_samples_then(weigh):
     """Else buffers that a ghost changes are not set back, or not all of the workers meet for them."""
 
     def body(group):
-        return walk(deal(DataLoader(Sharded(group.rank, 3), 12), Agreement(group), shard="mine", accumulate=accumulate, weigh=weigh), 1)
+        return walk(deal(DataLoader(Sharded(group.rank, 3), 12), Agreement(group), shard="mine", weigh=weigh), 1)
 
     seen = [[at for at, _ in rank[0]] for rank in spawn(3, body)]
     for turns in zip(*seen, strict=True):

@@ -48,16 +48,12 @@ def steps(ranks: list[list[Seen]], epoch: int = 0) -> list[list[int]]:
     merged: list[list[int]] = []
     count = len(ranks[0][epoch])
     assert all(len(rank[epoch]) == count for rank in ranks)
-    micro: list[list[int]] = []
     for turn in range(count):
         parts = [rank[epoch][turn] for rank in ranks]
-        assert len({(at.index, at.micro, at.last_micro, at.global_batch, at.total) for at, _ in parts}) == 1
+        assert len({(at.index, at.global_batch, at.total) for at, _ in parts}) == 1
         for at, ids in parts:
             assert len(ids) == (at.share if not at.ghost or not at.train else 1)
-        micro.append([one for at, ids in parts for one in (ids if at.share else [])])
-        if parts[0][0].last_micro:
-            merged.append([one for ids in micro for one in ids])
-            micro = []
+        merged.append([one for at, ids in parts for one in (ids if at.share else [])])
     return merged
 
 

@@ -159,40 +159,6 @@ def accumulation_over_epochs(run: Any) -> Any:
     return model, [p.grad for p in model.parameters()]
 
 
-@loop
-def accumulation_by_prepare(run: Any) -> Any:
-    model, optimizer, data = parts(run, accumulate=2)
-    for _ in run.epochs(2):
-        for x, y in data:
-            optimizer.zero_grad()
-            mse(model, x, y).backward()
-            optimizer.step()
-    return model, optimizer
-
-
-@loop
-def accumulation_by_prepare_in_more_micro_batches_than_samples(run: Any) -> Any:
-    model, optimizer, data = parts(run, accumulate=4)
-    schedule = run.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
-    for _ in run.epochs(2):
-        for x, y in data:
-            mse(model, x, y).backward()
-            run.clip(model, 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-    return model, optimizer, schedule.get_last_lr()
-
-
-@loop
-def accumulation_said_before_the_loader(run: Any) -> Any:
-    model = net()
-    model, optimizer = run.prepare(model, sgd(model), accumulate=2)
-    data = run.prepare(batches())
-    train(run, model, optimizer, data)
-    return model, optimizer
-
-
 # ---- several losses, several backwards
 
 

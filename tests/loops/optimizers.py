@@ -312,14 +312,6 @@ def an_optimizer_not_prepared(run: Any) -> Any:
     return model, optimizer
 
 
-@loop(refused="prepare")
-def an_optimizer_not_prepared_with_accumulate(run: Any) -> Any:
-    model, data = run.prepare(net(), batches(), accumulate=2)
-    optimizer = SGD(model.parameters(), 0.1)
-    train(run, model, optimizer, data)
-    return model
-
-
 @loop(said="the SGD steps, and trains nothing")
 def an_optimizer_of_another_model(run: Any) -> Any:
     model, other = net(), net()

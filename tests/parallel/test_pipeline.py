@@ -294,10 +294,6 @@ def test_an_evaluation_goes_forward_alone() -> None:
         assert torch.allclose(out, wanted, atol=1e-12, rtol=0)
 
 
-def test_accumulated_batches_are_exchanged_once() -> None:
-    same("data=2, stage=2", pipeline(LAYERS, micro_batches=2), options={"accumulate": 2})
-
-
 def test_a_split_is_measured_and_the_same_on_all_workers() -> None:
     said: list[str] = []
 

@@ -153,13 +153,13 @@ def uneven(sample: Any) -> float:
     [
         (3, {}),
         (2, {"shares": [1, 7]}),
-        (4, {"shares": [0, 2, 1, 1], "accumulate": 3}),
-        (3, {"accumulate": 30, "weigh": lambda batch: float(len(batch[0]))}),
+        (4, {"shares": [0, 2, 1, 1]}),
+        (3, {"weigh": lambda batch: float(len(batch[0]))}),
     ],
 )
 def test_dealt_by_cost(size: int, options: dict[str, Any]) -> None:
-    wanted, micros = single(torch.float64, adam, 3), options.get("accumulate", 1)
-    found = curve(size, train(torch.float64, adam, batches=3 * micros, cost=uneven, **options))
+    wanted = single(torch.float64, adam, 3)
+    found = curve(size, train(torch.float64, adam, batches=3, cost=uneven, **options))
     assert found.steps == wanted.steps == 6 and found.ids == wanted.ids
     assert distance(found.weights, wanted.weights) < 1e-9
 
@@ -171,10 +171,8 @@ def test_every_schedule(via: str, size: int, shares: Any) -> None:
     check(size, shares, via=via)
 
 
-@pytest.mark.parametrize("options", [{"accumulate": 3}, {"accumulate": 100}, {"loss": "sum"}])
 @pytest.mark.slow
-def test_options_that_change_the_weights_of_gradients(options: dict[str, Any]) -> None:
-    """Micro-batches change nothing, and a sum divided by the global batch is the mean."""
+def test_a_sum_divided_by_the_global_batch_is_the_mean() -> None:
 
     def body(shares: Any, **options: Any) -> Callable[[Run], Tensor]:
         def work(run: Run) -> Tensor:
@@ -196,8 +194,8 @@ def test_options_that_change_the_weights_of_gradients(options: dict[str, Any]) -
 
     wanted = alone(body(None))
     ways: list[tuple[int, Any]] = [(1, None), (2, [1, 7]), (3, [3, 3, 2]), (2, [0, 8])]
-    for size, shares in ways[: 2 if options.get("accumulate") == 100 else 4]:
-        for found in workers(size, body(shares, **options)):
+    for size, shares in ways:
+        for found in workers(size, body(shares, loss="sum")):
             assert distance(found, wanted) < 1e-11
 
 

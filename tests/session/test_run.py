@@ -123,15 +123,14 @@ def test_log_never_waits() -> None:
     workers(2, body)
 
 
-def test_log_of_micro_batches_and_evaluations(tmp_path: Path) -> None:
+def test_log_of_steps_and_evaluations(tmp_path: Path) -> None:
     def body(run: Run) -> None:
-        model, opt, loader = ready(run, batches(16, 8), accumulate=3)
+        model, opt, loader = ready(run, batches(16, 8))
         test = run.prepare(DataLoader(Numbered(5), batch_size=2), train=False)
         for x, y in loader:
             run.log(loss=advance(model, opt, x, y))
-            if run._loop.turn is not None and run._loop.turn.last_micro:
-                for u, _ in test:
-                    run.log(ids=float(u[0, 0]) if len(u) else math.nan)
+            for u, _ in test:
+                run.log(ids=float(u[0, 0]) if len(u) else math.nan)
         run.log(final=1.0)
 
     workers(2, body, folder=tmp_path)
@@ -272,7 +271,7 @@ def test_clip() -> None:
     for size, shares in SHARES:
         for found in workers(size, lambda run, shares=shares: body(run, shares)):
             assert found == pytest.approx(wanted, rel=1e-9)
-    assert alone(lambda run: ready(run, accumulate=2) and run.clip([], 1.0)) == 0
+    assert alone(lambda run: ready(run) and run.clip([], 1.0)) == 0
 
 
 # ---- epochs and stop
@@ -443,9 +442,6 @@ def training(run: Run, *, save: Callable[[int], bool], die: int | None = None, b
             scaler.update()
             scheduler.step()
             mean = run.mean(loss.detach())
-            last = run._loop.turn is not None and run._loop.turn.last_micro
-            if not last:
-                continue
             losses[run.steps] = float(mean)
             kept.best = min(kept.best, float(mean))
             kept.history.append((run.steps, "done"))
@@ -505,12 +501,6 @@ def test_resume_between_epochs(size: int, tmp_path: Path) -> None:
     found, _ = interrupted(tmp_path, size, size, 14, lambda at: False, between=True)
     assert found[0]["from"] == 12
     assert found[0]["losses"] == {at: loss for at, loss in wanted["losses"].items() if at >= 12} and len(found[0]["losses"]) == 6
-
-
-def test_resume_inside_a_batch_of_micro_batches(tmp_path: Path) -> None:
-    wanted = workers(2, lambda run: training(run, save=lambda step: False, accumulate=2))[0]
-    found, _ = interrupted(tmp_path, 2, 2, 9, lambda at: at == 8, accumulate=2)
-    assert found[0]["losses"] == {at: loss for at, loss in wanted["losses"].items() if at >= 8}
 
 
 def test_resume_after_the_end_and_more_epochs(tmp_path: Path) -> None:

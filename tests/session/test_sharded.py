@@ -87,8 +87,7 @@ def test_a_plain_loop(zero: Any, size: int, mesh: str) -> None:
 
 
 @STAGES
-def test_micro_batches_and_shares(zero: Any) -> None:
-    same(lambda cut: loop(cut, accumulate=2), zero, 4, "data=2, shard=2")
+def test_uneven_shares(zero: Any) -> None:
     same(lambda cut: loop(cut, **({} if cut is None else {"shares": [3, 0, 1, 2]})), zero, 4, "data=2, shard=2")
 
 

@@ -52,20 +52,19 @@ def test_in_float32(kind: str) -> None:
     assert distance(several(3, 2, kind, dtype=torch.float32), wanted) < 1e-5
 
 
-@pytest.mark.alike(4)
+@pytest.mark.alike(3)
 @pytest.mark.parametrize(
     "options",
     [
         {"shares": cut(1, 5, 2), "weigh": lambda batch: 3.0 * len(batch[0])},
         {"count": 42},  # two samples are left for three workers: one is a ghost
         {"rate": 0.5},
-        {"accumulate": 2},
         {"shares": cut(1, 5, 2)},
         {"shares": cut(0, 3, 5)},
     ],
 )
 @pytest.mark.parametrize("kind", [pytest.param("adagrad", marks=pytest.mark.soak), "adam"])  # adam moves rows whose gradient is zero
-def test_shares_schedules_and_micro_batches(kind: str, options: Any) -> None:
+def test_shares_and_schedules(kind: str, options: Any) -> None:
     apart = {name: value for name, value in options.items() if name in ("count", "rate")}
     assert distance(several(3, 2, kind, **options), one(kind, **apart)) < 1e-9
 
@@ -173,7 +172,7 @@ class TestLoops:
 
 
 def test_a_model_of_tables_alone() -> None:
-    """No dense parameter tells the run of a backward; with micro-batches, too."""
+    """No dense parameter tells the run of a backward."""
 
     class Tables(nn.Module):
         def __init__(self, make: Make) -> None:
@@ -183,10 +182,10 @@ def test_a_model_of_tables_alone() -> None:
         def forward(self, a: Tensor) -> Tensor:
             return self.table(a)
 
-    def body(run: Run, make: Make, **options: Any) -> Tensor:
+    def body(run: Run, make: Make) -> Tensor:
         model = Tables(make)
         optimizer = torch.optim.SGD(model.parameters(), 0.2)
-        model, optimizer, batches = run.prepare(model, optimizer, loader(), **options)
+        model, optimizer, batches = run.prepare(model, optimizer, loader())
         for a, _, y in batches:
             F.mse_loss(model(a)[:, :2], y).backward()
             optimizer.step()
@@ -195,8 +194,8 @@ def test_a_model_of_tables_alone() -> None:
         return table.lookup(torch.arange(ROWS)) if isinstance(table, SparseEmbedding) else table.weight.detach()
 
     wanted = alone(lambda run: body(run, plain()))
-    for strategy, options in product((None, ParameterServer(), LocalSGD(every=2)), ({}, {"accumulate": 2})):
-        found = workers(2, lambda run, options=options: body(run, served(dtype=torch.float64), **options), strategy=strategy)
+    for strategy in (None, ParameterServer(), LocalSGD(every=2)):
+        found = workers(2, lambda run: body(run, served(dtype=torch.float64)), strategy=strategy)
         assert distance(found[0], wanted) < 1e-9
 
 

@@ -137,11 +137,6 @@ OTHERS: dict[str, dict[str, Any]] = {
         "before": "run.steps % 3 or model.zero_grad(); run.is_first and slay(run.steps == 4, 1, 'early')",
         "between": "run.is_first and slay(run.steps == 8, 0, 'late')",
     },
-    "micro-batches": {
-        "options": ", accumulate=2",
-        "before": "die(run._loop.turn.micro == 1 and run.size > 1 and run.rank == 0 and run.steps == 9, 'in the second')",
-        "between": "die(run._loop.turn.micro == 0 and run.rank == 1 and run.steps == 5, 'after the first')",
-    },
 }
 
 

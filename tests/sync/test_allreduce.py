@@ -206,19 +206,6 @@ def test_no_sync_saves_exchanges() -> None:
     assert loud == pytest.approx(4 * quiet, rel=0.01) and quiet > 0
 
 
-def test_micro_batches_save_exchanges() -> None:
-    def body(run: Run, k: int) -> int:
-        model = forked()
-        model, opt, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), batches(), accumulate=k)
-        for x, y in loader:
-            opt.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            opt.step()
-        return sent(run)
-
-    assert workers(2, lambda run: body(run, 4))[0] == workers(2, lambda run: body(run, 1))[0]
-
-
 def test_a_backward_meets_once_and_sends_each_bucket_once() -> None:
     def body(run: Run) -> tuple[int, list[str]]:
         model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(10)), nn.Linear(6, 2)).double()

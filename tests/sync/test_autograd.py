@@ -133,25 +133,6 @@ def test_gradscaler_with_an_inf_step() -> None:
     assert len(set(scales)) == 1
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_accumulation_by_option(first: bool) -> None:
-    """Micro-batches: the same weights as without, wherever zero_grad stands."""
-
-    def step(run: Run, model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
-        if first:
-            opt.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        run.clip(model, 0.5)
-        opt.step()
-        if not first:
-            opt.zero_grad()
-
-    wanted = alone(lambda run: loop(step)(run, None))
-    for size, shares in [(1, None), (2, None), (2, cut(1, 7)), (3, None)]:
-        for found in workers(size, lambda run, shares=shares: loop(step, accumulate=4)(run, shares)):
-            assert distance(found, wanted) < 1e-12
-
-
 @pytest.mark.each_choice
 @pytest.mark.parametrize("quiet", [True, False])
 @pytest.mark.parametrize("to_none", [True, False])

@@ -7,17 +7,21 @@ is what `loss = F.cross_entropy(model(x), y); loss.backward()` is, and the only 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
+from paceline.comm.group import pieces
 from paceline.data.spec import Weigh
 from paceline.errors import UsageError
+from paceline.formatting import counted, unknown
 from paceline.parallel.pipelining.batches import Loss, Share
 from paceline.session.loop.ghost import buffers, put_back
 from paceline.session.loop.halving import HalvedSteps, OtherLeaves, StepBatch, leaves
@@ -26,6 +30,7 @@ from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.cuts import ModelCuts
 from paceline.sync.autograd_engine import STEPPED
 
+MicroBatches = int | Literal["auto"]
 UNDIVIDED = "run.step didn't take this batch in halves: {}"
 
 
@@ -41,8 +46,18 @@ class SteppedModels:
         """Whether all of the models is on each worker, and so are their gradients."""
         return not self._cuts.applied and not self._loop.apart
 
-    def step(self, model: nn.Module, given: tuple[Any, ...], options: Mapping[str, Any], loss: Loss | None, weigh: Weigh | None) -> Tensor:
+    def step(
+        self,
+        model: nn.Module,
+        given: tuple[Any, ...],
+        options: Mapping[str, Any],
+        loss: Loss | None,
+        weigh: Weigh | None,
+        *,
+        micro_batches: MicroBatches = "auto",
+    ) -> Tensor:
         """Go forward with all of `given` but the last, and back from `loss(output, last)`; return that."""
+        check_micro_batches(micro_batches)
         if not callable(loss):
             raise UsageError("run.step needs a loss, a function of the output and the target: run.step(model, x, y, loss=F.cross_entropy)")
         if not given:
@@ -50,7 +65,12 @@ class SteppedModels:
         *inputs, target = given
         found = self._cuts.pipeline_of(model)
         if found is None:
-            return self._here(StepBatch(model, given, options), loss, weigh)
+            batch = StepBatch(model, given, options)
+            return self._here(batch, loss, weigh) if micro_batches == "auto" else self._in_parts(batch, loss, weigh, micro_batches)
+        if micro_batches != "auto":
+            raise UsageError(
+                f"run.step(micro_batches={micro_batches}): a pipeline cuts batches by itself; say pipeline(..., micro_batches=k)"
+            )
         loop = self._loop
         loop.forward(tuple(inputs), dict(options))
         terms, turn = loop.terms, loop.training if torch.is_grad_enabled() else loop.turn
@@ -111,6 +131,39 @@ class SteppedModels:
             pass  # all that the failed try has held is freed here
         return self._undivided(batch, loss, "the loss has gradients for tensors that are no parameters of the model")
 
+    def _in_parts(self, batch: StepBatch, loss: Loss, weigh: Weigh | None, micro_batches: int) -> Tensor:
+        """Go forward and back in so many parts, the last of which is exchanged with the sum of all."""
+        call = f"run.step(micro_batches={micro_batches})"
+        if reason := self._weights_unknown(weigh):
+            raise UsageError(f"{call}: {reason}")
+        count = batch.rows()
+        number = min(micro_batches, count)
+        if number < micro_batches and self._meets_in_forward(batch.model):
+            raise UsageError(
+                f"{call}: this worker's share of the batch is {counted(count, 'sample')}, and workers meet in each forward of a "
+                f"{type(batch.model).__name__} that is cut or has BatchNorm: say micro_batches={count} or less, or drop_last=True"
+            )
+        parts = [batch.part(start, stop, count) for start, stop in pieces(count, number)]
+        weights = self._weights([part.given for part in parts], [part.rows() for part in parts], weigh)
+        total: Tensor | None = None
+        for place, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+            quiet = place < number - 1 and torch.is_grad_enabled()
+            with self._loop.quietly() if quiet else contextlib.nullcontext():
+                value = _value(part, loss)
+                if value.requires_grad and torch.is_grad_enabled():
+                    (value * (weight * self._loss_scale(value.device))).backward()
+            added = value.detach() * weight
+            total = added if total is None else total + added
+        assert total is not None
+        return _stepped(total)
+
+    def _meets_in_forward(self, model: nn.Module) -> bool:
+        """Whether workers exchange something in each forward of a model, so that all have to go forward equally often."""
+        several = self._loop.context.group.size > 1
+        return bool(self._cuts.applied) or (
+            several and any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
+        )
+
     def _undivided(self, batch: StepBatch, loss: Loss, obstacle: str) -> Tensor:
         try:
             return self._back(_value(batch, loss))
@@ -152,6 +205,16 @@ class SteppedModels:
         for scaler in scalers:
             scaler.scale(torch.zeros((), device=device))  # a scaler has no state before its first loss
         return self._loop.context.step_state.loss_scale() if scalers else 1.0
+
+
+def check_micro_batches(micro_batches: Any) -> None:
+    """Raise `UsageError` for what is no number of micro-batches."""
+    if isinstance(micro_batches, int) and not isinstance(micro_batches, bool) and micro_batches >= 1:
+        return
+    if wrong := unknown("micro_batches", micro_batches, MicroBatches):
+        raise UsageError(f"{wrong}; or the number of parts, 1 or more")
+    if micro_batches != "auto":
+        raise UsageError(f"micro_batches={micro_batches!r} is no number of parts; give 1 or more, or 'auto'")
 
 
 def _value(batch: StepBatch, loss: Loss) -> Tensor:

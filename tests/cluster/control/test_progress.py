@@ -164,23 +164,6 @@ def test_the_loader_stops_before_the_step_asked_for(tmp_path: Path) -> None:
     assert page.step == 5  # all are taken
 
 
-def test_micro_batches_are_not_steps(tmp_path: Path) -> None:
-    page = Page(tmp_path / "page")
-    reached: list[int] = []
-    page.reach = lambda step: reached.append(step) or 0.0  # type: ignore[method-assign, func-returns-value]
-
-    def train(run: Any) -> None:
-        run._loop._page = page
-        loader = run.prepare(batches(16, 8), train=True, accumulate=2)
-        for _ in loader:
-            pass
-        for _ in run.prepare(batches(8, 4), train=False):
-            pass
-
-    workers(1, train)
-    assert reached == [0, 1]
-
-
 BODY = """
 with pl.start(folder=sys.argv[1]) as run:
     model, optimizer, loader = parts(run)

@@ -16,7 +16,7 @@ def scale(x: float, factor: int = 2) -> float:
 def mistakes(run: pl.Run, model: nn.Module, optimizer: SGD) -> None:
     run.prepare([model, optimizer])  # No overload variant of "prepare" of "Run" matches argument type "list[object]"
     run.prepare(model, 3)  # No overload variant of "prepare" of "Run" matches argument types
-    run.prepare(model, accumulatee=2)  # Unexpected keyword argument "accumulatee" for overloaded function "prepare" of "Run"
+    run.prepare(model, batchnormm="sync")  # Unexpected keyword argument "batchnormm" for overloaded function "prepare" of "Run"
     run.prepare(model, batchnorm="locl")  # No overload variant of "prepare" of "Run" matches argument types
     swapped: SGD = run.prepare(model, optimizer)[0]  # Incompatible types in assignment
     print(run.turn)  # "Run" has no attribute "turn"

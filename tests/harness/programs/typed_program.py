@@ -42,7 +42,7 @@ def training() -> None:
     model, optimizer, loader = objects()
     with pl.start(sync=pl.AllReduce(via="ring"), trace="off", straggler="warn", compare=None, on_nan="stop") as run:
         assert_type(run, pl.Run)
-        model, optimizer, loader = run.prepare(model, optimizer, loader, accumulate=2, batchnorm="local")
+        model, optimizer, loader = run.prepare(model, optimizer, loader, batchnorm="local")
         assert_type(model, Net)
         assert_type(optimizer, SGD)
         known: DataLoader[Pair] = loader

@@ -99,16 +99,16 @@ def by_rank(rank: int, step: int) -> float:
     return (1.0, 2.0, 4.0)[rank]
 
 
-@pytest.mark.alike(3)
+@pytest.mark.alike(2)
 @pytest.mark.parametrize(
     ("size", "options"),
-    [(3, {}), (2, {"accumulate": 2}), (2, {"reading": {"num_workers": 1, "multiprocessing_context": "fork"}}), (2, {})],
+    [(3, {}), (2, {"reading": {"num_workers": 1, "multiprocessing_context": "fork"}}), (2, {})],
     ids=str,
 )
 def test_shares_by_speed_change_no_sample_and_no_weight(size: int, options: dict[str, Any]) -> None:
     said: list[str] = []
     found = balanced(size, by_rank, said=said, **options)
-    one = alone(train(None, **{key: value for key, value in options.items() if key == "accumulate"}))
+    one = alone(train(None))
     assert whole(found) == [Counter(range(COUNT))] * EPOCHS
     assert all(distance(weights, one[0]) < 1e-9 for weights, *_ in found)
     assert len({tuple(shares) for *_, shares in found}) == 1, "all decide alike"

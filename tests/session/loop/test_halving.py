@@ -90,7 +90,7 @@ def weighed(out, y):
         (last_rank(4), {}),
         (last_rank(1), {}),
         (last_rank(10**6, back=2), {}),
-        (last_rank(3), {"shares": [1, 3], "accumulate": 2}),
+        (last_rank(3), {"shares": [1, 3]}),
         (last_rank(3), {"loss": "sum"}),
         (last_rank(3), {"weigh": lambda batch: float(batch[1].abs().sum())}),
     ],
@@ -126,7 +126,7 @@ def test_gradients_are_exchanged_once_and_hooks_see_the_sum():
 def test_memory_that_runs_out_when_gradients_are_on_their_way_ends_the_run_with_advice():
     with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
         alone(train(lambda rank: Small(10**6, back=2, deep=True)))
-    assert any('accumulate="auto"' in note and "run.step" in note for note in caught.value.__notes__)
+    assert any('micro_batches="auto"' in note and "run.step" in note for note in caught.value.__notes__)
 
 
 def test_memory_that_runs_out_later_ends_the_run():
@@ -147,7 +147,7 @@ def test_other_errors_are_the_scripts_own():
 def test_a_plain_loop_is_told_what_would_help():
     with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
         alone(train(lambda rank: Small(4), plain=True))
-    assert any('accumulate="auto"' in note and "run.step" in note for note in caught.value.__notes__)
+    assert any('micro_batches="auto"' in note and "run.step" in note for note in caught.value.__notes__)
 
 
 def test_gradients_that_are_given_reach_parameters_as_they_are():

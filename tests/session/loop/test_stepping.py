@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,7 @@ import paceline as pl
 from paceline.errors import UsageError
 from paceline.session.run import Run
 from tests.harness.models import net, sgd
-from tests.harness.runs import batches, distance, parameters, workers
+from tests.harness.runs import batches, cut, distance, parameters, workers
 
 
 def trained(run: Run, *, by_hand: bool) -> tuple[torch.Tensor, list[float]]:
@@ -104,3 +106,79 @@ def test_a_pipeline_whose_loss_uses_parameters_itself_is_refused(own: bool) -> N
 
     with pytest.raises(UsageError, match=r"the loss uses the parameter \S+ itself, .*where the last stage is"):
         workers(2, body, mesh="stage=2")
+
+
+def in_parts(run: Run, micro_batches: int, **options: Any) -> tuple[torch.Tensor, list[float], int]:
+    model = net()
+    model, optimizer, loader = run.prepare(model, sgd(model), batches(37), **options)
+    losses, sent = [], 0
+    weigh = options.get("weigh")
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = run.step(model, x, y, loss=weighed if weigh else F.mse_loss, weigh=weigh, micro_batches=micro_batches)
+        sent += run._backward.passes
+        optimizer.step()
+        losses.append(float(loss))
+    return parameters(model), losses, sent
+
+
+def weighed(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    weights = y.abs()
+    return (weights * (out - y).square()).sum() / weights.sum()
+
+
+@pytest.mark.parametrize(
+    ("options", "strategy"),
+    [
+        ({}, None),
+        ({"shares": cut(1, 7)}, None),
+        ({"weigh": lambda batch: float(batch[1].abs().sum())}, None),
+        ({}, pl.ParameterServer(servers=1)),
+    ],
+    ids=["equal", "uneven", "weighed", "servers"],
+)
+def test_micro_batches_change_nothing_but_the_memory(options: dict[str, Any], strategy: Any) -> None:
+    (wanted, losses, _), *_ = workers(1, lambda run: in_parts(run, 1, **{name: each for name, each in options.items() if name == "weigh"}))
+    for size in (1, 2):
+        given = options if size > 1 else {name: each for name, each in options.items() if name == "weigh"}
+        for found, mine, sent in workers(size, lambda run, given=given: in_parts(run, 3, **given), strategy=strategy if size > 1 else None):
+            assert distance(found, wanted) < 1e-12
+            assert size > 1 or mine == pytest.approx(losses, rel=1e-12)
+            assert size == 1 or sent == len(losses), "one exchange a step"
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_micro_batches_of_a_model_that_is_shared_out(zero: Any) -> None:
+    def body(run: Run) -> torch.Tensor:
+        model = net()
+        model, optimizer, loader = run.prepare(model, sgd(model), batches(36, 12), cut=pl.shard(zero=zero))
+        for x, y in loader:
+            optimizer.zero_grad()
+            run.step(model, x, y, loss=F.mse_loss, micro_batches=2)
+            optimizer.step()
+        out: torch.Tensor = run.forward(model, torch.ones(1, 6, dtype=torch.float64))
+        return out
+
+    def alone(run: Run) -> torch.Tensor:
+        model = net()
+        model, optimizer, loader = run.prepare(model, sgd(model), batches(36, 12))
+        for x, y in loader:
+            optimizer.zero_grad()
+            run.step(model, x, y, loss=F.mse_loss)
+            optimizer.step()
+        return model(torch.ones(1, 6, dtype=torch.float64)).detach()
+
+    (wanted,) = workers(1, alone)
+    for found in workers(2, body, mesh="shard=2"):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, "many", True])
+def test_what_is_no_number_of_micro_batches(wrong: Any) -> None:
+    def body(run: Run) -> None:
+        model, x = net(), torch.ones(2, 6, dtype=torch.float64)
+        run.prepare(model, sgd(model))
+        with pytest.raises(UsageError, match="micro_batches"):
+            run.step(model, x, x[:, :2], loss=F.mse_loss, micro_batches=wrong)
+
+    workers(1, body)

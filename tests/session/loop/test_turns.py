@@ -1,4 +1,4 @@
-"""What a turn of a loader is: its weight, its ghost, its micro-batches, and which turns are steps."""
+"""What a turn of a loader is: its weight, its ghost, and which turns are steps."""
 
 from __future__ import annotations
 
@@ -70,21 +70,6 @@ def test_scale_and_weight_of_each_turn() -> None:
     first, second = workers(2, body)
     assert first == [(1 / 8, 1, False, False), (1 / 8, 1, False, False), (0.0, 0, True, False)]
     assert second == [(7 / 8, 7, False, False), (7 / 8, 7, False, False), (1.0, 2, False, False)]
-
-
-def test_micro_batches_are_silent_until_the_last() -> None:
-    def body(run: Run) -> list[tuple[bool, float]]:
-        model, opt, loader = ready(run, batches(8, 8), accumulate=3)
-        seen = []
-        for x, y in loader:
-            advance(model, opt, x, y)
-            seen.append((run._context.step_state.defer_exchange, run._context.step_state.scale))
-        assert run.steps == 1
-        return seen
-
-    for found in workers(2, body):
-        assert [silent for silent, _ in found] == [True, True, False]
-    assert sum(scale for found in workers(2, body) for _, scale in found) == pytest.approx(1)
 
 
 # ---- ghosts
@@ -167,10 +152,9 @@ def tokens(batch: Any) -> float:
     return float((batch[0][:, 0] > 0).sum())
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_mean_over_tokens(accumulate: int) -> None:
+def test_a_mean_over_tokens() -> None:
     def body(run: Run, shares: Any) -> Tensor:
-        model, opt, loader = ready(run, shares=shares, weigh=tokens, accumulate=accumulate if run.size > 1 or shares else 1)
+        model, opt, loader = ready(run, shares=shares, weigh=tokens)
         for _ in run.epochs(2):
             for x, y in loader:
                 chosen = x[:, 0] > 0
@@ -216,89 +200,6 @@ def test_all_weights_zero_make_no_update_and_it_is_said_once() -> None:
 
 
 # ---- accumulation
-
-
-@pytest.mark.alike(3)
-@pytest.mark.parametrize("k", [1, 5, 11, 3, 8])
-def test_accumulation_that_does_not_divide(k: int) -> None:
-    def body(run: Run, shares: Any) -> Tensor:
-        model, opt, loader = ready(run, batches(21, 8), shares=shares, accumulate=k if run.size > 1 or shares else 1)
-        for x, y in loader:
-            advance(model, opt, x, y)
-        assert run.steps == len(loader) == 3
-        return parameters(model)
-
-    same(body)
-    assert distance(alone(lambda run: body(run, [1])), alone(lambda run: body(run, None))) < 1e-12
-
-
-def test_accumulation_by_a_loader_prepared_later() -> None:
-    """The loader alone says accumulate; model and optimizer were prepared in calls before."""
-
-    def body(run: Run, k: int) -> Tensor:
-        model = net()
-        opt = run.prepare(sgd(model))
-        model = run.prepare(model)
-        loader = run.prepare(batches(), accumulate=k)
-        for x, y in loader:
-            advance(model, opt, x, y)
-            if run._loop.turn is not None and run._loop.turn.micro == 0 and k > 1:
-                model.zero_grad()  # ignored: it is not the last
-        return parameters(model)
-
-    wanted = alone(lambda run: body(run, 1))
-    for size in (1, 2):
-        for found in workers(size, lambda run: body(run, 4)):
-            assert distance(found, wanted) < 1e-12
-
-
-def test_accumulation_with_a_closure() -> None:
-    def body(run: Run, k: int) -> Tensor:
-        model, opt, loader = ready(run, accumulate=k)
-        for x, y in loader:
-
-            def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-                opt.zero_grad()
-                loss = F.mse_loss(model(x), y)
-                loss.backward()
-                return loss
-
-            opt.step(closure)
-        return parameters(model)
-
-    wanted = alone(lambda run: body(run, 1))
-    for size in (1, 2):
-        for found in workers(size, lambda run: body(run, 4)):
-            assert distance(found, wanted) < 1e-12
-
-
-def test_a_worker_whose_last_micro_batch_has_no_gradient() -> None:
-    def body(run: Run) -> Tensor:
-        model, opt, loader = ready(run, accumulate=2)
-        for x, y in loader:
-            opt.zero_grad()
-            if run.rank == 0 or run._loop.turn is None or not run._loop.turn.last_micro:
-                F.mse_loss(model(x), y).backward()
-            opt.step()
-        return parameters(model)
-
-    first, second = workers(2, body)
-    assert torch.equal(first, second)
-
-
-def test_a_worker_that_skips_the_last_micro_batch_altogether_joins_at_the_next_batch() -> None:
-    def body(run: Run) -> int:
-        model, opt, loader = ready(run, accumulate=2)
-        exchanged = 0
-        for x, y in loader:
-            if run.rank == 1 and run._loop.turn is not None and run._loop.turn.last_micro:
-                continue
-            opt.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            exchanged += run._backward.passes
-        return exchanged
-
-    assert workers(2, body) == [5, 0]
 
 
 def test_a_step_on_gradients_of_no_sync_exchanges_them() -> None:

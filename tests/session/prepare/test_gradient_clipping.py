@@ -34,9 +34,9 @@ def by_given_norm(model: nn.Module) -> None:
     nn.utils.clip_grads_with_norm_(model.parameters(), 0.05, norm)
 
 
-def train(run: Run, clip: Clip, *, accumulate: int = 1, first_alone: bool = False) -> Tensor:
+def train(run: Run, clip: Clip, *, first_alone: bool = False) -> Tensor:
     model = net()
-    model, optimizer, loader = run.prepare(model, sgd(model), batches(24), accumulate=accumulate)
+    model, optimizer, loader = run.prepare(model, sgd(model), batches(24))
     for x, y in loader:
         if run.is_first or not first_alone:
             F.mse_loss(model(x), y).backward()
@@ -44,13 +44,6 @@ def train(run: Run, clip: Clip, *, accumulate: int = 1, first_alone: bool = Fals
         optimizer.step()
         optimizer.zero_grad()
     return parameters(model)
-
-
-@pytest.mark.parametrize("clip", [by_norm, by_value, by_given_norm])
-def test_micro_batches_are_clipped_together(clip: Clip) -> None:
-    wanted = alone(lambda run: train(run, clip))
-    assert distance(alone(lambda run: train(run, clip, accumulate=3)), wanted) < 1e-12
-    assert distance(workers(2, lambda run: train(run, clip, accumulate=2))[1], wanted) < 1e-12
 
 
 def test_who_has_made_no_backward_clips_what_the_others_have() -> None:
@@ -82,21 +75,17 @@ CUTS = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.each_choice
-@pytest.mark.parametrize("accumulate", [1, 2])
 @CUTS
-def test_where_a_model_is_cut_the_norm_is_that_of_all_parts(mesh: str, cut: Any, accumulate: int) -> None:
+def test_where_a_model_is_cut_the_norm_is_that_of_all_parts(mesh: str, cut: Any) -> None:
     def body(run: Run, cut: Any) -> tuple[list[float], Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
         fill(model)
-        model, optimizer, loader = run.prepare(model, sgd(model), batches(24), cut=cut, accumulate=accumulate)
+        model, optimizer, loader = run.prepare(model, sgd(model), batches(24), cut=cut)
         norms = []
         for x, y in loader:
             run.step(model, x, y, loss=F.mse_loss)
-            norm = by_norm(model)
-            if accumulate == 1:
-                norms.append(float(norm))
+            norms.append(float(by_norm(model)))
             optimizer.step()
             optimizer.zero_grad()
         return norms, run.forward(model, torch.ones(1, 6, dtype=torch.float64))

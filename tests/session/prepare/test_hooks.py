@@ -78,7 +78,7 @@ def test_model_and_optimizer_stay_what_they_are(size: int) -> None:
         model = net()
         opt = torch.optim.Adam(model.parameters(), lr=0.1)
         keys, kinds, ids = list(model.state_dict()), (type(model), type(opt)), [id(p) for p in model.parameters()]
-        model, opt, loader = run.prepare(model, opt, batches(), accumulate=2)
+        model, opt, loader = run.prepare(model, opt, batches())
         for x, y in loader:
             advance(model, opt, x, y)
         assert list(model.state_dict()) == keys and (type(model), type(opt)) == kinds
@@ -122,13 +122,13 @@ def test_the_users_methods_come_back_when_the_run_ends() -> None:
         model = nn.Sequential(fill(nn.Linear(6, 4).double()), nn.BatchNorm1d(4).double(), fill(nn.Linear(4, 2).double()))
         opt = sgd(model)
         before = StepLR(opt, 1)
-        _, _, scheduler, _ = run.prepare(model, opt, before, batches(), accumulate=2)
+        _, _, scheduler, _ = run.prepare(model, opt, before, batches())
         models.append((model, opt, scheduler))
-        assert "step" in vars(opt) and "zero_grad" in vars(model)
+        assert "step" in vars(opt)
 
     workers(2, body)
     for model, opt, scheduler in models:
-        assert "zero_grad" not in vars(model) and "zero_grad" not in vars(opt) and not model._forward_pre_hooks
+        assert "step" not in vars(opt) and not model._forward_pre_hooks
         x = torch.ones(3, 6, dtype=torch.float64)
         with pytest.raises(ValueError, match="more than 1 value"):  # torch's own BatchNorm
             model(x[:1])
@@ -142,7 +142,7 @@ def test_the_same_objects_in_two_runs_one_after_the_other() -> None:
     opt = sgd(model)
 
     def body(run: Run) -> Tensor:
-        ready, optimizer, loader = run.prepare(model, opt, batches(), accumulate=4)
+        ready, optimizer, loader = run.prepare(model, opt, batches())
         for x, y in loader:
             advance(ready, optimizer, x, y)
         return parameters(model)
@@ -360,8 +360,7 @@ def test_a_loader_prepared_before() -> None:
     [
         ({"batchnorm": "no"}, "batchnorm='no' is unknown; possible: local, sync"),
         ({"loss": "max"}, "possible: mean, sum"),
-        ({"accumulate": 0}, "accumulate is 0"),
-        ({"accumulate": 2.0}, "accumulate is 2.0"),
+        ({"accumulate": 2}, "run.step"),
         ({"shares": [1, 2, 3, 4]}, "4 numbers for 2 workers"),
         ({"shares": [0, 0]}, "at least one above zero"),
         ({"readers": "host"}, "leave it out"),
@@ -400,27 +399,25 @@ def schedulers(opt: torch.optim.Optimizer) -> list[Any]:
 @pytest.mark.filterwarnings("error:Detected call of")
 @pytest.mark.filterwarnings("error:Seems like")
 def test_schedulers_step_with_the_optimizer_and_their_state_is_their_own(which: int) -> None:
-    def body(run: Run, k: int) -> list[float]:
+    def body(run: Run) -> list[float]:
         model = net()
         opt = sgd(model)
         scheduler = schedulers(opt)[which]
-        model, opt, loader, scheduler = run.prepare(model, opt, batches(), scheduler, accumulate=k)
+        model, opt, loader, scheduler = run.prepare(model, opt, batches(), scheduler)
         rates = []
         for x, y in loader:
             advance(model, opt, x, y)
             scheduler.step()
-            if run._loop.turn is not None and run._loop.turn.last_micro:
-                rates.append(opt.param_groups[0]["lr"])
+            rates.append(opt.param_groups[0]["lr"])
         state = scheduler.state_dict()
         assert not any(callable(value) for value in state.values())
         torch.save(state, io.BytesIO())
         scheduler.load_state_dict(state)
         return rates
 
-    wanted = alone(lambda run: body(run, 1))
+    wanted = alone(body)
     assert len(set(wanted)) > 1
-    assert workers(2, lambda run: body(run, 3)) == [wanted] * 2
-    assert alone(lambda run: body(run, 3)) == wanted
+    assert workers(2, body) == [wanted] * 2
 
 
 def test_reduce_on_plateau() -> None:
@@ -559,22 +556,6 @@ def test_replicas_that_part_are_said_at_the_end() -> None:
     events = workers(3, body, said=said)
     assert [text for text in said if "replicas have parted: the parameters of rank 1 are not those of rank 0" in text]
     assert "parted" in events[0][0]["what"]
-
-
-def test_a_scheduler_after_a_break_between_micro_batches() -> None:
-    def body(run: Run) -> int:
-        model = net()
-        opt = sgd(model)
-        model, opt, scheduler, loader = run.prepare(model, opt, StepLR(opt, 1), batches(), accumulate=4)
-        for _ in run.epochs(3):
-            for number, (x, y) in enumerate(loader):
-                advance(model, opt, x, y)
-                if number == 5:
-                    break
-            scheduler.step()
-        return int(scheduler.last_epoch)
-
-    assert workers(2, body) == [3, 3] and alone(body) == 3
 
 
 @COMPILES

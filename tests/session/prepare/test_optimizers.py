@@ -43,38 +43,6 @@ def test_an_optimizer_that_was_not_prepared_trains_beside_allreduce() -> None:
         assert distance(found, wanted) < 1e-12
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_it_is_refused_with_micro_batches(size: int) -> None:
-    def body(run: Run) -> Tensor:
-        model = net()
-        model, loader = run.prepare(model, batches(), accumulate=2)
-        before = parameters(model)
-        with pytest.raises(UsageError, match=r"SGD .* not given to run.prepare: with accumulate it steps .*; give it to run.prepare"):
-            train(model, sgd(model), loader)
-        assert torch.equal(parameters(model), before)
-        return before
-
-    workers(size, body)
-
-
-def test_it_may_step_by_itself_on_the_last_micro_batch() -> None:
-    def body(run: Run) -> Tensor:
-        model = net()
-        model, loader = run.prepare(model, batches(), accumulate=2)
-        optimizer = sgd(model)
-        for x, y in loader:
-            F.mse_loss(model(x), y).backward()
-            assert run._loop.turn is not None
-            if run._loop.turn.last_micro:
-                optimizer.step()
-                optimizer.zero_grad()
-        return parameters(model)
-
-    wanted = alone(body)
-    for found in workers(2, body):
-        assert distance(found, wanted) < 1e-12
-
-
 class Slow(torch.optim.Optimizer):
     """Has another optimizer, and goes half of its way (Zhang et al. 2019, Lookahead)."""
 
@@ -93,7 +61,7 @@ class Slow(torch.optim.Optimizer):
 def test_an_optimizer_inside_of_a_prepared_one_needn_t_be_prepared() -> None:
     def body(run: Run) -> Tensor:
         model = net()
-        model, optimizer, loader = run.prepare(model, Slow(sgd(model)), batches(), accumulate=2)
+        model, optimizer, loader = run.prepare(model, Slow(sgd(model)), batches())
         return train(model, optimizer, loader)
 
     wanted = alone(body)
@@ -125,11 +93,10 @@ class Ascent(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_one_inside_is_refused_where_it_steps_in_each_micro_batch(size: int) -> None:
-    def body(run: Run, accumulate: int | None = None) -> Tensor:
+def test_one_inside_may_step_by_itself(size: int) -> None:
+    def body(run: Run) -> Tensor:
         model = net()
-        options: dict[str, Any] = {} if accumulate is None else {"accumulate": accumulate}
-        model, optimizer, loader = run.prepare(model, Ascent(sgd(model)), batches(), **options)
+        model, optimizer, loader = run.prepare(model, Ascent(sgd(model)), batches())
         for x, y in loader:
             F.mse_loss(model(x), y).backward()
             optimizer.first_step()
@@ -140,8 +107,6 @@ def test_one_inside_is_refused_where_it_steps_in_each_micro_batch(size: int) -> 
     wanted = alone(body)
     for found in workers(size, body):
         assert distance(found, wanted) < 1e-12
-    with pytest.raises(UsageError, match=r"SGD steps inside of Ascent, in a micro-batch before the last: .* only Ascent.step"):
-        workers(size, lambda run: body(run, 2))
 
 
 def test_it_is_refused_beside_servers() -> None:
@@ -163,7 +128,7 @@ def test_an_optimizer_of_something_else_steps_as_it_likes_and_is_told_once() -> 
         strange: list[Any] = []
         run._watch._strange = lambda optimizer, ours: strange.append((optimizer, ours))
         model, other = net(), net(1)
-        model, _, loader = run.prepare(model, sgd(model), batches(), accumulate=2)
+        model, _, loader = run.prepare(model, sgd(model), batches())
         mine = sgd(other)
         before = parameters(other)
         train(other, mine, [(x, y) for x, y in loader])

@@ -34,7 +34,7 @@ def trained(run: Run, *, first: dict[str, Any], then: dict[str, Any]) -> Tensor:
     """Two epochs with an uneven last batch; `first` are the options of the call with the model, `then` those of the loader's."""
     model = net()
     opt = torch.optim.SGD(model.parameters(), lr=0.05)
-    if run.size > 1 or "accumulate" in {**first, **then}:
+    if run.size > 1:
         model, opt = run.prepare(model, opt, **first)
         loader = run.prepare(batches(19, 6), **then)
     else:
@@ -58,33 +58,15 @@ def trained(run: Run, *, first: dict[str, Any], then: dict[str, Any]) -> Tensor:
 
 @pytest.mark.parametrize(
     "options",
-    [{"loss": "sum"}, {"weigh": tokens}, {"accumulate": 3}, {"accumulate": 2, "loss": "sum"}],
-    ids=["sum", "weigh", "accumulate", "both"],
+    [{"loss": "sum"}, {"weigh": tokens}],
+    ids=["sum", "weigh"],
 )
 @pytest.mark.parametrize("size", [2, 3])
 def test_what_is_said_with_the_model_holds_for_a_loader_that_comes_later(options: dict[str, Any], size: int) -> None:
-    plain = {name: value for name, value in options.items() if name != "accumulate"}
-    wanted = alone(lambda run: trained(run, first=plain, then={}))
-    if "accumulate" not in options:
-        assert distance(alone(lambda run: trained(run, first={}, then={})), wanted) > 1e-3  # or the option would mean nothing
+    wanted = alone(lambda run: trained(run, first=options, then={}))
+    assert distance(alone(lambda run: trained(run, first={}, then={})), wanted) > 1e-3  # or the option would mean nothing
     for found in workers(size, lambda run: trained(run, first=options, then={})):
         assert distance(found, wanted) < 1e-12
-
-
-def test_accumulation_said_with_the_model_takes_so_many_turns() -> None:
-    def body(run: Run) -> list[int]:
-        model = net()
-        model, opt = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05), accumulate=3)
-        found = []
-        for x, y in run.prepare(batches(12, 6)):
-            F.mse_loss(model(x), y).backward()
-            opt.step()
-            opt.zero_grad()
-            found.append(run.steps)
-        return found
-
-    assert workers(2, body) == [[0, 0, 0, 1, 1, 1]] * 2
-    assert alone(body) == [0, 0, 0, 1, 1, 1]
 
 
 def test_shares_and_train_are_kept() -> None:
@@ -122,18 +104,18 @@ def test_batchnorm_said_before_the_model() -> None:
 
 
 def test_a_call_with_a_loader_speaks_for_that_one() -> None:
-    def body(run: Run) -> list[int]:
-        first = run.prepare(net(), batches(), accumulate=4)[1]
-        return [loader.terms.accumulate for loader in (first, run.prepare(batches()))]
+    def body(run: Run) -> list[bool | None]:
+        first = run.prepare(net(), batches(), train=False)[1]
+        return [loader.terms.train for loader in (first, run.prepare(batches()))]
 
-    assert workers(2, body) == [[4, 1]] * 2
+    assert workers(2, body) == [[False, None]] * 2
 
 
 def test_a_later_call_wins() -> None:
     wishes, nothing = PrepareOptions(), dict.fromkeys(DEFAULTS)
-    wishes.hear({**nothing, "loss": "sum", "accumulate": 4}, 2, loaders=False, models=True)
-    assert wishes.hear({**nothing, "accumulate": 1}, 2, loaders=True, models=False)["accumulate"] == 1
-    assert wishes.hear(nothing, 2, loaders=True, models=False)["accumulate"] == 4
+    wishes.hear({**nothing, "loss": "sum", "train": False}, 2, loaders=False, models=True)
+    assert wishes.hear({**nothing, "train": True}, 2, loaders=True, models=False)["train"] is True
+    assert wishes.hear(nothing, 2, loaders=True, models=False)["train"] is False
     found = wishes.hear({**nothing, "weigh": len}, 2, loaders=True, models=False)
     assert (found["loss"], found["weigh"]) == ("mean", len)  # a weight is of a mean
     wishes.hear({**nothing, "weigh": len}, 2, loaders=False, models=False)
@@ -142,7 +124,7 @@ def test_a_later_call_wins() -> None:
     assert (found["loss"], found["weigh"]) == ("sum", None)
 
 
-@pytest.mark.parametrize("wrong", [{"loss": "total"}, {"accumulate": 0}, {"shares": [1, 2, 3]}, {"batchnorm": "none"}])
+@pytest.mark.parametrize("wrong", [{"loss": "total"}, {"shares": [1, 2, 3]}, {"batchnorm": "none"}])
 def test_what_no_loader_can_be_dealt_by_is_refused_where_it_is_said(wrong: dict[str, Any]) -> None:
     with pytest.raises((UsageError, DataError)):
         workers(2, lambda run: run.prepare(net(), **wrong))

@@ -128,11 +128,6 @@ def complete(run: Run) -> None:
     train(run, model, opt, loader, log=True)
 
 
-def accumulated(run: Run) -> None:
-    model, opt, loader = run.prepare(*parts(), batches(), accumulate=3)
-    train(run, model, opt, loader, log=True)
-
-
 def closing(run: Run) -> None:
     """With a closure gradients come after the step has begun."""
     model, opt, loader = run.prepare(*parts(), batches())
@@ -182,7 +177,7 @@ def only_talks(run: Run) -> None:
     run.mean(1.0)
 
 
-@pytest.mark.parametrize("body", [complete, accumulated, closing, of_the_loss, frozen, after_the_loop, only_talks])
+@pytest.mark.parametrize("body", [complete, closing, of_the_loss, frozen, after_the_loop, only_talks])
 def test_nothing_is_said_of_a_script_that_lacks_nothing(body: Callable[[Run], None]) -> None:
     found = heard(body)
     assert [text for text in found if "an epoch of a loader had no backward" not in text] == [], found

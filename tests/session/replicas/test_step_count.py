@@ -149,28 +149,6 @@ def test_steps_that_all_workers_skip_or_repeat_alike() -> None:
     same(body)
 
 
-def test_micro_batches_a_closure_and_an_evaluation_between() -> None:
-    def body(run: Run) -> Tensor:
-        model = net()
-        model, optimizer, loader, test = run.prepare(model, sgd(model), batches(), batches(), accumulate=2)
-        for number, (x, y) in enumerate(loader):
-
-            def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-                optimizer.zero_grad()
-                loss = F.mse_loss(model(x), y)
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
-            if number == 3:
-                with torch.no_grad():
-                    for a, _ in test:
-                        run.gather(model(a))
-        return parameters(model)
-
-    same(body)
-
-
 def test_local_steps_are_each_workers_own() -> None:
     """Where replicas differ between rounds by design, a worker may leave a step out."""
 

@@ -38,7 +38,7 @@ def spread(strategy: Strategy, size: int, **options: Any) -> tuple[list[Tensor],
     return [last[rank] for rank in range(size)], found[0]
 
 
-@pytest.mark.parametrize("options", [{}, {"shares": cut(1, 7, 2)}, {"accumulate": 2}, {"shares": cut(0, 3, 5)}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"shares": cut(1, 7, 2)}, {"shares": cut(0, 3, 5)}], ids=str)
 def test_a_full_graph_is_allreduce(options: dict[str, Any]) -> None:
     assert distance(runs(Gossip("full"), epochs=2, **options), runs(AllReduce(), epochs=2, **options)) < 1e-9
 

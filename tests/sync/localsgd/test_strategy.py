@@ -35,7 +35,7 @@ def rounds(run: Run) -> LocalSGDSync:
 RARE = [pytest.param(options, marks=pytest.mark.slow) for options in ({"loss": "sum"}, {"shares": cut(0, 3, 5)})]
 
 
-@pytest.mark.parametrize("options", [{}, {"shares": cut(1, 7, 2)}, {"accumulate": 2}, *RARE], ids=str)
+@pytest.mark.parametrize("options", [{}, {"shares": cut(1, 7, 2)}, *RARE], ids=str)
 def test_every_step_with_plain_sgd_is_allreduce(options: dict[str, Any]) -> None:
     make = sgd if options.get("loss") != "sum" else (lambda net: torch.optim.SGD(net.parameters(), lr=0.005))
     wanted = runs(AllReduce(), make=make, epochs=2, **options)

@@ -53,10 +53,6 @@ def test_schedules_and_clipping(kind: str) -> None:
         assert distance(one, free) > 1e-3
 
 
-def test_micro_batches() -> None:
-    assert distance(served(2, kind="adam", accumulate=2), alone(lambda run: train(run, "adam"))) < 1e-9
-
-
 @pytest.mark.slow
 def test_with_random_delays_repeatedly() -> None:
     wanted = served(3, kind="adam", epochs=1)

@@ -54,11 +54,6 @@ class TestWhatIsTrained:
         found = epoch(ASP, shares=[1, 1, 4])
         assert torch.allclose(found[0][1], torch.full((60,), -1 / 6, dtype=torch.float64))
 
-    def test_micro_batches(self) -> None:
-        found = epoch(SSP, 2, accumulate=3)
-        assert sorted(chain(*(ids for ids, _, _ in found))) == [*range(60)]
-        assert torch.allclose(found[0][1], torch.full((60,), -1 / 6, dtype=torch.float64))
-
     def test_parts_of_an_epoch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Indices that are too many are drawn in parts: the same samples."""
         monkeypatch.setattr("paceline.data.dynamic.PART", 12)

@@ -208,24 +208,6 @@ def test_saved_between_epochs_and_resumed(strategy: ParameterServer, tmp_path: P
         assert torch.allclose(rows_then, dense_then, rtol=1e-12) and not torch.equal(rows_then, rows)
 
 
-def test_summed_up_without_sync() -> None:
-    """A turn of micro-batches is one gradient."""
-
-    def body(run: Run) -> Tensor:
-        model = Twins()
-        loader = DataLoader(Numbers(COUNT), BATCH, shuffle=True, generator=torch.Generator().manual_seed(1))
-        model, optimizer, loader = run.prepare(model, *SGD(model), loader, accumulate=3)
-        for ids in loader:
-            linear(model, ids).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return model.both()[0]
-
-    for strategy in (ASP, SSP):
-        for rows in workers(2, body, strategy=strategy):
-            assert torch.allclose(rows, torch.full((COUNT, 1), -1 / BATCH, dtype=torch.float64), rtol=1e-12)
-
-
 def test_a_table_that_comes_after_its_optimizer_has_stepped_is_refused() -> None:
     def body(run: Run) -> None:
         model, (optimizer,), loader = begun(run, SGD)

@@ -40,17 +40,16 @@ def test_those_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
     def body(run: Run) -> None:
         model = nn.Linear(6, 2).double()
-        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), batches(), accumulate=2)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), batches())
 
     workers(2, body, folder=tmp_path)
     found = json.loads((tmp_path / "test" / "summary.json").read_text())["settings"]
-    assert {name: found[name] for name in ("script", "arguments", "parameters", "dtypes", "device", "accumulate", "batch")} == {
+    assert {name: found[name] for name in ("script", "arguments", "parameters", "dtypes", "device", "batch")} == {
         "script": "train.py",
         "arguments": ["--lr", "0.01"],
         "parameters": 14,
         "dtypes": ["float64"],
         "device": "cpu",
-        "accumulate": 2,
         "batch": batches().batch_size,
     }
     assert found["optimizers"][0]["lr"] == 0.01
