@@ -86,7 +86,6 @@ GROUPS: dict[str, dict[str, Way]] = {
         "sequence": Way("Sequence((AllReduce(), 'local'), (LocalSGD(4), 'host'))"),
     },
     "loops": {
-        "accumulated": Way(prepared={"accumulate": 2}),
         "shares": Way(prepared={"shares": [1, 3]}),
         "shares by speed": Way(prepared={"shares": "auto"}),
         "clipped": Way(clip=0.5),
