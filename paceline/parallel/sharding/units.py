@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from paceline.comm.group import Work
 from paceline.errors import UsageError
+from paceline.parallel.containers import hidden_tensors, tree_leaves, tree_map_only
 from paceline.parallel.sharding.memory import FlatMemory
 
 
@@ -102,14 +102,11 @@ class GatheredUnit:
             return output
         kept = False
         if torch.is_grad_enabled():
-            leaves, spec = tree_flatten(output)
-            for number, leaf in enumerate(leaves):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    if leaf._base is not None:  # a hook on a view is lost where the view is written to
-                        leaves[number] = leaf = leaf.clone()
-                    leaf.register_hook(partial(self._entering, call))
-                    kept = True
-            output = tree_unflatten(leaves, spec)
+            # a hook on a view is lost where the view is written to
+            output = tree_map_only(Tensor, lambda leaf: leaf.clone() if leaf.requires_grad and leaf._base is not None else leaf, output)
+            for leaf in (*_with_gradients(output), *(x for x in hidden_tensors(output) if x.requires_grad)):
+                leaf.register_hook(partial(self._entering, call))
+                kept = True
         if not self._calls and not (kept and self._is_root):
             self.release()
         return output
@@ -127,7 +124,7 @@ class GatheredUnit:
         if not dtypes:
             return values
         dtype = dtypes.pop()
-        return tree_map(lambda value: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value, values)
+        return tree_map_only(Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, values)
 
     # ---- backward
 
@@ -248,4 +245,4 @@ def in_backward() -> bool:
 
 
 def _with_gradients(values: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, Tensor) and leaf.requires_grad)
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad)

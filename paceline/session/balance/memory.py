@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from paceline.cluster import machine
+from paceline.parallel.containers import tree_leaves
 
 PART = 0.8  # of what is free: kernels take some memory that nobody sees, and so do others
 COPIES = 2  # of what is trained: an optimizer keeps as much from its first step on, at most

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.data.spec import LoaderSpec
 from paceline.errors import UsageError
 from paceline.formatting import sized
 from paceline.parallel.batchnorm import desynchronise
+from paceline.parallel.containers import tree_leaves
 from paceline.parallel.gradient_hooks import without_gradient_hooks
 from paceline.parallel.initialise import kept_randomness
 from paceline.session.axes import RunAxes

@@ -9,7 +9,6 @@ torch.autograd.grad(a.sum(), x) and the like reach no p.grad, are each worker's 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from paceline.data.loader import Turn
 from paceline.errors import UsageError
+from paceline.parallel.containers import tree_leaves
 from paceline.session.loop.turns import TrainingLoop
 
 
@@ -37,8 +37,8 @@ class ForwardTurn:
             if loop.training is not turn:
                 _check(loop, turn)
 
-        for tensor in _tensors(out):
-            if tensor.grad_fn is not None:
+        for tensor in [out] if isinstance(out, Tensor) else tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(reached)
 
     def remembers(self, loop: TrainingLoop) -> bool:
@@ -53,14 +53,6 @@ def remember(model: nn.Module, loop: TrainingLoop) -> None:
     """Let the outputs of this model remember their turn until the run ends. Calling it twice is harmless."""
     if not any(isinstance(hook, ForwardTurn) and hook.remembers(loop) for hook in model._forward_hooks.values()):
         loop.bound.append(nn.Module.register_forward_hook(model, ForwardTurn(loop)).remove)
-
-
-def _tensors(out: Any, depth: int = 2) -> Iterator[Tensor]:
-    if isinstance(out, Tensor):
-        yield out
-    elif depth and isinstance(out, dict | list | tuple):
-        for part in out.values() if isinstance(out, dict) else out:
-            yield from _tensors(part, depth - 1)
 
 
 def _check(loop: TrainingLoop, then: Turn) -> None:

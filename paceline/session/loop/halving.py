@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.utils._pytree import tree_leaves
 
 from paceline.comm.group import pieces
 from paceline.data.batches import cut, rows
 from paceline.errors import DataError
 from paceline.formatting import counted
+from paceline.parallel.containers import tree_leaves
 from paceline.parallel.embedding import SparseEmbedding
 from paceline.session.balance.memory import is_out_of_memory
 from paceline.session.loop.ghost import buffers, put_back

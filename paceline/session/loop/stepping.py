@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from paceline.data.spec import Weigh
 from paceline.errors import UsageError
+from paceline.parallel.containers import tree_leaves
 from paceline.parallel.pipelining.batches import Loss, Share
 from paceline.session.balance.memory import is_out_of_memory
 from paceline.session.loop.ghost import buffers, put_back
