@@ -41,6 +41,8 @@ class StepBatch(NamedTuple):
         for module in self.model.modules():
             if isinstance(module, SparseEmbedding):
                 return "sparse parameters have gradients of their own"
+            if getattr(module, "scale_grad_by_freq", False):
+                return f"{type(module).__name__} counts the words of the whole batch (scale_grad_by_freq)"
             if _takes_statistics(module):
                 return f"{type(module).__name__} takes statistics of the whole batch"
         if any(parameter._backward_hooks for parameter in self.model.parameters()):
