@@ -97,15 +97,15 @@ class FlatMemory:
     def _named(self) -> str:
         return f"the parameters of {self.unit or 'the root'}"
 
-    def begin_gather(self) -> Work[list[Tensor]]:
-        """Begin to make the memory whole from the parts of all workers."""
+    def begin_gather(self, why: str = "") -> Work[list[Tensor]]:
+        """Begin to make the memory whole from the parts of all workers; `why` is compared between them."""
         if self.frees and not self.whole:
             self._memory.untyped_storage().resize_(self._nbytes)
         mine = self._chunks[self._group.rank]
         if self.frees:
             mine.copy_(self.part)
         self._begun = time.perf_counter_ns()
-        return gather_into(self._group, mine, self._chunks, name=self._named)
+        return gather_into(self._group, mine, self._chunks, name=self._named + why)
 
     def end_gather(self, work: Work[list[Tensor]]) -> None:
         """Wait until the memory is whole."""

@@ -182,7 +182,7 @@ class GatheredUnit:
             absent = [memory for memory in self.memories if not memory.whole]
             for memory in absent:
                 memory.check()
-            self._coming = [(memory, memory.begin_gather()) for memory in absent]
+            self._coming = [(memory, memory.begin_gather(_reason())) for memory in absent]
 
     def gather(self) -> None:
         """Make all parameters whole."""
@@ -242,6 +242,13 @@ def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
 def in_backward() -> bool:
     """Whether this thread is inside of a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _reason() -> str:
+    """Return what parameters are gathered for, so that errors say what a worker does that others don't."""
+    if in_backward():
+        return " for backward"
+    return f" for model(...) {'with' if torch.is_grad_enabled() else 'without'} gradients, which all workers have to call"
 
 
 def _with_gradients(values: Any) -> Iterator[Tensor]:
