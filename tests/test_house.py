@@ -51,7 +51,6 @@ UNTESTED = {  # modules without a test file of their name so far: tests of their
     "session/elastic/transaction",
     "session/prepare/abilities",
     "session/prepare/binding",
-    "session/prepare/checks",
     "session/prepare/lazy",
     "session/prepare/metrics",
     "session/prepare/registry",

@@ -17,31 +17,22 @@ PLAIN = (Tensor, bool, int, float, str, bytes, type, nn.Module, type(None))  # n
 DEEPEST = 3  # objects of unknown classes in each other that are looked into
 
 
-def tree_leaves(value: Any) -> list[Any]:
-    """Return all that isn't a container, in the order of the containers."""
-    return list(_leaves(value, ()))
-
-
-def _leaves(value: Any, inside: tuple[int, ...]) -> Iterator[Any]:
+def tree_leaves(value: Any, inside: tuple[int, ...] = ()) -> list[Any]:
+    """Return all that isn't a container, in order. `inside`: the ids of the containers around, as one may hold itself."""
+    found = list[Any]()
     for leaf in _pytree.tree_leaves(value):
         parts = _open(leaf, inside)
-        if parts is None:
-            yield leaf
-        else:
-            yield from _leaves(list(parts.values()), (*inside, id(leaf)))
+        found += [leaf] if parts is None else tree_leaves(list(parts.values()), (*inside, id(leaf)))
+    return found
 
 
-def tree_map(change: Callable[[Any], Any], value: Any) -> Any:
-    """Return copies of the containers with each leaf changed; a container of which nothing changes may be the one that was given."""
-    return _map(change, value, ())
+def tree_map(change: Callable[[Any], Any], value: Any, inside: tuple[int, ...] = ()) -> Any:
+    """Return copies of the containers with each leaf changed; one of which nothing changes may be the one that was given."""
 
-
-def _map(change: Callable[[Any], Any], value: Any, inside: tuple[int, ...]) -> Any:
     def change_leaf(leaf: Any) -> Any:
-        parts = _open(leaf, inside)
-        if parts is None:
+        if (parts := _open(leaf, inside)) is None:
             return change(leaf)
-        changed = {key: _map(change, part, (*inside, id(leaf))) for key, part in parts.items()}
+        changed = {key: tree_map(change, part, (*inside, id(leaf))) for key, part in parts.items()}
         return leaf if all(changed[key] is part for key, part in parts.items()) else _remake(leaf, changed)
 
     return _pytree.tree_map(change_leaf, value)

@@ -14,6 +14,9 @@ A forward in the middle of a backward pass (activation checkpoints) finds the un
 
 from __future__ import annotations
 
+import dis
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
 from typing import Any
@@ -96,6 +99,8 @@ class GatheredUnit:
         if not self._calls:  # what came before has raised
             return output
         call = self._calls.pop()
+        if self._is_root and output is None and (error := sys.exc_info()[1]) is not None:
+            self.model.explain(error)
         if not self._calls:
             self._show(whole=False)
         if in_backward():
@@ -218,6 +223,18 @@ class GatheredModel:
         for unit in self.units:
             unit.release()
         self._order, self._before = [], self._order
+
+    def explain(self, error: BaseException) -> None:
+        """Note on the error of a forward which pieces, of units that don't run, the failing lines use."""
+        places = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+        names = {i.argval for code, at in places for i in dis.get_instructions(code) if i.positions and i.positions.lineno == at}
+        for unit in self.units:
+            for one in [one for memory in unit.memories for one in memory.held if unit.name]:
+                if {part for part in one.name.split(".") if not part.isdigit()} <= names:
+                    error.add_note(
+                        f"shard(zero=3): {one.name} is a piece where its unit, {unit.name}, isn't running; leave {unit.name} out of "
+                        "the units, so that its parameters are whole in all of the model, or use them in its own forward alone"
+                    )
 
     def ran(self, unit: GatheredUnit) -> None:
         """Note that a unit is used in a forward, and gather the one that comes next, if it was as well in the forward before."""

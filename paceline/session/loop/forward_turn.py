@@ -8,8 +8,10 @@ torch.autograd.grad(a.sum(), x) and the like reach no p.grad, are each worker's 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,9 @@ from paceline.data.loader import Turn
 from paceline.errors import UsageError
 from paceline.parallel.containers import tree_leaves
 from paceline.session.loop.turns import TrainingLoop
+
+# what our hooks are pickled as: it returns None whatever it is given, and models load where there is no paceline
+NOTHING: Final = (functools.partial, (contextlib.nullcontext.__exit__, None))
 
 
 class ForwardTurn:
@@ -45,8 +50,11 @@ class ForwardTurn:
         """Whether this hook remembers turns of `loop`."""
         return self._loop is loop
 
-    def __reduce__(self) -> tuple[type[ForwardTurn], tuple[()]]:
-        return ForwardTurn, ()
+    def __deepcopy__(self, memo: object) -> ForwardTurn:
+        return ForwardTurn()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NOTHING
 
 
 def remember(model: nn.Module, loop: TrainingLoop) -> None:

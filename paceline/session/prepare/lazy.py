@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.session.loop.forward_turn import NOTHING
 from paceline.session.loop.turns import TrainingLoop
 from paceline.sync.abilities import PendingParameters
 
@@ -32,8 +33,11 @@ class LazyHook:
         elif torch._C._are_functorch_transforms_active():
             self.arriving.use()
 
-    def __reduce__(self) -> tuple[type[LazyHook], tuple[()]]:
-        return LazyHook, ()
+    def __deepcopy__(self, memo: object) -> LazyHook:
+        return LazyHook()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NOTHING
 
 
 def announce(models: list[nn.Module], arriving: PendingParameters, loop: TrainingLoop) -> None:

@@ -251,3 +251,14 @@ def test_freed_memory_is_never_read() -> None:
 
     with pytest.raises(RuntimeError, match=r"shape|size"):
         train(2, lambda: fill(Leaking().double()), fitting(vectors), shard("head"), steps=1)
+
+
+def test_weights_that_a_function_uses_outside_of_their_unit_are_named() -> None:
+    class Tied(OddNet):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) @ self.head.weight
+
+    with pytest.raises(RuntimeError) as caught:
+        train(2, lambda: fill(Tied().double()), fitting(vectors), shard(("blocks.*", "head")), steps=1)
+    assert [note for note in caught.value.__notes__ if "head.weight is a piece" in note and "leave head out" in note]
+    assert not [note for note in caught.value.__notes__ if "blocks" in note]
