@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.nn import Parameter
@@ -23,11 +23,27 @@ from paceline.state.snapshot import MARK
 
 def mark(model: nn.Module, place_of: Callable[[Parameter], Placement]) -> None:
     """Mark the states of all modules that have parts of parameters, and refuse those of other parts from now on."""
+    state = {"_paceline_parts": _Parts(), **vars(model)}  # it comes first, as pickle goes by this order
+    vars(model).clear()
+    vars(model).update(state)
     for place, module in model.named_modules():
         found = {name: place_of(parameter) for name, parameter in module.named_parameters(recurse=False)}
         parts = {name: _digest(placement) for name, placement in found.items() if placement.axes}
         if parts:
             _follow(module, f"{place}." if place else "", parts)
+
+
+class _Parts:
+    """Stands in a cut model, and refuses to be pickled with it."""
+
+    def __deepcopy__(self, memo: object) -> _Parts:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a cut model has this worker's parts alone, so it can't be pickled as a whole (torch.save(model)): "
+            "save by run.save, and read the whole model by pl.load or paceline.state_dict(folder)"
+        )
 
 
 def _follow(module: nn.Module, place: str, parts: dict[str, str]) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
 
 from paceline.errors import UsageError
+from paceline.parallel.containers import tree_map
 from paceline.parallel.pipelining.batches import Share
 from paceline.parallel.tensor.vocab import VocabLogits
 from paceline.session.axes import RunAxes
@@ -47,8 +47,8 @@ class ModelInference:
             stages = self._cuts.pipeline_of(model)
             if stages is not None:
                 self._cuts.level_ties()
-                return stages.forward(Share(tuple(args), options, None, None), lambda out: _pytree.tree_map(_whole, out))
-            return _pytree.tree_map(_whole, model(*args, **options))
+                return stages.forward(Share(tuple(args), options, None, None), lambda out: tree_map(_whole, out))
+            return tree_map(_whole, model(*args, **options))
 
 
 def _whole(value: Any) -> Any:

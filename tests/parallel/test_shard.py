@@ -73,6 +73,18 @@ def test_units_in_another_order_are_noticed() -> None:
             train(2, odd_net, step, shard("blocks.*"), steps=1, shared=shared)
 
 
+def test_a_model_that_one_worker_calls_alone_is_noticed_at_once() -> None:
+    def step(one: Trainee, number: int) -> None:
+        if one.rank == 0:
+            with torch.no_grad():
+                one.model(vectors(0)[0])
+        fitting(vectors)(one, number)
+
+    for shared in (False, True):
+        with pytest.raises(Mismatch, match=r"rank 0 at .* for model.* without gradients.*rank 1 at .* for model.* with gradients"):
+            train(2, odd_net, step, shard("blocks.*"), steps=1, shared=shared)
+
+
 @STAGES
 def test_adamw_over_twenty_steps(zero: Any) -> None:
     same(odd_net, fitting(vectors), shard("blocks.*", zero=zero), 4, steps=20, bound=1e-9, optimizer=adamw)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -66,6 +67,20 @@ def test_all_workers_have_the_whole_answer(layout: str) -> None:
             assert type(answer["logits"]) is Tensor and not answer["logits"].requires_grad and answer["nothing"] is None
             torch.testing.assert_close(answer["logits"], wanted["logits"].detach(), rtol=0, atol=1e-12)
             torch.testing.assert_close(answer["inner"][0], wanted["inner"][0].detach(), rtol=0, atol=1e-12)
+
+
+def test_logits_in_a_dataclass_are_whole_too() -> None:
+    @dataclass
+    class Answer:
+        logits: Tensor
+
+    class Answering(Words):
+        def forward(self, x: Tensor, *, scale: float = 1.0) -> Any:
+            return Answer(super().forward(x)["logits"])
+
+    wanted = Answering().double().eval()
+    for found in workers(2, lambda run: run.forward(run.prepare(copy.deepcopy(wanted), cut=[CUT]), inputs(0)), mesh="tensor"):
+        torch.testing.assert_close(found.logits, wanted(inputs(0)).logits.detach(), rtol=0, atol=1e-12)
 
 
 def test_workers_of_a_replica_agree_to_the_bit() -> None:

@@ -14,9 +14,9 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from paceline.errors import UsageError
+from paceline.parallel.containers import tree_map_only
 from paceline.parallel.cut import CutContext
 from paceline.parallel.dealing.placed import PlacedForward
 from paceline.parallel.pipeline import stage_bounds

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paceline.errors import UsageError
+from paceline.parallel.containers import tree_leaves, tree_map_only
 from paceline.parallel.pipelining.chain import LayerGraph
 from paceline.parallel.pipelining.operations import OUTPUT, Operation, find
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from paceline.comm.pairs import Pairs
 from paceline.errors import UsageError
 from paceline.formatting import sized
+from paceline.parallel.containers import tree_map_only
 from paceline.parallel.cut import CutContext
 from paceline.parallel.dealing.stages import StageDealer
 from paceline.parallel.pipelining.auto_split import agree_problem

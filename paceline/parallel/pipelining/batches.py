@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from paceline.comm.group import pieces
 from paceline.errors import UsageError
+from paceline.parallel.containers import tree_leaves, tree_map
 from paceline.parallel.pipelining.executor import MicroBatch
 from paceline.parallel.pipelining.values import Values
 
@@ -43,7 +43,7 @@ class Share:
     @property
     def rows(self) -> int:
         """The samples: the length of the first dimension of the tensors. Raises `UsageError` where these differ."""
-        found = {tuple(leaf.shape)[:1] for leaf in tree_flatten((self.inputs, dict(self.options)))[0] if isinstance(leaf, Tensor)}
+        found = {tuple(leaf.shape)[:1] for leaf in tree_leaves((self.inputs, dict(self.options))) if isinstance(leaf, Tensor)}
         sizes = {shape[0] for shape in found if shape}
         if len(sizes) > 1:
             raise UsageError(
@@ -61,7 +61,7 @@ class Share:
         loss = one_number(self.loss(output, batch.target), "run.step")
         worth = self.worth(batch)
         if worth == 0:  # a mean over nothing is no number, and must not reach the gradients
-            tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
             nothing = sum((tensor.sum() * 0 for tensor in tensors), torch.zeros(()))
             return nothing, 0.0
         root = loss if worth * self.scale == 1 else loss * (worth * self.scale)
@@ -71,11 +71,9 @@ class Share:
         """Put outputs of micro-batches together, in their order."""
         if len(outputs) == 1:
             return outputs[0]
-        rows = [tree_flatten(output)[0] for output in outputs]
-        spec = tree_flatten(outputs[0])[1]
-        return tree_unflatten(
-            [torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0] for leaves in zip(*rows, strict=True)], spec
-        )
+        rows = zip(*map(tree_leaves, outputs), strict=True)
+        joined = iter([torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0] for leaves in rows])
+        return tree_map(lambda _: next(joined), outputs[0])
 
 
 def one_number(loss: Any, where: str) -> Tensor:

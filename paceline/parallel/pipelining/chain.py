@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._pytree import tree_map_only
 
 from paceline.errors import UsageError
+from paceline.parallel.containers import tree_map_only
 from paceline.parallel.pipelining.boundaries import place_boundaries
 from paceline.parallel.pipelining.flow import ValueFlow
 from paceline.parallel.pipelining.layer_names import LayerNames, find_layers

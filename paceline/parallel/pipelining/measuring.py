@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.errors import UsageError
+from paceline.parallel.containers import tree_leaves, tree_map_only
 from paceline.parallel.pipelining.chain import LayerGraph, StagePart, own_parameters
 from paceline.parallel.pipelining.operations import find
 from paceline.parallel.pipelining.split import LayerCost

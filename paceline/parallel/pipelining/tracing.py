@@ -5,12 +5,14 @@ It is traced in training and in evaluation; an argument that differs, such as th
 
 from __future__ import annotations
 
+import dataclasses
 import dis
 import functools
 import inspect
 import math
 import threading
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -165,6 +167,11 @@ class LayerTracer(Tracer):
             name = f"constant {len(self.constants)}"
             self.constants[name] = a
             return self.create_node("get_attr", name, (), {})
+        if dataclasses.is_dataclass(a) and not isinstance(a, type):  # made again in each forward, as dicts of the script's own are
+            fields = {field.name: self.create_arg(getattr(a, field.name)) for field in dataclasses.fields(a) if field.init}
+            return self.create_node("call_function", type(a), (), fields)
+        if isinstance(a, Mapping) and type(a) not in (dict, defaultdict):
+            return self.create_node("call_function", type(a), (self.create_arg(dict(a)),), {})
         return super().create_arg(a)
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> Node:
@@ -255,4 +262,6 @@ def _explain(model: nn.Module, error: Exception) -> str:
         reason = "a loop there goes over a value that is known only when the model runs"
     elif "control flow" in reason:
         reason = "an if, while or assert there depends on a value that is known only when the model runs"
+    elif reason.startswith("argument of type"):
+        reason = "an object there holds values, and is no tuple, list, dict or dataclass"
     return f"the forward of {type(model).__name__} can't be traced at {place}: {reason}; {INSTEAD}"

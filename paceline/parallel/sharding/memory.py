@@ -68,6 +68,7 @@ class FlatMemory:
         places = [self.part[start:stop] for start, stop in self.places]
         if frees:
             self.wholes = [Parameter(view, requires_grad=self.trained) for view in views]
+            self._views, self._nothing = [whole.data for whole in self.wholes], self._memory.new_empty(0)
             self.pieces = [_become(one.parameter, place) for one, place in zip(held, places, strict=True)]
             for one, piece in zip(held, self.pieces, strict=True):
                 if self.trained:
@@ -96,15 +97,15 @@ class FlatMemory:
     def _named(self) -> str:
         return f"the parameters of {self.unit or 'the root'}"
 
-    def begin_gather(self) -> Work[list[Tensor]]:
-        """Begin to make the memory whole from the parts of all workers."""
+    def begin_gather(self, why: str = "") -> Work[list[Tensor]]:
+        """Begin to make the memory whole from the parts of all workers; `why` is compared between them."""
         if self.frees and not self.whole:
             self._memory.untyped_storage().resize_(self._nbytes)
         mine = self._chunks[self._group.rank]
         if self.frees:
             mine.copy_(self.part)
         self._begun = time.perf_counter_ns()
-        return gather_into(self._group, mine, self._chunks, name=self._named)
+        return gather_into(self._group, mine, self._chunks, name=self._named + why)
 
     def end_gather(self, work: Work[list[Tensor]]) -> None:
         """Wait until the memory is whole."""
@@ -113,6 +114,10 @@ class FlatMemory:
             if rank != self.rank and found is not chunk:
                 chunk.copy_(found)
         self.whole = True
+        if self.frees:
+            torch._C._autograd._unsafe_set_version_counter((self._memory,), (self._version,))
+            for whole, view in zip(self.wholes, self._views, strict=True):
+                whole.data = view
 
     def gather(self) -> None:
         """Make the memory whole, unless it is."""
@@ -123,6 +128,11 @@ class FlatMemory:
     def release(self) -> None:
         """Free the memory, of which this worker's part stays."""
         if self.frees:
+            if self.whole:  # until it is whole again, autograd takes what it has saved of it for changed, and nobody reads freed memory
+                self._version = self._memory._version
+                torch._C._autograd._unsafe_set_version_counter((self._memory,), (self._version + 1,))
+                for whole in self.wholes:
+                    whole.data = self._nothing
             self.whole = False
             self._memory.untyped_storage().resize_(0)
 

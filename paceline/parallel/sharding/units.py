@@ -14,16 +14,19 @@ A forward in the middle of a backward pass (activation checkpoints) finds the un
 
 from __future__ import annotations
 
+import dis
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from paceline.comm.group import Work
 from paceline.errors import UsageError
+from paceline.parallel.containers import hidden_tensors, tree_leaves, tree_map_only
 from paceline.parallel.sharding.memory import FlatMemory
 
 
@@ -96,20 +99,19 @@ class GatheredUnit:
         if not self._calls:  # what came before has raised
             return output
         call = self._calls.pop()
+        if self._is_root and output is None and (error := sys.exc_info()[1]) is not None:
+            self.model.explain(error)
         if not self._calls:
             self._show(whole=False)
         if in_backward():
             return output
         kept = False
         if torch.is_grad_enabled():
-            leaves, spec = tree_flatten(output)
-            for number, leaf in enumerate(leaves):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    if leaf._base is not None:  # a hook on a view is lost where the view is written to
-                        leaves[number] = leaf = leaf.clone()
-                    leaf.register_hook(partial(self._entering, call))
-                    kept = True
-            output = tree_unflatten(leaves, spec)
+            # a hook on a view is lost where the view is written to
+            output = tree_map_only(Tensor, lambda leaf: leaf.clone() if leaf.requires_grad and leaf._base is not None else leaf, output)
+            for leaf in (*_with_gradients(output), *(x for x in hidden_tensors(output) if x.requires_grad)):
+                leaf.register_hook(partial(self._entering, call))
+                kept = True
         if not self._calls and not (kept and self._is_root):
             self.release()
         return output
@@ -127,7 +129,7 @@ class GatheredUnit:
         if not dtypes:
             return values
         dtype = dtypes.pop()
-        return tree_map(lambda value: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value, values)
+        return tree_map_only(Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, values)
 
     # ---- backward
 
@@ -185,7 +187,7 @@ class GatheredUnit:
             absent = [memory for memory in self.memories if not memory.whole]
             for memory in absent:
                 memory.check()
-            self._coming = [(memory, memory.begin_gather()) for memory in absent]
+            self._coming = [(memory, memory.begin_gather(_reason())) for memory in absent]
 
     def gather(self) -> None:
         """Make all parameters whole."""
@@ -222,6 +224,18 @@ class GatheredModel:
             unit.release()
         self._order, self._before = [], self._order
 
+    def explain(self, error: BaseException) -> None:
+        """Note on the error of a forward which pieces, of units that don't run, the failing lines use."""
+        places = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+        names = {i.argval for code, at in places for i in dis.get_instructions(code) if i.positions and i.positions.lineno == at}
+        for unit in self.units:
+            for one in [one for memory in unit.memories for one in memory.held if unit.name]:
+                if {part for part in one.name.split(".") if not part.isdigit()} <= names:
+                    error.add_note(
+                        f"shard(zero=3): {one.name} is a piece where its unit, {unit.name}, isn't running; leave {unit.name} out of "
+                        "the units, so that its parameters are whole in all of the model, or use them in its own forward alone"
+                    )
+
     def ran(self, unit: GatheredUnit) -> None:
         """Note that a unit is used in a forward, and gather the one that comes next, if it was as well in the forward before."""
         self._place[id(unit)] = at = len(self._order)
@@ -247,5 +261,12 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def _reason() -> str:
+    """Return what parameters are gathered for, so that errors say what a worker does that others don't."""
+    if in_backward():
+        return " for backward"
+    return f" for model(...) {'with' if torch.is_grad_enabled() else 'without'} gradients, which all workers have to call"
+
+
 def _with_gradients(values: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, Tensor) and leaf.requires_grad)
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.utils import _pytree
 
 from paceline.errors import ReplicasDiffer, UsageError
+from paceline.parallel.containers import tree_leaves
 from paceline.parallel.tensor.functions import TensorAxis, eager
 from paceline.parallel.tensor.vocab import VocabLogits
 from paceline.state.checksum import checksums
@@ -41,7 +41,7 @@ def comparer(axis: TensorAxis, columns: Sequence[str], parameters: Sequence[tupl
 
 
 def _compare_outputs(axis: TensorAxis, columns: Sequence[str], model: nn.Module, out: object) -> None:
-    tensors = [leaf for leaf in _pytree.tree_leaves(out) if isinstance(leaf, Tensor) and not isinstance(leaf, VocabLogits)]
+    tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and not isinstance(leaf, VocabLogits)]
     mine = [[list(leaf.shape), _sampled(leaf)] for leaf in tensors if leaf.is_floating_point() and leaf.numel()]
     for other in axis.objects(mine, "output of the model"):
         if not _alike(mine, other):

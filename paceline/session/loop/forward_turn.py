@@ -8,16 +8,21 @@ torch.autograd.grad(a.sum(), x) and the like reach no p.grad, are each worker's 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from paceline.data.loader import Turn
 from paceline.errors import UsageError
+from paceline.parallel.containers import tree_leaves
 from paceline.session.loop.turns import TrainingLoop
+
+# what our hooks are pickled as: it returns None whatever it is given, and models load where there is no paceline
+NOTHING: Final = (functools.partial, (contextlib.nullcontext.__exit__, None))
 
 
 class ForwardTurn:
@@ -37,30 +42,25 @@ class ForwardTurn:
             if loop.training is not turn:
                 _check(loop, turn)
 
-        for tensor in _tensors(out):
-            if tensor.grad_fn is not None:
+        for tensor in [out] if isinstance(out, Tensor) else tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(reached)
 
     def remembers(self, loop: TrainingLoop) -> bool:
         """Whether this hook remembers turns of `loop`."""
         return self._loop is loop
 
-    def __reduce__(self) -> tuple[type[ForwardTurn], tuple[()]]:
-        return ForwardTurn, ()
+    def __deepcopy__(self, memo: object) -> ForwardTurn:
+        return ForwardTurn()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NOTHING
 
 
 def remember(model: nn.Module, loop: TrainingLoop) -> None:
     """Let the outputs of this model remember their turn until the run ends. Calling it twice is harmless."""
     if not any(isinstance(hook, ForwardTurn) and hook.remembers(loop) for hook in model._forward_hooks.values()):
         loop.bound.append(nn.Module.register_forward_hook(model, ForwardTurn(loop)).remove)
-
-
-def _tensors(out: Any, depth: int = 2) -> Iterator[Tensor]:
-    if isinstance(out, Tensor):
-        yield out
-    elif depth and isinstance(out, dict | list | tuple):
-        for part in out.values() if isinstance(out, dict) else out:
-            yield from _tensors(part, depth - 1)
 
 
 def _check(loop: TrainingLoop, then: Turn) -> None:

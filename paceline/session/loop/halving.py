@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.utils._pytree import tree_leaves
 
 from paceline.comm.group import pieces
 from paceline.data.batches import cut, rows
 from paceline.errors import DataError
 from paceline.formatting import counted
+from paceline.parallel.containers import tree_leaves
 from paceline.parallel.embedding import SparseEmbedding
 from paceline.session.loop.ghost import buffers, put_back
 from paceline.session.loop.out_of_memory import is_out_of_memory
@@ -41,6 +41,8 @@ class StepBatch(NamedTuple):
         for module in self.model.modules():
             if isinstance(module, SparseEmbedding):
                 return "sparse parameters have gradients of their own"
+            if getattr(module, "scale_grad_by_freq", False):
+                return f"{type(module).__name__} counts the words of the whole batch (scale_grad_by_freq)"
             if _takes_statistics(module):
                 return f"{type(module).__name__} takes statistics of the whole batch"
         if any(parameter._backward_hooks for parameter in self.model.parameters()):

@@ -16,12 +16,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves
 
 from paceline.comm.group import pieces
 from paceline.data.spec import Weigh
 from paceline.errors import UsageError
 from paceline.formatting import counted, unknown
+from paceline.parallel.containers import tree_leaves
 from paceline.parallel.pipelining.batches import Loss, Share
 from paceline.session.loop.ghost import buffers, put_back
 from paceline.session.loop.halving import HalvedSteps, OtherLeaves, StepBatch, leaves

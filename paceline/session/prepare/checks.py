@@ -180,6 +180,25 @@ def check_parameters(found: list[Slot]) -> None:
             )
 
 
+def check_embeddings(models: Iterable[tuple[str, nn.Module]]) -> None:
+    """Raise `UsageError` for embeddings that go by the words that one worker sees."""
+    for prefix, model in models:
+        for name, module in model.named_modules():
+            if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                continue
+            if module.max_norm is not None:
+                raise UsageError(
+                    f"{prefix}{name} has max_norm={module.max_norm:g}, which changes the rows that a "
+                    "worker looks up, on that worker alone; leave it out, and scale what is looked up: "
+                    "e = embed(ids); e = e * (max_norm / e.norm(dim=-1, keepdim=True)).clamp(max=1)"
+                )
+            if module.scale_grad_by_freq and module.weight.requires_grad:
+                raise UsageError(
+                    f"{prefix}{name} has scale_grad_by_freq=True, which counts words in the samples of "
+                    "one worker, or in a micro-batch, and not in the whole batch; leave it out"
+                )
+
+
 def level(
     everyone: Agreement, found: list[Slot], models: list[tuple[str, nn.Module]], optimizers: list[Optimizer], say: Callable[[str], None]
 ) -> None:

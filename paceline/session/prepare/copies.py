@@ -11,7 +11,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
+from paceline.errors import UsageError
 from paceline.parallel.placement import Placements
 
 
@@ -52,6 +54,26 @@ class ModelCopies:
     def of(self, model: nn.Module) -> list[nn.Module]:
         """Return the copies of a model."""
         return [copy for _, copy, other in self._found if other is model]
+
+
+def watch_averages() -> None:
+    """Have torch's averages of models say in words what is wrong where parameters have been cut since they were made."""
+    own = AveragedModel.update_parameters
+    if getattr(own, "watched", False):
+        return
+
+    def update_parameters(self: AveragedModel, model: nn.Module) -> None:
+        for (name, mine), theirs in zip(self.module.named_parameters(), model.parameters(), strict=False):
+            if mine.shape != theirs.shape:
+                raise UsageError(
+                    f"this AveragedModel was made before run.prepare has cut the model: its {name} is of "
+                    f"shape {list(mine.shape)}, and the model's is {list(theirs.shape)} on this worker; "
+                    "make it of the model that run.prepare returns"
+                )
+        own(self, model)
+
+    update_parameters.watched = True  # type: ignore[attr-defined]
+    AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign]
 
 
 def _sizes(model: nn.Module) -> list[tuple[str, tuple[int, ...]]]:

@@ -24,7 +24,7 @@ from paceline.parallel.repoint import begin_sums, refuse_memory, repoint
 from paceline.parallel.sharding.optimizers import takes_one_number
 from paceline.parallel.state_parts import mark
 from paceline.session.axes import RunAxes
-from paceline.session.prepare.copies import ModelCopies
+from paceline.session.prepare.copies import ModelCopies, watch_averages
 from paceline.session.prepare.initial import InitialValues
 from paceline.session.prepare.sample import sample_batch
 from paceline.sync.base import Slot
@@ -108,6 +108,8 @@ class ModelCuts:
         axes, sources, valued = self._axes, list[CutGradients](), list[Callable[[], None]]()
         self.refuse_late(optimizer for optimizer in optimizers if optimizer not in self._optimizers)
         self._optimizers.update(optimizers)
+        if cuts:
+            watch_averages()
         for optimizer, (_, model) in itertools.product(optimizers, models if cuts else ()):
             refuse_memory(optimizer, model.parameters())
         for prefix, model in models:

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 from paceline.comm.agreement import Agreement
 from paceline.errors import UsageError
+from paceline.session.loop.forward_turn import NOTHING
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.binding import rebind
 from paceline.session.prepare.checks import SCALED_AGAIN, SCALED_SERVED, check_scaler
@@ -38,8 +39,11 @@ class ForwardHook:
         """Whether this hook tells `loop`."""
         return self._loop is loop
 
-    def __reduce__(self) -> tuple[type[ForwardHook], tuple[()]]:
-        return ForwardHook, ()
+    def __deepcopy__(self, memo: object) -> ForwardHook:
+        return ForwardHook()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NOTHING
 
 
 def follow(model: nn.Module, loop: TrainingLoop) -> None:

@@ -111,6 +111,8 @@ class Prepared:
         if self._remote is not None:
             checks.check_owner(self.slots, optimizers)
         new = [(prefix, model) for prefix, model in self.models if model in fresh]
+        if self.axes.groups.along(*SAMPLED).size > 1 or self.axes.mesh.extent("stage") > 1:
+            checks.check_embeddings(new)
         unknown = list(checks.unknown(self.cuts.slots(checks.slots(self.models, optimizers)), self.slots))
         checks.level(self.axes.everyone, unknown, new, optimizers, self.context.announce)
         self._unowned.add(checks.unowned(unknown, self.models), self.state)

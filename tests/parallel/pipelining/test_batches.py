@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from paceline.errors import UsageError
 from paceline.parallel.pipelining.batches import Share, cut_batch
@@ -86,3 +88,18 @@ def test_a_weigh_of_other_batches_is_refused() -> None:
 def test_rows_that_differ_are_refused() -> None:
     with pytest.raises(UsageError, match="3 and 4 rows"):
         _ = Share((torch.zeros(3, 1), torch.zeros(4, 1)), {}, None, None).rows
+
+
+@dataclass(frozen=True)
+class Row:
+    x: Tensor
+    name: str = "row"
+
+
+def test_dataclasses_are_cut_and_put_together_by_rows() -> None:
+    x = torch.arange(7.0)
+    whole = Share((Row(x),), {}, x, None)
+    assert whole.rows == 7
+    parts = [batch.inputs["x"] for batch in cut_batch(whole, 3, lambda args, options: {"x": args[0]})]
+    assert [len(part.x) for part in parts] == [3, 2, 2]
+    assert torch.equal(whole.whole(parts).x, x) and whole.whole(parts).name == "row"

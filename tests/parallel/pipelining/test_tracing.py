@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import re
 import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import UsageError
+from paceline.parallel.containers import tree_leaves
 from paceline.parallel.pipelining.chain import LayerGraph, trace_layers
 from paceline.parallel.pipelining.tracing import trace_operations
 from tests.harness.layered_models import Looped, Made, run_parts
@@ -195,3 +198,42 @@ def test_operations_read_like_the_forward() -> None:
     assert re.search(r"ByMode\(training=True, evaluation=False\)", repr(drop))
     called = [operation.target for operation in operations if operation.kind == "module"]
     assert called == ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]
+
+
+@dataclass
+class Answer:
+    x: Tensor
+    rows: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.rows = self.x.shape[0]
+
+
+class Texts(dict[str, Any]):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Answer, lambda x: Texts(x=x), lambda x: OrderedDict(x=x)], ids=["dataclass", "dict", "ordered"])
+def test_what_a_forward_returns_stays_of_its_kind(kind: Any) -> None:
+    class Answering(Two):
+        def forward(self, x: Tensor) -> Any:
+            return kind(self.two(self.one(x)))
+
+    model, x = Answering(), torch.randn(3, 3)
+    found, wanted = run_parts(model.graph(), [0, 1], (x,))[0], model(x)
+    assert type(found) is type(wanted) and vars(found).keys() == vars(wanted).keys()
+    for mine, other in zip(tree_leaves(found), tree_leaves(wanted), strict=True):
+        assert torch.equal(torch.as_tensor(mine), torch.as_tensor(other))
+
+
+def test_an_object_of_unknown_kind_is_refused() -> None:
+    class Holder:
+        def __init__(self, x: Tensor) -> None:
+            self.x = x
+
+    class Holding(Two):
+        def forward(self, x: Tensor) -> Any:
+            return Holder(self.two(self.one(x)))
+
+    with pytest.raises(UsageError, match="an object there holds values, and is no tuple, list, dict or dataclass"):
+        Holding().graph()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -172,3 +174,91 @@ def test_hooks_that_would_not_be_called_are_refused() -> None:
 
     same(build, fitting(vectors), shard("blocks.*", zero=2), 2)
     refused(shard("blocks.*"), "inward.weight has a hook of the script for its gradient", build)
+
+
+@dataclass(frozen=True)
+class State:
+    x: Tensor
+    depth: int = 0
+
+
+class Answer(dict[str, Any]):
+    """A container that torch's pytrees don't know."""
+
+
+class StateBlock(nn.Module):
+    """Uses its own weight last, so that no layer inside of it has it gathered in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.weight = nn.Linear(5, 5), nn.Parameter(torch.empty(5, 5))
+
+    def forward(self, state: State) -> State:
+        x = (state.x + torch.tanh(self.layer(state.x)) @ self.weight).view(-1, 5)
+        return State(x, state.depth + 1)
+
+
+def wrapping(wrap: Callable[[Tensor], Any], unwrap: Callable[[Any], Tensor]) -> tuple[Callable[[], nn.Module], Any]:
+    """A model of blocks that take and give dataclasses, whose answer is wrapped, and a step of it."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inward, self.weight = nn.Linear(7, 5), nn.Parameter(torch.empty(5, 3))
+            self.blocks = nn.ModuleList([StateBlock() for _ in range(3)])
+
+        def forward(self, x: Tensor) -> Any:
+            state = State(self.inward(x))
+            for block in self.blocks:
+                state = block(state)
+            assert state.depth == 3
+            return wrap(state.x @ self.weight)
+
+    def step(one: Trainee, number: int) -> None:
+        x, y = one.batch(*vectors(number))
+        one.optimizer.zero_grad()
+        F.mse_loss(unwrap(one.model(x)), y).backward()
+        one.optimizer.step()
+
+    return lambda: fill(Net().double()), step
+
+
+@STAGES
+@pytest.mark.parametrize(
+    ("wrap", "unwrap"),
+    [
+        (State, lambda out: out.x),
+        (lambda x: Answer(logits=[x]), lambda out: out["logits"][0]),
+        (lambda x: torch.distributions.Independent(torch.distributions.Normal(x, 1.0), 1), lambda out: out.mean),
+    ],
+    ids=["dataclass", "kind of dict", "distribution"],
+)
+def test_tensors_in_containers_of_the_script(zero: Any, wrap: Any, unwrap: Any) -> None:
+    same(*wrapping(wrap, unwrap), shard("blocks.*", zero=zero), 2)
+
+
+def test_freed_memory_is_never_read() -> None:
+    """An answer that can't be looked into, and a unit that gives away its own weight, which is used when it has been released."""
+    build, step = wrapping(lambda x: lambda: x, lambda out: out())
+    with pytest.raises(RuntimeError, match="version"):
+        train(2, build, step, shard("blocks.*"), steps=1)
+
+    class Leaking(OddNet):
+        def forward(self, x: Tensor) -> Tensor:
+            self.head.register_forward_hook(lambda module, args, out: (out, module.weight))
+            out, weight = super().forward(x)
+            return out @ weight
+
+    with pytest.raises(RuntimeError, match=r"shape|size"):
+        train(2, lambda: fill(Leaking().double()), fitting(vectors), shard("head"), steps=1)
+
+
+def test_weights_that_a_function_uses_outside_of_their_unit_are_named() -> None:
+    class Tied(OddNet):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) @ self.head.weight
+
+    with pytest.raises(RuntimeError) as caught:
+        train(2, lambda: fill(Tied().double()), fitting(vectors), shard(("blocks.*", "head")), steps=1)
+    assert [note for note in caught.value.__notes__ if "head.weight is a piece" in note and "leave head out" in note]
+    assert not [note for note in caught.value.__notes__ if "blocks" in note]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -23,9 +24,23 @@ def model() -> Any:
     return made
 
 
-def pairs(run: Any, count: int, *, inside: bool = True) -> Any:
+@dataclass
+class Answer:
+    x: Any
+
+    def __sub__(self, other: Any) -> Any:
+        return self.x - other
+
+
+class Answering(nn.Linear):
+    def forward(self, x: Any) -> Any:
+        return Answer(super().forward(x))
+
+
+def pairs(run: Any, count: int, *, inside: bool = True, answers: bool = False) -> Any:
     """One backward for two batches, in the turn of the second, or after the loop."""
     net = model()
+    net.__class__ = Answering if answers else nn.Linear
     net, optimizer, loader = run.prepare(net, torch.optim.SGD(net.parameters(), 0.1), batches(count, 6))
     losses = [(net(x) - y).square().mean() for x, y in loader] if not inside else []
     for x, y in loader if inside else ():
@@ -52,6 +67,8 @@ def test_batches_of_equal_parts_are_one_sum(inside: bool) -> None:
 def test_batches_of_unequal_parts_are_refused(inside: bool, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         workers(2, lambda run: pairs(run, 19, inside=inside))
+    with pytest.raises(UsageError, match=words):
+        workers(2, lambda run: pairs(run, 19, inside=inside, answers=True))
 
 
 @pytest.mark.parametrize("of", ["the input", "parameters"])

@@ -168,6 +168,17 @@ class Norm(Small):
         return super().forward(self.norm(x))
 
 
+class Counting(Small):
+    """A model that stands so many rows, whose embedding counts words."""
+
+    def __init__(self, most):
+        super().__init__(most)
+        self.words = nn.Embedding(3, 6, scale_grad_by_freq=True, dtype=torch.float64)
+
+    def forward(self, x):
+        return super().forward(x + self.words((x[:, 0] > 0).long()))
+
+
 class Head(nn.Module):
     """A loss with a parameter."""
 
@@ -212,6 +223,7 @@ def stepping(make, *, loss=F.mse_loss, given=lambda x: x, prepare=True, **option
         (stepping(lambda: Small(3), given=lambda x: x.requires_grad_()), "requires gradients"),
         (stepping(lambda: Small(3), prepare=False), "a mean or a sum"),
         (stepping(lambda: Norm(3)), "BatchNorm1d takes statistics"),
+        (stepping(lambda: Counting(3)), "Embedding counts the words"),
         (stepping(lambda: Small(3), weigh=lambda batch: float(len(batch[0]))), "give run.step(..., weigh=)"),
         (stepping(lambda: Small(10**6, back=3, deep=True)), "on their way"),
     ],

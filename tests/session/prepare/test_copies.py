@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import paceline as pl
+from paceline.errors import UsageError
 from paceline.parallel.pipeline import pipeline
 from paceline.session.run import Run
 from tests.harness.pipelines import LAYERS, TENSOR, gpt, next_tokens
@@ -54,6 +58,24 @@ def test_averages_go_on_in_the_same_layout_and_in_others(tmp_path: Path, mesh: s
         assert found.shape == wanted.shape
     found = workers(1, lambda run: averaged(run, None, tied=tied, steps=1), folder=tmp_path)[0]
     assert float((found - wanted).abs().max()) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("mesh", "cut"), [("stage=2", pipeline(LAYERS, micro_batches=2)), ("tensor=2", TENSOR), ("shard=2", pl.shard("blocks.*", zero=3))]
+)
+def test_averages_of_the_whole_model_and_pickles_of_parts_are_refused(mesh: str, cut: Any) -> None:
+    def body(run: Run) -> None:
+        model = gpt(tied=False)
+        average = AveragedModel(model)  # type: ignore[no-untyped-call]
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5), cut=cut)
+        with pytest.raises(UsageError, match=r"made before run.prepare has cut the model"):
+            average.update_parameters(model)
+        for save in (pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
+            with pytest.raises(UsageError, match="can't be pickled as a whole"):
+                save(model)
+        copy.deepcopy(model)
+
+    workers(2, body, mesh=mesh)
 
 
 def test_what_is_no_copy_is_whole(tmp_path: Path) -> None:

@@ -104,6 +104,20 @@ def test_model_and_optimizer_stay_what_they_are(size: int) -> None:
     workers(size, body)
 
 
+def test_a_pickled_model_needs_no_paceline() -> None:
+    def body(run: Run) -> None:
+        model = net()
+        opt = sgd(model)
+        model, opt, loader = run.prepare(model, opt, batches())
+        for x, y in loader:
+            advance(model, opt, x, y)
+        pickled = pickle.dumps(model)
+        assert b"paceline" not in pickled
+        assert torch.equal(pickle.loads(pickled)(x), model(x)) and torch.equal(copy.deepcopy(model)(x), model(x))
+
+    workers(2, body)
+
+
 def test_a_model_with_synchronous_batchnorm_can_be_pickled() -> None:
     def body(run: Run) -> None:
         model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).double()
