@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from paceline.comm import threads
 from paceline.comm.solo import SoloGroup
-from paceline.comm.threads import spawn
-from tests.harness import processes, runs, tiers
+from tests.harness import processes, runs, thread_groups, tiers
 from tests.harness.runs import workers as many
+from tests.harness.thread_groups import spawn
 
 
 def names_it() -> Any:
@@ -68,7 +67,7 @@ def alone() -> Any:
     return SoloGroup(), runs.distance, runs.Numbered
 
 
-def a_type_only(group: threads.ThreadGroup) -> int:
+def a_type_only(group: thread_groups.ThreadGroup) -> int:
     return group.rank
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -25,12 +25,10 @@ from paceline.comm.hierarchy.group import HostsGroup
 from paceline.comm.native.group import TorchGroup
 from paceline.comm.p2p.message import PairMessage
 from paceline.comm.p2p.processes import PairSetting, ProcessPairs
-from paceline.comm.p2p.threads import ThreadPairs
 from paceline.comm.shm import futex
 from paceline.comm.shm.group import SharedGroup
 from paceline.comm.shm.segment import ORDERED_STORES
 from paceline.comm.solo import SoloGroup
-from paceline.comm.threads import ThreadGroup
 from paceline.errors import UsageError
 
 __all__ = ["PairMessage", "Pairs", "pairs"]
@@ -71,6 +69,15 @@ class Pairs(Protocol):
         ...
 
 
+@runtime_checkable
+class MakesPairs(Protocol):
+    """A group that connects its workers in pairs by itself."""
+
+    def make_pairs(self, device: torch.device) -> Pairs:
+        """Connect the workers. Collective. Tensors come out on `device`."""
+        ...
+
+
 def pairs(group: Group, *, device: torch.device | str = "cpu", hostnames: Sequence[str] | None = None) -> Pairs:
     """Connect the workers of `group` in pairs. Collective. Tensors come out on `device`; what ends the group ends the pairs.
 
@@ -78,8 +85,8 @@ def pairs(group: Group, *, device: torch.device | str = "cpu", hostnames: Sequen
     memory, between hosts over TCP connections that begin with a proof of the job's secret.
     """
     flat = group.flat if isinstance(group, HostsGroup) else group
-    if isinstance(flat, ThreadGroup):
-        return ThreadPairs(flat, torch.device(device))
+    if isinstance(flat, MakesPairs):
+        return flat.make_pairs(torch.device(device))
     told = group.gather_objects([platform.node(), platform.machine() in ORDERED_STORES and futex.available()], name="pairs")
     setting = PairSetting(
         rank=group.rank,

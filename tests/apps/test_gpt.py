@@ -12,12 +12,12 @@ from torch import nn
 import paceline as pl
 from paceline.apps.gpt import GPT, MEDIUM, SMALL, GPTShape, next_token_loss
 from paceline.comm.group import Group
-from paceline.comm.threads import spawn
 from paceline.parallel.initialise import Blueprint
 from paceline.parallel.placement import Placements
 from paceline.parallel.tensor.vocab import VocabLogits
 from tests.harness.jobs import Jobs
 from tests.harness.tensor_cuts import batches, compare, context_of
+from tests.harness.thread_groups import spawn
 
 TINY = GPTShape(d=16, layers=2, heads=2, context=8, vocab=11)
 

@@ -8,8 +8,8 @@ import torch
 from paceline.bench.collectives import Timing, measure, parse_ways, words
 from paceline.comm.group import Finished, Group
 from paceline.comm.schedule import SCHEDULES
-from paceline.comm.threads import spawn
 from paceline.errors import PacelineError, UsageError
+from tests.harness.thread_groups import spawn
 
 
 def test_every_way_is_measured_and_right() -> None:

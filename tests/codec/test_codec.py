@@ -32,8 +32,8 @@ from paceline.codec.dense import bfloat16, half, int4, int8, sign
 from paceline.codec.powersgd import powersgd
 from paceline.codec.sparse import randomk, topk
 from paceline.comm.group import Group
-from paceline.comm.threads import spawn
 from paceline.errors import UsageError
+from tests.harness.thread_groups import spawn
 
 SHAPES = [Size((40, 30)), Size((30,)), Size((8, 3, 5, 5)), Size(()), Size((1, 7))]
 NUMEL = sum(math.prod(shape) for shape in SHAPES)

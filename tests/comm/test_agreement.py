@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from paceline.comm.agreement import Agreement, CallDiscarded, CallResult, SliceAgreement, act_together
-from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import Mismatch, PacelineError, UsageError, ViewChanged, WorkerLost
+from tests.harness.thread_groups import ThreadGroup, spawn
 
 
 class Flaky:

@@ -13,9 +13,9 @@ from paceline.comm.axes import AxisGroups
 from paceline.comm.group import Group
 from paceline.comm.hierarchy.group import HostsGroup
 from paceline.comm.solo import SoloGroup
-from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import UsageError
 from tests.harness.hierarchies import made
+from tests.harness.thread_groups import ThreadGroup, spawn
 
 SQUARE = Mesh((("data", 2), ("tensor", 2)), (0, 2, 1, 3))
 CUBE = Mesh((("data", 2), ("shard", 2), ("tensor", 2)), (0, 4, 2, 6, 1, 5, 3, 7))

@@ -10,9 +10,9 @@ import torch
 
 from paceline.comm.axis_meter import AxisMeter
 from paceline.comm.group import Finished, Traffic
-from paceline.comm.threads import ThreadGroup, spawn
 from paceline.trace import Trace
 from tests.harness.jobs import PATIENCE
+from tests.harness.thread_groups import ThreadGroup, spawn
 
 
 class Slow(Finished):

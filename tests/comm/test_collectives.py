@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from paceline.comm import collectives, reduction, schedule
 from paceline.comm.group import OPS, pieces
 from paceline.comm.schedule import SCHEDULES, build
-from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import DeadlineExceeded, Mismatch, UsageError
+from tests.harness.thread_groups import ThreadGroup, spawn
 
 
 def mine(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -16,10 +16,10 @@ from paceline.comm.group import Group, Work, gather_into, pieces
 from paceline.comm.native.group import TorchGroup
 from paceline.comm.schedule import ring
 from paceline.comm.shm.group import SharedGroup
-from paceline.comm.threads import spawn
 from paceline.errors import UsageError
 from tests.harness.hierarchies import made
 from tests.harness.processes import fork, threads
+from tests.harness.thread_groups import spawn
 
 T = TypeVar("T")
 

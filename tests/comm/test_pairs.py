@@ -16,10 +16,10 @@ from paceline.comm.native.group import TorchGroup
 from paceline.comm.pairs import pairs
 from paceline.comm.shm.group import SharedGroup
 from paceline.comm.solo import SoloGroup
-from paceline.comm.threads import ThreadGroup, spawn
 from tests.harness import hierarchies, processes
 from tests.harness.jobs import PATIENCE
 from tests.harness.pair_traffic import converse
+from tests.harness.thread_groups import ThreadGroup, spawn
 
 
 def jitter(seed: int) -> Callable[[int], None]:

@@ -4,11 +4,11 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.comm.agreement import Agreement
-from paceline.comm.threads import spawn
 from paceline.data.checks import check_cost, check_options
 from paceline.data.loader import deal
 from paceline.errors import DataError
 from tests.harness.loaders import Numbers
+from tests.harness.thread_groups import spawn
 
 
 class Counted(IterableDataset):

@@ -10,12 +10,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from paceline.comm.agreement import Agreement
-from paceline.comm.threads import spawn
 from paceline.data.costs import ABOVE, SampleCosts, deal_batch, deal_by_cost, deal_padded, padded
 from paceline.data.loader import deal
 from paceline.data.shares import parts, policy
 from paceline.errors import DataError
 from tests.harness.loaders import Numbers, plain, run, walk
+from tests.harness.thread_groups import spawn
 
 DRAW = random.Random(11)
 LENGTHS = [DRAW.randint(32, 512) for _ in range(203)]

@@ -153,8 +153,8 @@ def test_pad_gives_a_ghost():
 
 def test_what_was_peeked_at_has_no_rows_either():
     from paceline.comm.agreement import Agreement
-    from paceline.comm.threads import spawn
     from paceline.data.loader import deal
+    from tests.harness.thread_groups import spawn
 
     def body(group):
         loader = deal(DataLoader(Scenes(4), 3, collate_fn=detection), Agreement(group), train=False)

@@ -13,12 +13,12 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler
 
 from paceline.comm.agreement import Agreement
-from paceline.comm.threads import spawn
 from paceline.data import indexed
 from paceline.data.loader import NoObserver, deal
 from paceline.errors import DataError
 from tests.harness.jobs import wait_for
 from tests.harness.loaders import Numbers, plain, run, steps, walk
+from tests.harness.thread_groups import spawn
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

@@ -9,12 +9,12 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, StackDataset, Subset
 
 from paceline.comm.agreement import Agreement, SliceAgreement
-from paceline.comm.threads import spawn
 from paceline.data import outline as outlines
 from paceline.data.loader import deal
 from paceline.data.outline import difference, outline
 from paceline.errors import DataError
 from tests.harness.loaders import Numbers, walk
+from tests.harness.thread_groups import spawn
 
 
 class Files(Numbers):

@@ -17,13 +17,13 @@ from torch.utils.data import (
 )
 
 from paceline.comm.agreement import Agreement
-from paceline.comm.threads import spawn
 from paceline.data import sampler
 from paceline.data.loader import deal
 from paceline.data.sampler import EpochIndices
 from paceline.data.serialization import pack, unpack
 from paceline.errors import DataError, Mismatch
 from tests.harness.loaders import Numbers, plain, run, steps, walk
+from tests.harness.thread_groups import spawn
 
 SIZES = [1, 2, 3]
 

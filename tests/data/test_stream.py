@@ -8,11 +8,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from paceline.comm.agreement import Agreement
-from paceline.comm.threads import spawn
 from paceline.data.loader import deal
 from paceline.data.serialization import pack, unpack
 from paceline.errors import DataError
 from tests.harness.loaders import plain, run, steps, walk
+from tests.harness.thread_groups import spawn
 
 SIZES = [1, 2, 3]
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from paceline.comm.group import Work
-from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import DeadlineExceeded, WorkerLost
 from paceline.fault import replicator as carrying
 from paceline.fault.replicate import FORM, CopyShelf
 from paceline.fault.replicator import Replicator
 from paceline.timings import RecoveryTimings
 from tests.harness.jobs import PATIENCE
+from tests.harness.thread_groups import ThreadGroup, spawn
 
 HOSTS = (0, 0, 1, 1, 2, 2)
 NAMES = (10, 11, 12, 13, 14, 15)

@@ -18,8 +18,8 @@ from paceline.comm.backend.issue import Members
 from paceline.comm.backend.process_group import GroupBackend
 from paceline.comm.group import Group
 from paceline.comm.shm.group import SharedGroup
-from paceline.comm.threads import spawn
 from tests.harness.processes import threads
+from tests.harness.thread_groups import spawn
 
 PATIENCE = 60.0  # seconds
 SIZES = [1, 2, 3]

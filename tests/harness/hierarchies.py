@@ -10,7 +10,7 @@ from paceline.comm.group import Group
 from paceline.comm.hierarchy.group import HostsGroup
 from paceline.comm.native.group import TorchGroup
 from paceline.comm.shm.group import SharedGroup
-from paceline.comm.threads import ThreadGroup
+from tests.harness.thread_groups import ThreadGroup
 
 
 def made(group: ThreadGroup, hosts: tuple[int, ...], wrap: Callable[[Group], Any] = lambda outer: outer) -> HostsGroup:

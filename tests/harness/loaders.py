@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.comm.agreement import Agreement
-from paceline.comm.threads import spawn
 from paceline.data.loader import Turn, deal
+from tests.harness.thread_groups import spawn
 
 
 class Numbers(Dataset):

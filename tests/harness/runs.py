@@ -24,7 +24,6 @@ from paceline.comm.agreement import Agreement
 from paceline.comm.group import Group
 from paceline.comm.rpc import RpcServer, keys
 from paceline.comm.solo import SoloGroup
-from paceline.comm.threads import spawn
 from paceline.formatting import spell
 from paceline.server.endpoints import ServerEndpoints
 from paceline.server.main import Server
@@ -46,6 +45,7 @@ from paceline.sync.context import StepState, SyncContext
 from paceline.sync.route_choice import RouteFacts
 from paceline.timings import DEFAULTS
 from paceline.trace import Trace
+from tests.harness.thread_groups import spawn
 
 T = TypeVar("T")
 

@@ -20,7 +20,6 @@ from paceline.comm.axes import AxisGroups
 from paceline.comm.group import Group
 from paceline.comm.native.group import TorchGroup
 from paceline.comm.shm.group import SharedGroup
-from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import UsageError
 from paceline.parallel.cut import CutContext, ModelCut
 from paceline.parallel.placement import Placements
@@ -34,6 +33,7 @@ from tests.harness.hierarchies import made
 from tests.harness.processes import threads
 from tests.harness.runs import distance
 from tests.harness.sharded_models import odd_net, vectors
+from tests.harness.thread_groups import ThreadGroup, spawn
 
 Step = Callable[["Trainee", int], None]
 Build = Callable[[], nn.Module]

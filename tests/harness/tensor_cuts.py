@@ -16,12 +16,12 @@ from paceline.apps.gpt import GPT, GPTShape
 from paceline.cluster.mesh import Mesh
 from paceline.comm.axes import AxisGroups
 from paceline.comm.group import Group
-from paceline.comm.threads import spawn
 from paceline.parallel.cut import CutContext
 from paceline.parallel.placement import Placements
 from paceline.parallel.tensor.cut import tensor
 from paceline.parallel.tensor.styles import Style, column, row, sequence, vocab
 from tests.harness.jobs import PATIENCE
+from tests.harness.thread_groups import spawn
 
 Batch = tuple[Tensor, Tensor]
 Optimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]

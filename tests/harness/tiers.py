@@ -17,7 +17,7 @@ import pytest
 JOBS = {"job", "launch", "alone"}  # fixtures that start programs
 LAB = {"able"}  # the fixture that all clusters of the lab need
 SEVERAL = {  # what runs several workers: as threads, or as forks
-    "paceline.comm.threads": {"ThreadGroup", "spawn"},
+    "tests.harness.thread_groups": {"ThreadGroup", "spawn"},
     "tests.harness.processes": {"fork", "threads"},
     "tests.harness.runs": {"workers"},
     "multiprocessing.context": {"Process", "ForkProcess"},

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.comm.group import Group
-from paceline.comm.threads import spawn
 from paceline.errors import UsageError
 from paceline.parallel.batchnorm import desynchronise, is_synchronous, synchronise
 from tests.harness.compiling import COMPILES
+from tests.harness.thread_groups import spawn
 
 torch.set_num_threads(1)
 Maker = Callable[[], nn.Module]

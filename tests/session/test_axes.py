@@ -18,7 +18,6 @@ from paceline.cluster.mesh import Mesh, lay_out
 from paceline.cluster.topology import HostRanks, Topology
 from paceline.comm.agreement import Agreement
 from paceline.comm.group import Group
-from paceline.comm.threads import spawn
 from paceline.errors import UsageError
 from paceline.parallel.shard import shard
 from paceline.parallel.tensor.cut import tensor
@@ -28,6 +27,7 @@ from paceline.session.run import Run
 from paceline.sync.context import SyncContext
 from tests.harness.cuts import columns, network, summed
 from tests.harness.runs import Numbered, alone, batches, distance, parameters, workers
+from tests.harness.thread_groups import spawn
 
 LINEARS = tensor({"0": column(), "2": row()})
 ONE_HOST = Topology((HostRanks("here", (0, 1), "127.0.0.1"),))

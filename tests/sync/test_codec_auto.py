@@ -13,7 +13,6 @@ from paceline.codec.codec import error_feedback, gathered
 from paceline.codec.dense import half, int8
 from paceline.codec.sparse import topk
 from paceline.comm.group import Group
-from paceline.comm.threads import spawn
 from paceline.errors import UsageError
 from paceline.notation import parse, text
 from paceline.session.run import Run
@@ -24,6 +23,7 @@ from paceline.sync.codec_cost import ExactRate
 from paceline.sync.localsgd.strategy import LocalSGD
 from tests.harness.compressed_training import exchange, steps, train
 from tests.harness.runs import workers
+from tests.harness.thread_groups import spawn
 
 CHOICE = SKIPPED + MEASURED  # timed steps before it; the two before those have no time, or no buckets yet
 

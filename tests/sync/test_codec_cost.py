@@ -14,13 +14,13 @@ from paceline.codec.codec import error_feedback
 from paceline.codec.dense import int4, int8
 from paceline.codec.sparse import topk
 from paceline.comm.group import Group
-from paceline.comm.threads import spawn
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.codec_cost import ExactRate, ExchangeCost, exposed, judge, measure, off, sampled
 from paceline.sync.gossip.strategy import Gossip
 from paceline.sync.localsgd.strategy import LocalSGD
 from tests.harness.compressed_training import model, train
 from tests.harness.runs import workers
+from tests.harness.thread_groups import spawn
 
 FACTS = {"codec": "int8()", "turns": 10, "sent": 1e6, "exact": 4e6, "coding": 0.01, "shown": 0.1, "exact_shown": 0.4, "error": 0.01}
 FACTS |= {"link": 12.5e6, "compared": "the mean"}

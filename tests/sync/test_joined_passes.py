@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from paceline.comm.agreement import Agreement
 from paceline.comm.group import Group
-from paceline.comm.threads import spawn
 from paceline.errors import UsageError
 from paceline.session.prepare.abilities import resolve
 from paceline.sync.allreduce import AllReduce
@@ -16,6 +15,7 @@ from paceline.sync.autograd import GradientTracker
 from paceline.sync.base import Slot
 from paceline.sync.context import StepState, SyncContext
 from tests.harness.models import net
+from tests.harness.thread_groups import spawn
 
 
 def watched(group: Group, model: nn.Module, state: StepState) -> GradientTracker:

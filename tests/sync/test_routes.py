@@ -7,12 +7,12 @@ import torch
 
 from paceline.comm.agreement import Agreement
 from paceline.comm.group import Group
-from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import UsageError
 from paceline.sync.context import SyncContext
 from paceline.sync.route_choice import ALIKE, FAST, RouteFacts
 from paceline.sync.routes import AcrossReducer, GroupReducer, ScheduledReducer, reducer
 from tests.harness.hierarchies import made
+from tests.harness.thread_groups import ThreadGroup, spawn
 
 SLOW = (1e8, 1e8, 1e7)
 SIZES = (100_000, 7, 2, 1, 40_001)  # also below the number of workers

@@ -11,8 +11,8 @@ import torch
 from paceline.comm.backend.issue import Issuer, Members
 from paceline.comm.group import Group
 from paceline.comm.solo import SoloGroup
-from paceline.comm.threads import spawn
 from paceline.errors import DeadlineExceeded, PlaceError, UsageError, ViewChanged, WorkerLost
+from tests.harness.thread_groups import spawn
 
 PATIENCE = 20.0
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from paceline.comm.group import Group, Work
 from paceline.comm.hierarchy.coded import CodedAllReduce
-from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import ViewChanged, WorkerLost
 from paceline.trace import Trace
 from tests.harness.hierarchies import made
+from tests.harness.thread_groups import ThreadGroup, spawn
 
 DEALT = [None, (0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 1, 2), (0, 0), (0, 1)]
 

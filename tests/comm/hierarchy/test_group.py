@@ -16,13 +16,13 @@ from paceline.comm.hierarchy import chunks, executor
 from paceline.comm.hierarchy.group import HostsGroup
 from paceline.comm.native.group import TorchGroup
 from paceline.comm.solo import SoloGroup
-from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import Mismatch, UsageError, ViewChanged, WorkerLost
 from paceline.trace import Trace
 from tests.harness.hierarchies import made, networked
 from tests.harness.jobs import wait_for
 from tests.harness.native_processes import Crew, heard, run, say
 from tests.harness.processes import fork
+from tests.harness.thread_groups import ThreadGroup, spawn
 
 DEALT = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 1, 2), (0, 0), (0, 1), (2, 0, 1, 2, 0)]
 

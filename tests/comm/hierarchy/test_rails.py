@@ -22,12 +22,12 @@ from paceline.comm.hierarchy import chunks, executor
 from paceline.comm.hierarchy import group as module
 from paceline.comm.hierarchy.group import HostsGroup
 from paceline.comm.hierarchy.rails import even
-from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, UsageError, ViewChanged, WorkerLost
 from paceline.trace import Trace
 from tests.harness.hierarchies import made, networked
 from tests.harness.jobs import wait_for
 from tests.harness.processes import fork
+from tests.harness.thread_groups import ThreadGroup, spawn
 
 EVEN = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1, 1, 1), (0, 1, 0, 1, 1, 0), (0, 0, 1, 1, 2, 2), (2, 0, 1, 2, 1, 0)]
 UNEVEN = [(0, 0, 1), (0, 1, 1, 1, 2), (0, 1), (0, 0, 0)]

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from paceline.comm.pairs import pairs
-from paceline.comm.threads import ThreadGroup, spawn
 from paceline.parallel.cut import Immovable
 from paceline.parallel.dealing.relocation import Route, relocate, resize
+from tests.harness.thread_groups import ThreadGroup, spawn
 
 pytestmark = pytest.mark.unit
 

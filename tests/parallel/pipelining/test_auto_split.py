@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import UsageError
 from paceline.parallel.pipelining.auto_split import agree_problem
 from paceline.parallel.pipelining.schedules import make_schedule
 from paceline.parallel.pipelining.split import LayerCost, best_split
+from tests.harness.thread_groups import ThreadGroup, spawn
 
 pytestmark = pytest.mark.unit
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.comm.pairs import pairs
-from paceline.comm.threads import spawn
 from paceline.errors import PacelineError
 from paceline.parallel.pipelining.executor import MicroBatch, PipelineExecutor
 from paceline.parallel.pipelining.operations import OUTPUT
@@ -22,6 +21,7 @@ from paceline.parallel.pipelining.schedules import make_schedule
 from paceline.parallel.pipelining.values import Values
 from tests.harness.jobs import PATIENCE
 from tests.harness.models import fill
+from tests.harness.thread_groups import spawn
 
 COUNT, ROWS = 6, 3
 

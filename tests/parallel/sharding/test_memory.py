@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from paceline.cluster.mesh import lay_out
 from paceline.comm.axes import AxisGroups
-from paceline.comm.threads import ThreadGroup, spawn
 from paceline.parallel.cut import CutContext
 from paceline.parallel.initialise import Blueprint
 from paceline.parallel.meta import meta
@@ -23,6 +22,7 @@ from tests.harness.models import fill
 from tests.harness.runs import distance
 from tests.harness.sharded import Kept, Trainee, alone_with, one_host, put_together, refused, train
 from tests.harness.sharded_models import OddNet, odd_net, vectors
+from tests.harness.thread_groups import ThreadGroup, spawn
 
 
 def held(tensors: Iterable[Tensor]) -> int:

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import UsageError
 from paceline.parallel.shard import shard
 from tests.harness.compiling import COMPILES
 from tests.harness.models import fill
 from tests.harness.sharded import Kept, Trainee, alone_with, fitting, refused, same, train
 from tests.harness.sharded_models import OddNet, odd_net, vectors
+from tests.harness.thread_groups import ThreadGroup, spawn
 
 STAGES = pytest.mark.parametrize("zero", [1, 2, 3])
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import UsageError
 from paceline.parallel.tensor.cut import tensor
 from paceline.parallel.tensor.styles import column, row, sequence, vocab
 from tests.harness.tensor_cuts import PIECES, Unasked, context_of, gpt
+from tests.harness.thread_groups import ThreadGroup, spawn
 
 torch.set_num_threads(1)
 

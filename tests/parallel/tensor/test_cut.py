@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
 from paceline.cluster.mesh import Mesh
-from paceline.comm.threads import ThreadGroup, spawn
 from paceline.parallel.tensor.cut import tensor
 from paceline.session.run import Run
 from tests.harness.compiling import COMPILES
@@ -37,6 +36,7 @@ from tests.harness.tensor_cuts import (
     train,
     whole,
 )
+from tests.harness.thread_groups import ThreadGroup, spawn
 
 torch.set_num_threads(1)
 Parts = list[tuple[Any, Tensor]]

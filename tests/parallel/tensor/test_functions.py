@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.comm.threads import ThreadGroup, spawn
 from paceline.parallel.tensor import functions, layers
 from paceline.parallel.tensor.cut import tensor
 from paceline.parallel.tensor.functions import TensorAxis
@@ -32,6 +31,7 @@ from tests.harness.tensor_cuts import (
     squares,
     train,
 )
+from tests.harness.thread_groups import ThreadGroup, spawn
 
 torch.set_num_threads(1)
 CUTS = pytest.mark.parametrize("cut", [WHOLE, PIECES], ids=["whole", "pieces"])

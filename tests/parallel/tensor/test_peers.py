@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import ReplicasDiffer, UsageError
 from paceline.parallel.tensor.cut import tensor
 from paceline.parallel.tensor.styles import column, row
 from tests.harness.tensor_cuts import WHOLE, batches, context_of, gpt
+from tests.harness.thread_groups import ThreadGroup, spawn
 
 torch.set_num_threads(1)
 

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import UsageError
 from paceline.parallel.tensor.functions import TensorAxis
 from paceline.parallel.tensor.vocab import VocabLogits
 from tests.harness.tensor_cuts import CountingGroup
+from tests.harness.thread_groups import ThreadGroup, spawn
 
 WORDS, TOKENS = 12, 5
 

@@ -19,7 +19,6 @@ import paceline as pl
 from paceline.cluster.mesh import Mesh
 from paceline.comm.agreement import Agreement
 from paceline.comm.group import Group
-from paceline.comm.threads import spawn
 from paceline.errors import CheckpointError
 from paceline.fault import checkpoint, disk, export
 from paceline.parallel.placement import Placement, Placements, chunk
@@ -33,6 +32,7 @@ from paceline.state.versioned import Randomness, Versioned
 from tests.harness.cuts import network
 from tests.harness.runs import batches
 from tests.harness.runs import workers as run_workers
+from tests.harness.thread_groups import spawn
 
 torch.set_num_threads(1)
 PLAIN = "data=1"

@@ -21,7 +21,6 @@ from paceline.codec.codec import error_feedback
 from paceline.codec.dense import int8
 from paceline.codec.powersgd import powersgd
 from paceline.codec.sparse import topk
-from paceline.comm.threads import ThreadGroup
 from paceline.errors import ViewChanged
 from paceline.fault import replicator as carrying
 from paceline.fault.replicate import Replicate
@@ -39,6 +38,7 @@ from paceline.sync.per_axis import Sequence as Both
 from tests.harness.jobs import PATIENCE, Jobs
 from tests.harness.runs import batches, cut, parameters, workers
 from tests.harness.survivors import play
+from tests.harness.thread_groups import ThreadGroup
 
 NAMES = (70, 71, 72, 73, 74, 75)  # of the ranks at the start
 LOSSY = AllReduce(codec=error_feedback(topk(0.1)))

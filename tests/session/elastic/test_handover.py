@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from paceline.comm.group import Group
-from paceline.comm.threads import spawn
 from paceline.errors import Mismatch
 from paceline.fault.recover import RecoveryPlan
 from paceline.session.elastic.handover import hand_over_result, hand_over_state
+from tests.harness.thread_groups import spawn
 
 
 class Worker:

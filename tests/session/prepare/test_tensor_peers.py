@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
 from paceline.comm.axis_meter import AxisMeter
-from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import DataError
 from paceline.session.prepare.tensor_peers import BatchComparer, checksum
 from paceline.session.run import Run
 from tests.harness.cuts import columns
 from tests.harness.jobs import Jobs
 from tests.harness.runs import Numbered, workers
+from tests.harness.thread_groups import ThreadGroup, spawn
 
 
 def test_batches_that_differ_along_tensor_are_found() -> None:

@@ -8,12 +8,12 @@ import torch
 from paceline.cluster import topology_file
 from paceline.cluster.topology import HostLink, HostRanks, Topology
 from paceline.comm.group import Group
-from paceline.comm.threads import spawn
 from paceline.errors import UsageError
 from paceline.session.probe import cluster_probe
 from paceline.session.probe.cluster_probe import measure
 from paceline.session.probe.links import LinkFigures
 from tests.harness.jobs import Jobs
+from tests.harness.thread_groups import spawn
 
 CPU = torch.device("cpu")
 CLUSTER = Topology((HostRanks("a", (0, 2), "127.0.0.1"), HostRanks("b", (1,), "127.0.0.1"), HostRanks("c", (3,), "127.0.0.1")))

@@ -9,12 +9,12 @@ import pytest
 
 from paceline.comm.group import Group
 from paceline.comm.pairs import pairs
-from paceline.comm.threads import spawn
 from paceline.errors import DeadlineExceeded, PacelineError, WorkerLost
 from paceline.session.probe import links
 from paceline.session.probe.links import LinkFigures, LinkMeter
 from paceline.timings import ProbeTimings
 from tests.harness.jobs import PATIENCE
+from tests.harness.thread_groups import spawn
 
 
 def test_the_rate_is_that_of_the_later_chunks() -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from paceline.comm.agreement import Agreement
-from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import PacelineError, ResourceError, UsageError
 from paceline.session.record.folder import RunFolder, RunSummary, RunTotals, strict_json, write_whole
+from tests.harness.thread_groups import ThreadGroup, spawn
 
 
 def silent(text: str) -> None:

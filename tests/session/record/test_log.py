@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from paceline.comm.agreement import Agreement
-from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import ResourceError, UsageError
 from paceline.session.display import PlainLines
 from paceline.session.logged.histogram import histogram
@@ -27,6 +26,7 @@ from paceline.session.record.log import MetricsLog, OnNan
 from paceline.session.record.status_line import StatusLine
 from paceline.session.record.writer import MetricsWriter
 from tests.harness.clocks import Clock
+from tests.harness.thread_groups import ThreadGroup, spawn
 
 SECONDS = {"compute": 0.6, "exchange": 0.2, "wait": 0.1, "data": 0.1}
 

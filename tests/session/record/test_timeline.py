@@ -12,10 +12,10 @@ import pytest
 
 from paceline.cluster.mesh import Mesh
 from paceline.comm.agreement import Agreement
-from paceline.comm.threads import ThreadGroup, spawn
 from paceline.session.record.lateness import RankLateness
 from paceline.session.record.timeline import ClockOffset, compare, gather, mark_late, merge, offsets, write
 from paceline.trace import Served, Span
+from tests.harness.thread_groups import ThreadGroup, spawn
 
 
 def span(name: str, kind: str, start: int, end: int, step: int = 0) -> Span:

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 import paceline as pl
 from paceline.comm.group import Group
-from paceline.comm.threads import spawn
 from paceline.errors import ReplicasDiffer, UsageError
 from paceline.session.replicas import compare
 from paceline.session.replicas.compare import Comparison, differences
 from paceline.session.run import Run
 from paceline.sync.base import Strategy
 from tests.harness.runs import batches, make, parameters, workers
+from tests.harness.thread_groups import spawn
 
 HEAL = Comparison(5, "heal")
 STOP = Comparison(5)

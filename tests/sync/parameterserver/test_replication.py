@@ -11,11 +11,11 @@ import pytest
 from paceline.comm.agreement import Agreement
 from paceline.comm.group import Group
 from paceline.comm.rpc import keys
-from paceline.comm.threads import spawn
 from paceline.errors import ServerLost, StateLost
 from paceline.server.endpoints import ServerEndpoints
 from paceline.sync.context import SyncContext
 from paceline.sync.parameterserver.replication import ServerReplication
+from tests.harness.thread_groups import spawn
 
 Server = tuple[int, int, str]  # number, shard, host
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from paceline.comm.group import Finished, Traffic, Work
 from paceline.comm.p2p.inbox import PairInbox, ReceiveTerms, ReceiveWork
 from paceline.comm.p2p.message import PairMessage, copied, pack, unpack
-from paceline.comm.threads import ThreadGroup
 from paceline.comm.traffic import TrafficMeter
 from paceline.errors import PacelineError, UsageError, ViewChanged, WorkerLost
+from tests.harness.thread_groups import ThreadGroup
 
 
 class _Exchange:

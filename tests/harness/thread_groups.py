@@ -288,6 +288,12 @@ class ThreadGroup:
         shared: T = self._post(CallFingerprint("share"), None, finish).wait()
         return shared
 
+    def make_pairs(self, device: torch.device) -> Any:
+        """Connect the threads in pairs. Collective."""
+        from tests.harness.thread_pairs import ThreadPairs  # which is made of groups of this module
+
+        return ThreadPairs(self, device)
+
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         self._post(CallFingerprint("empty", None, tuple(shape), dtype), None, lambda parts: parts).wait()
         with torch.inference_mode(False):

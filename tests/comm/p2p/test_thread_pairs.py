@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from paceline.comm.pairs import pairs
-from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import DeadlineExceeded, UsageError, ViewChanged, WorkerLost
 from tests.harness.jobs import PATIENCE
+from tests.harness.thread_groups import ThreadGroup, spawn
 
 
 def test_lanes_do_not_hold_each_other_up_and_keep_their_order() -> None:

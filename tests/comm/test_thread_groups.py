@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from paceline.comm.group import pieces
-from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import DeadlineExceeded, Mismatch, UsageError, ViewChanged, WorkerLost
+from tests.harness.thread_groups import ThreadGroup, spawn
 
 SIZES = (1, 2, 3, 5)
 
