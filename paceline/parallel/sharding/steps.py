@@ -33,13 +33,14 @@ class ShardSteps:
             if not memory.frees
             for one, whole in zip(memory.held, memory.wholes, strict=True)
         }
-        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._known = weakref.WeakKeyDictionary[Optimizer, int]()  # how many parameters each had
         self._stepped: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[FlatMemory]]] = weakref.WeakKeyDictionary()  # by each
         _announce_to(self)
 
     def before(self, optimizer: Optimizer) -> None:
         """Raise `UsageError` for an optimizer that can't step what this worker has."""
-        if optimizer in self._known:
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._known.get(optimizer) == count:
             return
         ids = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         name = next((self._wholes[found] for found in ids if found in self._wholes), None)
@@ -50,15 +51,15 @@ class ShardSteps:
             )
         if any(found in self._home for found in ids):
             check_elementwise(optimizer)
-        self._known.add(optimizer)
+        self._known[optimizer] = count
 
     def after(self, optimizer: Optimizer) -> None:
         """Gather the whole parameters of the pieces that an optimizer has stepped. Collective."""
-        found, groups = self._stepped.get(optimizer), len(optimizer.param_groups)
-        if found is None or found[0] != groups:
+        found, count = self._stepped.get(optimizer), self._known.get(optimizer, 0)
+        if found is None or found[0] != count:
             ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             whole = [memory for memory in self._memories if not memory.frees]
-            found = self._stepped[optimizer] = groups, [memory for memory in whole if any(id(piece) in ids for piece in memory.pieces)]
+            found = self._stepped[optimizer] = count, [memory for memory in whole if any(id(piece) in ids for piece in memory.pieces)]
         if found[1]:
             follow(found[1])
 
