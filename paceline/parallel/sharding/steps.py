@@ -26,42 +26,42 @@ class ShardSteps:
 
     def __init__(self, memories: Sequence[FlatMemory]) -> None:
         self._memories = [memory for memory in memories if memory.trained]
-        self._home = {id(piece): memory for memory in self._memories for piece in memory.pieces}
         self._wholes = {
             id(whole): one.name
             for memory in self._memories
             if not memory.frees
             for one, whole in zip(memory.held, memory.wholes, strict=True)
         }
-        self._known = weakref.WeakKeyDictionary[Optimizer, int]()  # how many parameters each had
-        self._stepped: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[FlatMemory]]] = weakref.WeakKeyDictionary()  # by each
+        # by each optimizer: how many parameters it had, and the memories of those that are pieces
+        self._stepped = weakref.WeakKeyDictionary[Optimizer, tuple[int, list[FlatMemory]]]()
         _announce_to(self)
 
     def before(self, optimizer: Optimizer) -> None:
         """Raise `UsageError` for an optimizer that can't step what this worker has."""
         count = sum(len(group["params"]) for group in optimizer.param_groups)
-        if self._known.get(optimizer) == count:
+        known = self._stepped.get(optimizer)
+        if known is not None and known[0] == count:
+            for memory in known[1]:
+                memory.check_memory()
             return
-        ids = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        ids = {id(parameter): True for group in optimizer.param_groups for parameter in group["params"]}
         name = next((self._wholes[found] for found in ids if found in self._wholes), None)
         if name is not None:
             raise UsageError(
                 f"a {type(optimizer).__qualname__} steps {name}, of which this worker has a piece to step; make the optimizer before "
                 "run.prepare, and give it to the call that cuts the model"
             )
-        if any(found in self._home for found in ids):
+        memories = [memory for memory in self._memories if any(id(piece) in ids for piece in memory.pieces)]
+        if memories:
             check_elementwise(optimizer)
-        self._known[optimizer] = count
+        for memory in memories:
+            memory.check_memory()
+        self._stepped[optimizer] = count, memories
 
     def after(self, optimizer: Optimizer) -> None:
         """Gather the whole parameters of the pieces that an optimizer has stepped. Collective."""
-        found, count = self._stepped.get(optimizer), self._known.get(optimizer, 0)
-        if found is None or found[0] != count:
-            ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            whole = [memory for memory in self._memories if not memory.frees]
-            found = self._stepped[optimizer] = count, [memory for memory in whole if any(id(piece) in ids for piece in memory.pieces)]
-        if found[1]:
-            follow(found[1])
+        _, memories = self._stepped.get(optimizer, (0, []))
+        follow([memory for memory in memories if not memory.frees])
 
     def refresh(self) -> None:
         """Make whole parameters what their pieces are, as these were changed otherwise than by a step. Collective."""
