@@ -37,6 +37,7 @@ NAMES = [
     "bfloat16",
     "column",
     "compose",
+    "elementwise",
     "error_feedback",
     "exact",
     "gathered",

@@ -12,8 +12,8 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paceline.errors import UsageError
+from paceline.parallel.elementwise import check_elementwise
 from paceline.parallel.sharding.memory import FlatMemory
-from paceline.parallel.sharding.optimizers import check_elementwise
 
 _REGISTRY: Final = threading.Lock()  # of announcers
 
@@ -53,7 +53,7 @@ class ShardSteps:
             )
         memories = [memory for memory in self._memories if any(id(piece) in ids for piece in memory.pieces)]
         if memories:
-            check_elementwise(optimizer)
+            check_elementwise(optimizer, memories[0].held[0].name)
         for memory in memories:
             memory.check_memory()
         self._stepped[optimizer] = count, memories

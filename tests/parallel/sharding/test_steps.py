@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.parallel.elementwise import elementwise
 from paceline.parallel.shard import shard
 from tests.harness.runs import distance
 from tests.harness.sharded import Trainee, fitting, refused, same, train
@@ -34,6 +35,7 @@ def test_averages_of_the_model(zero: Any) -> None:
 
 @STAGES
 def test_two_optimizers_and_groups(zero: Any) -> None:
+    @elementwise
     class Both(torch.optim.SGD):
         """Steps two groups with rates of their own."""
 
