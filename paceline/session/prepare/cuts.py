@@ -236,7 +236,12 @@ class ModelCuts:
             return
         for _, found in self.pipelines:
             found.level_ties()
-        for follow in self._followers if any(tie.group is not None for _, found in self.pipelines for tie in found.ties) else ():
+        if any(tie.group is not None for _, found in self.pipelines for tie in found.ties):
+            self.follow()
+
+    def follow(self) -> None:
+        """Make whole parameters what their pieces are, where both are kept. Collective."""
+        for follow in self._followers:
             follow()
 
     def splits(self) -> list[list[int]]:
