@@ -163,3 +163,20 @@ def test_what_is_refused() -> None:
         workers(2, body, mesh="tensor")
     with pytest.raises(UsageError, match="with ParameterServer servers keep them"):
         workers(2, lambda run: body(run, "server"), strategy=pl.ParameterServer(servers=1))
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_penalties_in_the_loss_where_parameters_stay_whole(zero: Any) -> None:
+    def body(run: Run) -> Tensor:
+        model: Any = fill(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = run.prepare(model, optimizer, batches(24, 8), cut=pl.shard(zero=zero) if run.size > 1 else None)
+        for x, y in loader:
+            optimizer.zero_grad()
+            w = model[0].weight
+            (nn.functional.mse_loss(model(x), y) + 0.05 * (w @ w.T).square().sum()).backward()
+            optimizer.step()
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+    wanted = alone(body)
+    assert all(distance(found, wanted) < 1e-12 for found in workers(3, body, mesh="shard"))

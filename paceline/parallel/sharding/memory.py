@@ -141,10 +141,19 @@ class FlatMemory:
             if parameter.data_ptr() != place:
                 raise UsageError(
                     f"{name} is {parameter.dtype} in other memory than shard() gave it ({self.kept_dtype}), which optimizers don't step: "
-                    "call model.float() and the like before run.prepare, and write values in place, with torch.no_grad(): p.copy_(x)"
+                    "call model.float() and the like before run.prepare, and write values in place (p.data.copy_(x)), or by run.whole(p)"
                 )
             if self.frees and has_script_hook(parameter):
                 refuse_hook(name)
+
+    def check_gradients(self) -> None:
+        """Raise `UsageError` where a script has set the gradient of a whole parameter, by which nothing steps."""
+        for one, whole in zip(self.held, self.wholes, strict=True) if not self.frees else ():
+            if whole.grad is not None and bool(whole.grad.any()):
+                raise UsageError(
+                    f"{one.name} was given a gradient by the script (p.grad = ...), and with shard(zero=1) or (zero=2) optimizers step by "
+                    "those of pieces: let backward make it, or set it in a block of run.whole(p)"
+                )
 
     def show(self, *, whole: bool) -> None:
         """Put the whole parameters into the modules that use them, or the pieces again.
@@ -157,7 +166,7 @@ class FlatMemory:
                     raise UsageError(
                         f"{one.name} is another parameter than the one that shard(zero=3) has cut, and would be replaced "
                         "(functional_call, a new parameter): say zero=2, where functional_call takes what it is given, or change "
-                        "values in place"
+                        "values by run.whole(p)"
                     )
         for one, parameter in zip(self.held, self.wholes if whole else self.pieces, strict=True):
             for module, name in one.places:

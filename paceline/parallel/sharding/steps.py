@@ -39,11 +39,16 @@ class ShardSteps:
     def before(self, optimizer: Optimizer) -> None:
         """Raise `UsageError` for an optimizer that can't step what this worker has."""
         count = sum(len(group["params"]) for group in optimizer.param_groups)
-        known = self._stepped.get(optimizer)
-        if known is not None and known[0] == count:
-            for memory in known[1]:
-                memory.check_memory()
-            return
+        known, memories = self._stepped.get(optimizer, (-1, []))
+        if known != count:
+            memories = self._meet(optimizer)
+            self._stepped[optimizer] = count, memories
+        for memory in memories:
+            memory.check_memory()
+            memory.check_gradients()
+
+    def _meet(self, optimizer: Optimizer) -> list[FlatMemory]:
+        """Return the memories of which an optimizer has pieces."""
         ids = {id(parameter): True for group in optimizer.param_groups for parameter in group["params"]}
         name = next((self._wholes[found] for found in ids if found in self._wholes), None)
         if name is not None:
@@ -54,9 +59,7 @@ class ShardSteps:
         memories = [memory for memory in self._memories if any(id(piece) in ids for piece in memory.pieces)]
         if memories:
             check_elementwise(optimizer, memories[0].held[0].name)
-        for memory in memories:
-            memory.check_memory()
-        self._stepped[optimizer] = count, memories
+        return memories
 
     def after(self, optimizer: Optimizer) -> None:
         """Gather the whole parameters of the pieces that an optimizer has stepped. Collective."""
