@@ -186,8 +186,9 @@ def _refuse_piece(name: str, _: Tensor) -> NoReturn:
 
 def has_script_hook(piece: Parameter) -> bool:
     """Whether a script has registered a hook for the gradient of a piece, beside those of paceline."""
-    own = [getattr(hook, "func", hook) for hook in (piece._post_accumulate_grad_hooks or {}).values()]
-    return bool(piece._backward_hooks) or any(not hook.__module__.startswith("paceline.") for hook in own)
+    hooks = [getattr(hook, "func", hook) for hook in (piece._post_accumulate_grad_hooks or {}).values()]
+    homes = [getattr(hook, "__module__", None) or "" for hook in hooks]
+    return bool(piece._backward_hooks) or not all(home.startswith("paceline.") for home in homes)
 
 
 def refuse_hook(name: str) -> NoReturn:

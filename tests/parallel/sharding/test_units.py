@@ -148,7 +148,14 @@ def test_compiled_units(zero: Any) -> None:
             block.compile(backend="aot_eager")
         return fill(model.double())
 
+    def whole() -> nn.Module:
+        model = OddNet()
+        model.compile(backend="aot_eager")
+        return fill(model.double())
+
     same(build, fitting(vectors), shard("blocks.*", zero=zero), 2)
+    if zero != 3:
+        same(whole, fitting(vectors), shard("blocks.*", zero=zero), 2)
 
 
 @STAGES
@@ -179,7 +186,7 @@ def test_hooks_that_would_not_be_called_are_refused() -> None:
 def test_hooks_that_come_later_are_refused_in_the_next_pass(register: Any) -> None:
     def step(one: Trainee, number: int) -> None:
         if number == 1:
-            register(one.model.get_parameter("blocks.1.0.weight"), lambda found: None)
+            register(one.model.get_parameter("blocks.1.0.weight"), list[Any]().append)
         fitting(vectors)(one, number)
 
     with pytest.raises(UsageError, match=r"blocks.1.0.weight has a hook of the script for its gradient"):
