@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from paceline.codec.sparse import randomk, topk
     from paceline.data.costs import padded
     from paceline.fault.export import state_dict
+    from paceline.parallel.elementwise import elementwise
     from paceline.parallel.embedding import SparseEmbedding
     from paceline.parallel.layers import layers
     from paceline.parallel.meta import meta
@@ -78,6 +79,7 @@ __all__ = [
     "bfloat16",
     "column",
     "compose",
+    "elementwise",
     "error_feedback",
     "exact",
     "gathered",
@@ -119,6 +121,7 @@ _NAMES: Final = {
     "paceline.codec.powersgd": ("powersgd",),
     "paceline.codec.sparse": ("randomk", "topk"),
     "paceline.data.costs": ("padded",),
+    "paceline.parallel.elementwise": ("elementwise",),
     "paceline.parallel.embedding": ("SparseEmbedding",),
     "paceline.parallel.layers": ("layers",),
     "paceline.parallel.meta": ("meta",),

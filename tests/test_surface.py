@@ -37,6 +37,7 @@ NAMES = [
     "bfloat16",
     "column",
     "compose",
+    "elementwise",
     "error_feedback",
     "exact",
     "gathered",
@@ -76,7 +77,7 @@ ARGUMENTS = (  # of start
 PREPARING = "self objects loss weigh cost shares batchnorm train pad shard cut init"  # of Run.prepare
 RUN = (  # of a Run
     "barrier clip close device epochs event events first folder forward gather group host is_first keep local_rank log mean mesh no_sync"
-    " prepare print rank results resume save seed size step steps stop weight"
+    " prepare print rank results resume save seed size step steps stop weight whole"
 )
 COMMANDS = {
     "run": "script args --workers --hosts --join --host-rank --secret-file --threads --interface --sync --mesh --cut --shares --name"

@@ -28,7 +28,7 @@ from paceline.formatting import spell, unknown
 from paceline.parallel.cut import CutContext
 from paceline.parallel.meta import CPU
 from paceline.parallel.sharding.gradients import ShardGradients
-from paceline.parallel.sharding.memory import FlatMemory, Held, refuse_change
+from paceline.parallel.sharding.memory import FlatMemory, Held, refuse_change, refuse_hook
 from paceline.parallel.sharding.optimizers import clear_pieces_too, is_refused, refuse_idle_clipping, refuse_partial_norms
 from paceline.parallel.sharding.steps import ShardSteps
 from paceline.parallel.sharding.units import GatheredModel, GatheredUnit, in_backward
@@ -137,10 +137,7 @@ class ShardedModel:
         self._left_out = [one for _, one in held if not (frees or one.parameter.requires_grad)]
         hooked = [one.name for _, one in held if one.parameter._backward_hooks or one.parameter._post_accumulate_grad_hooks]
         if frees and hooked:
-            raise UsageError(
-                f"{hooked[0]} has a hook of the script for its gradient, which is not called: zero=3 makes the whole parameter anew "
-                "each time; take the hook out, or say zero=2, where it sees this worker's gradient"
-            )
+            refuse_hook(hooked[0])
         dtype = getattr(torch, cut.params) if cut.params else None
         self.memories = [
             FlatMemory(
@@ -182,8 +179,10 @@ class ShardedModel:
     def _follow(self, model: nn.Module, args: object) -> None:
         """Make whole parameters what their pieces are, where the strategy between replicas has changed these since the step.
 
-        Raises `UsageError` where a frozen parameter, which nothing is summed of, is trained now.
+        Raises `UsageError` where a frozen parameter, which nothing is summed of, is trained now, or one has been given other memory.
         """
+        for memory in self.memories if not torch.compiler.is_compiling() else ():
+            memory.check_memory()
         for one in self._left_out:
             if one.parameter.requires_grad:
                 refuse_change(one.name, trained=False)

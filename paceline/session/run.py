@@ -38,6 +38,7 @@ from paceline.session.prepare.options import A, B, BatchNorm, C, D, E, PreparedL
 from paceline.session.prepare.options import Preparable as P
 from paceline.session.record.folder import RunFolder
 from paceline.session.run_parts import RunParts
+from paceline.session.whole import WholeParameters, parameters_of
 from paceline.state.versioned import Stateful
 
 
@@ -66,6 +67,7 @@ class Run:
         self._comparer, self._survival, self._ending = parts.comparer, parts.survival, parts.ending
         self._backward = parts.loop.backward
         self._inference = ModelInference(parts.axes, parts.prepared.cuts, self.device)
+        self._whole = WholeParameters(parts.loop, parts.prepared.cuts, parts.axes)
         self._stepped = SteppedModels(parts.loop, parts.prepared.cuts)
 
     # ---- where this worker is
@@ -320,6 +322,26 @@ class Run:
         tensors = [what] if isinstance(what, Tensor) else list(what.parameters() if isinstance(what, nn.Module) else what)
         self._prepared.tables.check_clip(tensors)
         return self._prepared.clipping.clip(tensors, max_norm, norm_type)
+
+    @overload
+    def whole(self, what: nn.Parameter) -> contextlib.AbstractContextManager[nn.Parameter]: ...
+    @overload
+    def whole(self, what: nn.Module) -> contextlib.AbstractContextManager[dict[str, nn.Parameter]]: ...
+    @contextlib.contextmanager
+    def whole(self, what: nn.Module | nn.Parameter) -> Iterator[Any]:
+        """Have a parameter whole on all workers, however it is cut, and keep what the block leaves in it. Collective.
+
+        >>> with run.whole(model.head.weight) as weight, torch.no_grad():
+        ...     weight.div_(weight.norm(dim=-1, keepdim=True))
+
+        It is a parameter that stands for the one of the model: with its value and, after backward, its gradient, both of which may be
+        changed or added to. For a module: all of its parameters, by name. Between two steps, or between backward and step.
+
+        Raises `UsageError` where workers leave different values.
+        """
+        named = parameters_of(what, self._prepared.cuts)
+        with self._whole.lend(named) as wholes:
+            yield wholes if isinstance(what, nn.Module) else next(iter(wholes.values()))
 
     def log(self, **values: Any) -> None:
         """Record what belongs to this step, or to the last one that was taken. Never waits.

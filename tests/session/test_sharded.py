@@ -165,3 +165,57 @@ def test_what_nothing_sums_is_refused() -> None:
             model(torch.ones(1, 6, dtype=torch.float64))
 
     workers(2, later, mesh="shard=2")
+
+
+@STAGES
+@pytest.mark.parametrize(("size", "mesh"), [(2, "shard"), (3, "shard"), (4, "data=2, shard=2")])
+def test_groups_that_an_optimizer_gets_while_it_trains(zero: Any, size: int, mesh: str) -> None:
+    """Unfreezing by and by: what the model had from the start comes to the optimizer later, with a gradient already."""
+
+    def body(cut: Any) -> Callable[[Run], tuple[Tensor, list[float]]]:
+        turns = list[int]()
+
+        def step(run: Run, model: Any, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+            if run.steps in (2, 4):
+                layer = model[0] if run.steps == 2 else model[1][1]
+                optimizer.add_param_group({"params": layer.parameters(), "lr": 0.05})
+            plain(run, model, optimizer, x, y)
+            assert len({id(p) for group in optimizer.param_groups for p in group["params"]}) == 2 * len(optimizer.param_groups)
+            turns.append(run.steps)
+
+        return loop(cut, step, optimizer=lambda ps: torch.optim.SGD(list(ps)[-2:], lr=0.1, momentum=0.9))
+
+    same(body, zero, size, mesh)
+
+
+@STAGES
+def test_what_an_optimizer_may_not_get_while_it_trains(zero: Any) -> None:
+    def body(run: Run) -> None:
+        model, other = net(), nn.Linear(2, 2).double()
+        model, optimizer, loader = run.prepare(model, sgd(model), batches(), cut=pl.shard("1", zero=zero))
+        for x, y in loader:
+            plain(run, model, optimizer, x, y)
+            with pytest.raises(ValueError, match="more than one parameter group"):
+                optimizer.add_param_group({"params": model[0].weight})
+            with pytest.raises(TypeError):
+                optimizer.add_param_group({"params": set(other.parameters())})
+            optimizer.add_param_group({"params": list(other.parameters())})
+            plain(run, model, optimizer, x, y)
+
+    with pytest.raises(UsageError, match=r"came into the SGD after run.prepare \(add_param_group\); give model and optimizer to"):
+        workers(2, body, mesh="shard")
+
+
+def test_an_optimizer_that_was_not_prepared_is_checked_again_when_it_gets_more() -> None:
+    def body(run: Run) -> None:
+        model, other = net(), nn.Linear(2, 2).double()
+        model, optimizer, loader = run.prepare(model, sgd(model), batches(), cut=pl.shard("1", zero=1))
+        beside = sgd(other)
+        for x, y in loader:
+            plain(run, model, optimizer, x, y)
+            beside.step()
+            beside.param_groups[0]["params"] += list(model.parameters())
+            beside.step()
+
+    with pytest.raises(UsageError, match=r"SGD steps 0.weight, of which this worker has a piece to step"):
+        workers(2, body, mesh="shard")

@@ -76,6 +76,8 @@ class FlatMemory:
         else:
             self.wholes = [_become(one.parameter, view) for one, view in zip(held, views, strict=True)]
             self.pieces = [Parameter(place, requires_grad=self.trained) for place in places]
+        given = zip(held, *((self.pieces,) if frees else (self.wholes, self.pieces)), strict=True)
+        self._given = [(one.name, p, p.data_ptr()) for one, *found in given for p in found if p.numel()]
         self._nbytes = self._memory.untyped_storage().nbytes()
         self.whole = True
         if frees:
@@ -143,8 +145,39 @@ class FlatMemory:
             if wanted != self.trained:
                 refuse_change(one.name, trained=self.trained)
 
+    def check_memory(self) -> None:
+        """Raise `UsageError` where a script has given a parameter other memory, or a hook that nothing calls."""
+        for name, parameter, place in self._given:
+            if parameter.data_ptr() != place:
+                raise UsageError(
+                    f"{name} is {parameter.dtype} in other memory than shard() gave it ({self.kept_dtype}), which optimizers don't step: "
+                    "call model.float() and the like before run.prepare, and write values in place (p.data.copy_(x)), or by run.whole(p)"
+                )
+            if self.frees and has_script_hook(parameter):
+                refuse_hook(name)
+
+    def check_gradients(self) -> None:
+        """Raise `UsageError` where a script has set the gradient of a whole parameter, by which nothing steps."""
+        for one, whole in zip(self.held, self.wholes, strict=True) if not self.frees else ():
+            if whole.grad is not None and bool(whole.grad.any()):
+                raise UsageError(
+                    f"{one.name} was given a gradient by the script (p.grad = ...), and with shard(zero=1) or (zero=2) optimizers step by "
+                    "those of pieces: let backward make it, or set it in a block of run.whole(p)"
+                )
+
     def show(self, *, whole: bool) -> None:
-        """Put the whole parameters into the modules that use them, or the pieces again."""
+        """Put the whole parameters into the modules that use them, or the pieces again.
+
+        Raises `UsageError` where a script has put others there, which would not be used.
+        """
+        for one, *both in zip(self.held, self.wholes, self.pieces, strict=True) if whole else ():
+            for module, name in one.places:
+                if all(module._parameters.get(name) is not known for known in both):
+                    raise UsageError(
+                        f"{one.name} is another parameter than the one that shard(zero=3) has cut, and would be replaced "
+                        "(functional_call, a new parameter): say zero=2, where functional_call takes what it is given, or change "
+                        "values by run.whole(p)"
+                    )
         for one, parameter in zip(self.held, self.wholes if whole else self.pieces, strict=True):
             for module, name in one.places:
                 if type(module).__setattr__ is nn.Module.__setattr__:
@@ -158,6 +191,21 @@ def _refuse_piece(name: str, _: Tensor) -> NoReturn:
     raise UsageError(
         f"the loss uses {name} itself, of which each worker has a piece while its unit isn't running (shard(zero=3)), so losses would "
         "differ: say zero=2, where parameters are whole, or let the optimizer do a penalty (weight_decay)"
+    )
+
+
+def has_script_hook(piece: Parameter) -> bool:
+    """Whether a script has registered a hook for the gradient of a piece, beside those of paceline."""
+    hooks = [getattr(hook, "func", hook) for hook in (piece._post_accumulate_grad_hooks or {}).values()]
+    homes = [getattr(hook, "__module__", None) or "" for hook in hooks]
+    return bool(piece._backward_hooks) or not all(home.startswith("paceline.") for home in homes)
+
+
+def refuse_hook(name: str) -> NoReturn:
+    """Raise `UsageError` for a hook on the gradient of a piece."""
+    raise UsageError(
+        f"{name} has a hook of the script for its gradient, which is not called: zero=3 makes the whole parameter anew "
+        "each time; take the hook out, or say zero=2, where it sees this worker's gradient"
     )
 
 

@@ -1,4 +1,4 @@
-"""Optimizers of flat pieces: those that step each element by itself are right on pieces, and all others are refused.
+"""Optimizers and flat pieces: which take one number over all parameters, and what clips and clears gradients that pieces have.
 
 Clipping by torch's own norm is refused for pieces where no run clips in its place, as a worker has a part of each gradient alone.
 """
@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.errors import UsageError
-
-ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
+from paceline.parallel.elementwise import is_elementwise
 
 ONE_NUMBER = (  # in lower case: optimizers of any library that take a norm, a product or a step size over all parameters together
     *("adai", "adaiv2", "alig", "asam", "bsam", "dadaptadagrad", "dadaptadam", "dadaptadan", "dadaptlion", "dadaptsgd", "dog", "dowg"),
@@ -27,17 +26,7 @@ ONE_NUMBER = (  # in lower case: optimizers of any library that take a norm, a p
 
 def takes_one_number(optimizer: Optimizer) -> bool:
     """Whether an optimizer takes one number over all parameters, by the names of its class and of those that it is made of."""
-    return any(kind.__name__.lower() in ONE_NUMBER for kind in type(optimizer).__mro__)
-
-
-def check_elementwise(optimizer: Optimizer) -> None:
-    """Raise `UsageError` for an optimizer that looks at whole parameters, or that isn't known to step each element by itself."""
-    kinds = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim")]
-    if not kinds or kinds[0] not in ELEMENTWISE or takes_one_number(optimizer):
-        raise UsageError(
-            f"{type(optimizer).__qualname__} may look at whole parameters, and shard() gives each worker flat pieces of them; what goes is "
-            f"what steps each element by itself: {', '.join(ELEMENTWISE)}, and classes made of these"
-        )
+    return not is_elementwise(optimizer) and any(kind.__name__.lower() in ONE_NUMBER for kind in type(optimizer).__mro__)
 
 
 class ClipGuard:

@@ -12,8 +12,8 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paceline.errors import UsageError
+from paceline.parallel.elementwise import check_elementwise
 from paceline.parallel.sharding.memory import FlatMemory
-from paceline.parallel.sharding.optimizers import check_elementwise
 
 _REGISTRY: Final = threading.Lock()  # of announcers
 
@@ -26,41 +26,45 @@ class ShardSteps:
 
     def __init__(self, memories: Sequence[FlatMemory]) -> None:
         self._memories = [memory for memory in memories if memory.trained]
-        self._home = {id(piece): memory for memory in self._memories for piece in memory.pieces}
         self._wholes = {
             id(whole): one.name
             for memory in self._memories
             if not memory.frees
             for one, whole in zip(memory.held, memory.wholes, strict=True)
         }
-        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._stepped: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[FlatMemory]]] = weakref.WeakKeyDictionary()  # by each
+        # by each optimizer: how many parameters it had, and the memories of those that are pieces
+        self._stepped = weakref.WeakKeyDictionary[Optimizer, tuple[int, list[FlatMemory]]]()
         _announce_to(self)
 
     def before(self, optimizer: Optimizer) -> None:
         """Raise `UsageError` for an optimizer that can't step what this worker has."""
-        if optimizer in self._known:
-            return
-        ids = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        known, memories = self._stepped.get(optimizer, (-1, []))
+        if known != count:
+            memories = self._meet(optimizer)
+            self._stepped[optimizer] = count, memories
+        for memory in memories:
+            memory.check_memory()
+            memory.check_gradients()
+
+    def _meet(self, optimizer: Optimizer) -> list[FlatMemory]:
+        """Return the memories of which an optimizer has pieces."""
+        ids = {id(parameter): True for group in optimizer.param_groups for parameter in group["params"]}
         name = next((self._wholes[found] for found in ids if found in self._wholes), None)
         if name is not None:
             raise UsageError(
                 f"a {type(optimizer).__qualname__} steps {name}, of which this worker has a piece to step; make the optimizer before "
                 "run.prepare, and give it to the call that cuts the model"
             )
-        if any(found in self._home for found in ids):
-            check_elementwise(optimizer)
-        self._known.add(optimizer)
+        memories = [memory for memory in self._memories if any(id(piece) in ids for piece in memory.pieces)]
+        if memories:
+            check_elementwise(optimizer, memories[0].held[0].name)
+        return memories
 
     def after(self, optimizer: Optimizer) -> None:
         """Gather the whole parameters of the pieces that an optimizer has stepped. Collective."""
-        found, groups = self._stepped.get(optimizer), len(optimizer.param_groups)
-        if found is None or found[0] != groups:
-            ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            whole = [memory for memory in self._memories if not memory.frees]
-            found = self._stepped[optimizer] = groups, [memory for memory in whole if any(id(piece) in ids for piece in memory.pieces)]
-        if found[1]:
-            follow(found[1])
+        _, memories = self._stepped.get(optimizer, (0, []))
+        follow([memory for memory in memories if not memory.frees])
 
     def refresh(self) -> None:
         """Make whole parameters what their pieces are, as these were changed otherwise than by a step. Collective."""

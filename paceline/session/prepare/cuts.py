@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import Adafactor, Muon, Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -19,6 +19,7 @@ from paceline.cluster.mesh import Mesh
 from paceline.errors import UsageError
 from paceline.formatting import spell
 from paceline.parallel.cut import CutContext, CutGradients, ModelCut, SplitAgain
+from paceline.parallel.elementwise import check_elementwise
 from paceline.parallel.placement import Placements
 from paceline.parallel.repoint import begin_sums, refuse_memory, repoint
 from paceline.parallel.sharding.optimizers import takes_one_number
@@ -33,8 +34,7 @@ if TYPE_CHECKING:
     from paceline.parallel.pipelining.model import PipelinedModel
 
 Asked = ModelCut | str | Sequence[ModelCut]
-WHOLE = ("Adafactor", "Muon")  # optimizers of torch that look at all of a matrix
-LAYERWISE = (*map(str.lower, WHOLE), "fusedlamb", "fusednovograd", "lamb", "larc", "lars", "novograd", "shampoo", "soap")  # of any library
+WHOLE = (Adafactor, Muon)  # optimizers of torch that look at all of a matrix
 ORDER = ("tensor", "stage", "shard")  # layers are cut first, then dealt, and what a worker has left of them is shared out
 
 
@@ -170,7 +170,7 @@ class ModelCuts:
             repoint(optimizer, self.renewed)
         for optimizer in optimizers if self.applied else ():
             begin_sums(optimizer)
-        self._refuse_whole(optimizers)
+        self.refuse_whole(optimizers)
 
     def flat(self, optimizer: Optimizer) -> str:
         """Return the name of a parameter that an optimizer steps and of which the model has a flat piece alone; "" if there is none."""
@@ -186,22 +186,20 @@ class ModelCuts:
                     "groups made by shape would be wrong: make the optimizer before run.prepare, and give it to the call that cuts it"
                 )
 
-    def _refuse_whole(self, optimizers: Iterable[Optimizer]) -> None:
-        """Raise `UsageError` for optimizers that look at whole matrices, where workers have parts of some, or none of those of others."""
+    def refuse_whole(self, optimizers: Iterable[Optimizer]) -> None:
+        """Raise `UsageError` for optimizers that may look at whole parameters, where workers have parts of some, or none of others."""
         mesh = self._axes.mesh
         dealt = {id(p) for model, _ in self.pipelines for p in model.parameters()} if mesh.extent("stage") > 1 else set()
-        for optimizer in optimizers:
+        for optimizer in optimizers if len(self.placements) else ():
             refuse_one_number(optimizer, self.placements, mesh, dealt)
-            kinds = type(optimizer).__mro__
-            of_torch = any(kind.__name__ in WHOLE and kind.__module__.startswith("torch.optim") for kind in kinds)
-            whole = of_torch or any(kind.__name__.lower() in LAYERWISE for kind in kinds)
-            stepped = [p for group in optimizer.param_groups for p in group["params"]] if whole else []
-            parts = [where.name for p in stepped if mesh.extent("tensor") > 1 and "tensor" in (where := self.placements.of(p)).axes]
-            if parts or (of_torch and any(id(p) in dealt for p in stepped)):
-                why = f"each worker has a part of {parts[0]}" if parts else "fails on those that other stages of the pipeline have"
+            stepped = [p for group in optimizer.param_groups for p in group["params"]]
+            for where in map(self.placements.of, stepped):
+                if any(mesh.extent(axis) > 1 for axis in where.axes if axis != "stage"):
+                    check_elementwise(optimizer, where.name)
+            if isinstance(optimizer, WHOLE) and any(id(p) in dealt for p in stepped):
                 raise UsageError(
-                    f"{type(optimizer).__qualname__} looks at whole matrices, and {why}: what goes is an optimizer that steps each element "
-                    "by itself, such as AdamW"
+                    f"{type(optimizer).__qualname__} looks at whole matrices, and fails on those that other stages of the pipeline have: "
+                    "what goes is an optimizer that steps each element by itself, such as AdamW"
                 )
 
     def slots(self, found: Iterable[Slot]) -> Iterator[Slot]:
@@ -240,7 +238,12 @@ class ModelCuts:
             return
         for _, found in self.pipelines:
             found.level_ties()
-        for follow in self._followers if any(tie.group is not None for _, found in self.pipelines for tie in found.ties) else ():
+        if any(tie.group is not None for _, found in self.pipelines for tie in found.ties):
+            self.follow()
+
+    def follow(self) -> None:
+        """Make whole parameters what their pieces are, where both are kept. Collective."""
+        for follow in self._followers:
             follow()
 
     def splits(self) -> list[list[int]]:

@@ -96,6 +96,22 @@ def bind_optimizer(optimizer: Optimizer, loop: TrainingLoop, bindings: Optimizer
     rebind(optimizer, "step", stepping, loop)
 
 
+def bind_groups(optimizer: Optimizer, loop: TrainingLoop, trained: Callable[[Any], Any]) -> None:
+    """Let an optimizer that gets more parameters (add_param_group) step what is `trained` in the place of each."""
+
+    def adding(own: Callable[..., Any]) -> Callable[..., Any]:
+        def add_param_group(self: Optimizer, group: Any, *args: Any) -> Any:
+            given = group["params"]
+            if not isinstance(given, set):  # which torch refuses
+                given = [given] if isinstance(given, torch.Tensor) else given
+                group["params"] = [(p[0], trained(p[1])) if isinstance(p, tuple) else trained(p) for p in given]
+            return own(self, group, *args)
+
+        return add_param_group
+
+    rebind(optimizer, "add_param_group", adding, loop)
+
+
 def _called(closure: Callable[[], Any]) -> Any:
     with torch.enable_grad():
         return closure()

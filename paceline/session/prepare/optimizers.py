@@ -103,6 +103,8 @@ class OptimizerWatch:
         self._ours = {id(slot.parameter) for slot in self._prepared.slots}
         prepared = any(optimizer is other for other in self._prepared.optimizers)
         ours = prepared or any(id(p) in self._ours for group in optimizer.param_groups for p in group["params"])
+        if ours:
+            self._prepared.cuts.refuse_whole([optimizer])
         found = KnownOptimizer(weakref.ref(optimizer), len(optimizer.param_groups), len(self._prepared.slots), ours, prepared)
         self._known[id(optimizer)] = found
         new = before is None or before.optimizer() is not optimizer

@@ -217,6 +217,8 @@ class Prepared:
             if self._remote is not None or self.tables.has(optimizer):
                 self._bindings.remote[id(optimizer)] = self._remote_steps
             hooks.bind_optimizer(optimizer, loop, self._bindings)
+            if self.axes.cut:
+                hooks.bind_groups(optimizer, loop, self.cuts.trained)
         if self.axes.cut:
             named = [parameter for _, model in self.models for parameter in model.parameters()]
             self.clipping.follow([*named, *map(self.cuts.trained, named)])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from paceline.cluster.mesh import lay_out
 from paceline.comm.axes import AxisGroups
+from paceline.errors import UsageError
 from paceline.parallel.cut import CutContext
 from paceline.parallel.initialise import Blueprint
 from paceline.parallel.meta import meta
@@ -20,7 +21,7 @@ from paceline.parallel.placement import Placements
 from paceline.parallel.shard import shard
 from tests.harness.models import fill
 from tests.harness.runs import distance
-from tests.harness.sharded import Kept, Trainee, alone_with, one_host, put_together, refused, train
+from tests.harness.sharded import Kept, Trainee, alone_with, fitting, one_host, put_together, refused, same, train
 from tests.harness.sharded_models import OddNet, odd_net, vectors
 from tests.harness.thread_groups import ThreadGroup, spawn
 
@@ -111,3 +112,43 @@ def test_models_that_were_built_without_memory(zero: Any) -> None:
         return put_together(model, group, around.placements, lambda p: around.renewed.get(p, p))
 
     assert all(torch.equal(found, wanted) for found in spawn(3, body))
+
+
+def give_another(model: nn.Module) -> None:
+    weight = model.get_parameter("blocks.1.0.weight")
+    weight.data = weight.data + 1
+
+
+def give_a_vector(model: nn.Module) -> None:
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(model.parameters()) * 2, model.parameters())
+
+
+@STAGES
+@pytest.mark.parametrize("change", [give_another, give_a_vector, nn.Module.float, nn.Module.half])
+@pytest.mark.parametrize("before", ["forward", "step"])
+def test_memory_that_a_script_puts_in_its_place_is_refused(zero: Any, change: Any, before: str) -> None:
+    def step(one: Trainee, number: int) -> None:
+        x, y = one.batch(*vectors(number))
+        if number == 1 and before == "forward":
+            change(one.model)
+        loss = F.mse_loss(one.model(x), y)
+        loss.backward()
+        if number == 1:
+            change(one.model)
+        one.optimizer.step()
+
+    name = "blocks.1.0.weight" if change is give_another else "inward.weight"
+    with pytest.raises(UsageError, match=rf"{name} (is torch.float64 in other memory|is torch.float(32|16)) "):
+        train(2, odd_net, step, shard("blocks.*", zero=zero), steps=2)
+
+
+@STAGES
+def test_values_that_a_script_writes_in_place_are_trained_from(zero: Any) -> None:
+    def step(one: Trainee, number: int) -> None:
+        if number == 2:
+            one.model.double().to("cpu").requires_grad_()
+            for parameter in one.model.parameters():
+                parameter.data.copy_(parameter.data * 0.5)
+        fitting(vectors)(one, number)
+
+    same(odd_net, step, shard("blocks.*", zero=zero), 2)

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.errors import UsageError
+from paceline.parallel.elementwise import elementwise
 from paceline.parallel.shard import shard
 from tests.harness.runs import distance
 from tests.harness.sharded import Trainee, fitting, refused, same, train
@@ -34,6 +36,7 @@ def test_averages_of_the_model(zero: Any) -> None:
 
 @STAGES
 def test_two_optimizers_and_groups(zero: Any) -> None:
+    @elementwise
     class Both(torch.optim.SGD):
         """Steps two groups with rates of their own."""
 
@@ -49,3 +52,16 @@ def test_an_optimizer_of_whole_parameters_is_refused() -> None:
         torch.optim.SGD(one.model.parameters(), lr=0.1).step()
 
     refused(shard("blocks.*", zero=2), "make the optimizer before run.prepare, and give it to the call that cuts the model", step=step)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_gradients_that_a_script_sets_are_refused(zero: Any) -> None:
+    """Nothing would step by them."""
+
+    def step(one: Trainee, number: int) -> None:
+        for parameter in one.model.parameters():
+            parameter.grad = torch.zeros_like(parameter) + number
+        one.optimizer.step()
+
+    with pytest.raises(UsageError, match=r"inward.weight was given a gradient by the script .*run.whole"):
+        train(2, odd_net, step, shard("blocks.*", zero=zero), steps=2)

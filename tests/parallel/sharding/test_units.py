@@ -17,6 +17,7 @@ from paceline.errors import UsageError
 from paceline.parallel.shard import shard
 from tests.harness.compiling import COMPILES
 from tests.harness.models import fill
+from tests.harness.runs import distance
 from tests.harness.sharded import Kept, Trainee, alone_with, fitting, refused, same, train
 from tests.harness.sharded_models import OddNet, odd_net, vectors
 from tests.harness.thread_groups import ThreadGroup, spawn
@@ -149,7 +150,14 @@ def test_compiled_units(zero: Any) -> None:
             block.compile(backend="aot_eager")
         return fill(model.double())
 
+    def whole() -> nn.Module:
+        model = OddNet()
+        model.compile(backend="aot_eager")
+        return fill(model.double())
+
     same(build, fitting(vectors), shard("blocks.*", zero=zero), 2)
+    if zero != 3:
+        same(whole, fitting(vectors), shard("blocks.*", zero=zero), 2)
 
 
 @STAGES
@@ -262,3 +270,35 @@ def test_weights_that_a_function_uses_outside_of_their_unit_are_named() -> None:
         train(2, lambda: fill(Tied().double()), fitting(vectors), shard(("blocks.*", "head")), steps=1)
     assert [note for note in caught.value.__notes__ if "head.weight is a piece" in note and "leave head out" in note]
     assert not [note for note in caught.value.__notes__ if "blocks" in note]
+
+
+@pytest.mark.parametrize("register", [nn.Parameter.register_hook, nn.Parameter.register_post_accumulate_grad_hook])
+def test_hooks_that_come_later_are_refused_in_the_next_pass(register: Any) -> None:
+    def step(one: Trainee, number: int) -> None:
+        if number == 1:
+            register(one.model.get_parameter("blocks.1.0.weight"), list[Any]().append)
+        fitting(vectors)(one, number)
+
+    with pytest.raises(UsageError, match=r"blocks.1.0.weight has a hook of the script for its gradient"):
+        train(2, odd_net, step, shard("blocks.*"), steps=3)
+
+
+@STAGES
+@pytest.mark.parametrize("name", ["blocks.1.0.weight", "inward.bias"])
+def test_parameters_that_are_given_to_a_call(zero: Any, name: str) -> None:
+    def step(one: Trainee, number: int) -> None:
+        fitting(vectors)(one, number)
+        x, _ = vectors(number)
+        own = dict(one.model.named_parameters())
+        assert torch.equal(torch.func.functional_call(one.model, own, x), one.model(x))
+        changed = torch.func.functional_call(one.model, {name: 2 * own[name]}, x)
+        with torch.no_grad():
+            one.seen["changed"] = changed.detach()
+
+    if zero == 3:
+        with pytest.raises(UsageError, match=f"{name} is another .*functional_call"):
+            train(2, odd_net, step, shard("blocks.*", zero=zero))
+    else:
+        wanted = train(1, odd_net, step, None, ended=lambda one: one.seen["changed"])[0][1]
+        for found in same(odd_net, step, shard("blocks.*", zero=zero), ended=lambda one: one.seen["changed"]):
+            assert distance(found, wanted) < 1e-12

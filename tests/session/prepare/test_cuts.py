@@ -27,6 +27,7 @@ from paceline.sync.context import SyncContext
 from paceline.sync.localsgd.strategy import LocalSGD
 from tests.harness.models import fill
 from tests.harness.runs import alone, batches, distance, parameters, workers
+from tests.harness.sharded import put_together
 
 ALONE = Topology((HostRanks("here", (0,), "127.0.0.1"),))
 
@@ -92,21 +93,115 @@ def test_optimizers_that_fail_on_what_other_stages_have_are_refused_on_all(kind:
     workers(2, lambda run: run.prepare(model, kind(model.parameters())))  # whole models have them
 
 
-class FusedLAMB(torch.optim.SGD):
-    """As other libraries have it: a step by the norm of each parameter."""
+class Normalised(torch.optim.AdamW):
+    """Brings each gradient to the norm 1 before it steps."""
+
+    def step(self, closure: Any = None) -> Any:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.grad = p.grad / p.grad.norm()
+        return super().step(closure)
+
+
+class LARS(torch.optim.Optimizer):
+    """A step by the norm of each parameter, as scripts copy it."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__(parameters, 0.1)
+        super().__init__(parameters, {"lr": 0.1})
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon, FusedLAMB])
-def test_optimizers_of_whole_matrices_are_refused_where_workers_have_parts(kind: type[torch.optim.Optimizer]) -> None:
+def replaced(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(parameters, 0.1)
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
+    return optimizer
+
+
+PARTS = pytest.mark.parametrize(
+    ("axis", "cut"),
+    [("tensor", pl.tensor({"0": pl.column(), "1": pl.row()})), *(("shard", shard(zero=zero)) for zero in (1, 2, 3))],
+)
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+
+
+@PARTS
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon, Normalised, LARS, replaced])
+def test_optimizers_that_may_look_at_whole_parameters_are_refused_where_workers_have_parts(axis: str, cut: Any, kind: Any) -> None:
     def body(run: Run) -> None:
-        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-        run.prepare(model, kind(model.parameters()), cut=pl.tensor({"0": pl.column(), "1": pl.row()}))
+        model = two_layers()
+        run.prepare(model, kind(model.parameters()), cut=cut)
 
-    with pytest.raises(UsageError, match=f"{kind.__name__} looks at whole matrices, and each worker has a part of 0.weight"):
-        workers(2, body, mesh="tensor=2")
+    name = "SGD" if kind is replaced else kind.__name__
+    with pytest.raises(UsageError, match=rf"{name} may look at whole parameters, .* a part of 0.weight.*pl.elementwise\({name}\)"):
+        workers(2, body, mesh=f"{axis}=2")
+
+
+@PARTS
+def test_one_that_steps_inside_of_another_or_got_a_parameter_later_is_refused_as_well(axis: str, cut: Any) -> None:
+    @pl.elementwise
+    class Around(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            super().__init__(inner.param_groups, {})
+            self.inner = inner
+
+        def step(self, closure: Any = None) -> None:
+            self.inner.step()
+
+    class Inner(torch.optim.SGD):
+        """May do anything."""
+
+    def within(run: Run, kind: Any = Inner) -> None:
+        model = two_layers()
+        run.prepare(model, optimizer := Around(kind(model.parameters(), 0.1)), cut=cut)
+        optimizer.step()
+
+    def later(run: Run) -> None:
+        model = nn.Sequential(*two_layers(), nn.Linear(4, 4))
+        model, optimizer = run.prepare(model, Inner(model[2].parameters(), 0.1), cut=cut)
+        optimizer.add_param_group({"params": model[0].weight})
+        optimizer.step()
+
+    workers(2, lambda run: within(run, torch.optim.SGD), mesh=f"{axis}=2")
+    for body in (within, later):
+        with pytest.raises(UsageError, match="Inner may look at whole parameters"):
+            workers(2, body, mesh=f"{axis}=2")
+
+
+@PARTS
+def test_optimizers_that_are_vouched_for(axis: str, cut: Any) -> None:
+    @pl.elementwise
+    class Lion(torch.optim.Optimizer):
+        """Steps by signs (Chen et al. 2023)."""
+
+        def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+            super().__init__(parameters, {"lr": 0.01})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for p in (p for group in self.param_groups for p in group["params"]):
+                if p.grad is not None:
+                    held = self.state[p].setdefault("m", torch.zeros_like(p))
+                    p.add_((0.9 * held + 0.1 * p.grad).sign(), alpha=-0.01)
+                    held.lerp_(p.grad, 0.01)
+
+    class Derived(Lion):
+        """May do anything."""
+
+    def body(run: Run, kind: Any = Lion) -> Tensor:
+        model = fill(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2)).double())
+        model, optimizer, loader = run.prepare(model, kind(model.parameters()), batches(16, 8), cut=cut if run.size > 1 else None)
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        found = run._prepared.cuts
+        return put_together(model, run.group, found.placements, found.trained)
+
+    wanted = alone(body)
+    assert all(distance(found, wanted) < 1e-12 for found in workers(2, body, mesh=f"{axis}=2"))
+    with pytest.raises(UsageError, match="Derived may look at whole parameters"):
+        workers(2, lambda run: body(run, Derived), mesh=f"{axis}=2")
 
 
 class Plain(torch.optim.SGD):

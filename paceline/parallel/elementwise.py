@@ -1,0 +1,61 @@
+"""Optimizers that step each element by itself, and so are right on parts: known classes, and those vouched for.
+
+type(optimizer) is AdamW                  known
+a class derived from AdamW, or another    refused, unless `elementwise` vouches for that very class
+an AdamW whose step was replaced          refused, too: make a class of it, and vouch for that
+"""
+
+from __future__ import annotations
+
+from typing import Final, TypeVar
+
+from torch import optim
+from torch.optim import Optimizer
+
+from paceline.errors import UsageError
+
+Kind = TypeVar("Kind", bound=type[Optimizer])
+
+_KNOWN: Final = (
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad),
+    *(optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
+)
+_VOUCHED: Final = "_paceline_elementwise"  # an attribute of the class itself: subclasses may do other things
+_WRAPPERS: Final = ("torch", "paceline")  # whose steps in an object's own attributes call that of its class
+
+
+def elementwise(kind: Kind) -> Kind:
+    """Vouch that a class of optimizers steps each element by itself, so that it may step parts of parameters.
+
+    >>> @pl.elementwise
+    ... class Lion(torch.optim.Optimizer): ...
+    >>> pl.elementwise(other_library.AdEMAMix)  # returns the class
+
+    No norm, mean or maximum of a parameter or its gradient may go into the step. It holds for this class alone, not for its subclasses.
+
+    Raises `UsageError` for what is no class of optimizers.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise UsageError(f"elementwise() vouches for a class of optimizers, and got {kind!r:.80}; write pl.elementwise(MyOptimizer)")
+    setattr(kind, _VOUCHED, True)
+    return kind
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is known, or vouched for, to step each element by itself."""
+    if _VOUCHED in vars(type(optimizer)):
+        return True
+    replaced = vars(optimizer).get("step")
+    module = getattr(replaced, "__module__", None) or ""
+    return type(optimizer) in _KNOWN and (replaced is None or module.partition(".")[0] in _WRAPPERS)
+
+
+def check_elementwise(optimizer: Optimizer, part: str) -> None:
+    """Raise `UsageError` for an optimizer that may not be right on a `part` of a parameter."""
+    if not is_elementwise(optimizer):
+        name = type(optimizer).__qualname__
+        raise UsageError(
+            f"{name} may look at whole parameters, and each worker has a part of {part}: take one that steps each element by itself "
+            f"({', '.join(kind.__name__ for kind in _KNOWN)}; no class derived from them), or, if yours does, vouch for it: "
+            f"pl.elementwise({name})"
+        )
