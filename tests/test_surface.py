@@ -66,6 +66,7 @@ NAMES = [
     "state_dict",
     "summed",
     "tensor",
+    "tokens",
     "topk",
     "vocab",
     "where",

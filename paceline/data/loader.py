@@ -398,6 +398,8 @@ class ShareLoader:
         """Return the turn of a micro-batch, and a list of its batch: what takes it out holds it alone."""
         part, terms, whole = next(step.parts), self.terms, step.global_batch
         share, ghost = part.share, part.share == 0
+        if terms.looks and terms.training:
+            terms.look(part)
         weight, total = (share, whole) if step.weights is None else (step.weights[micro], step.total)
         scale = 0.0 if ghost or not total else 1.0 if terms.loss == "sum" else weight / total
         last, source = micro == step.micros - 1, step.sources[micro]

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
+import paceline as pl
 from paceline.comm.agreement import Agreement
 from paceline.comm.threads import spawn
 from paceline.data import indexed
@@ -175,6 +176,23 @@ def test_weights_are_what_weigh_says(accumulate):
     assert sum(at.weight for at in first) == 15
     last = [at for rank in seen for at, _ in rank[0] if at.index == 1]
     assert sum(at.scale for at in last) == pytest.approx(1)
+
+
+class Padded(Dataset):
+    """Sequences of labels of different lengths, padded with what losses ignore."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {"labels": torch.tensor([1] * (index + 1) + [-100] * (8 - index))}
+
+
+@pytest.mark.parametrize(("options", "said"), [({}, 1), ({"weigh": pl.tokens("labels")}, 0), ({"loss": "sum"}, 0), ({"train": False}, 0)])
+def test_labels_that_a_mean_leaves_out_are_noticed_once(options, said):
+    texts = []
+    run(2, lambda: DataLoader(Padded(), 4), 2, ids=lambda batch: [], say=lambda rank: texts.append if rank == 0 else print, **options)
+    assert len([text for text in texts if "pl.tokens('labels')" in text]) == said
 
 
 def test_a_sum_is_not_scaled_but_for_ghosts():

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
+import paceline as pl
 from paceline.comm.schedule import SCHEDULES
 from paceline.comm.solo import SoloGroup
 from paceline.errors import ReplicasDiffer
@@ -53,7 +54,11 @@ class Curve(NamedTuple):
 
 
 def classifier(dtype: torch.dtype) -> nn.Module:
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(dtype)
+    return drawn(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(dtype))
+
+
+def drawn(model: nn.Module) -> Any:
+    """The model with values from a generator of its own: threads share torch's."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for p in model.parameters():
@@ -141,6 +146,47 @@ def test_adam_in_float64_after_20_steps(size: int, shares: Any) -> None:
 def test_adam_in_float32_has_the_same_losses(size: int, shares: Any) -> None:
     wanted, found = single(torch.float32, adam), curve(size, train(torch.float32, adam, shares=shares))
     assert found.losses == pytest.approx(wanted.losses, abs=1e-3)
+
+
+class Sentences(Dataset[Any]):
+    """Sentences of 2 to 9 words, and one of none, padded with what losses ignore; 13 of them, so that the last batch is small."""
+
+    def __len__(self) -> int:
+        return 13
+
+    def __getitem__(self, index: int) -> Any:
+        words = torch.randint(1, 7, (9,), generator=torch.Generator().manual_seed(index))
+        padding = torch.arange(9) >= (0 if index == 4 else 2 + index * 5 % 8)
+        return {"input_ids": words.masked_fill(padding, 0), "labels": words.masked_fill(padding, -100)}
+
+
+@pytest.mark.parametrize(("size", "shares"), [(2, None), (3, None), (4, [3, 1, 2, 0])])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_a_padded_language_model_weighed_by_tokens(size: int, shares: Any, shifted: bool) -> None:
+    """The loss shifts labels by itself, as those of transformers do, or the model sees both ways and fills in."""
+
+    def body(run: Run) -> Any:
+        model = drawn(nn.Sequential(nn.Embedding(7, 8), nn.GRU(8, 8, batch_first=True), nn.Linear(8, 7)).double())
+        weigh = pl.tokens("labels") if shifted else pl.tokens("labels", shift=False)
+        data = DataLoader(Sentences(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(2))
+        model, opt, loader = run.prepare(
+            model, torch.optim.AdamW(model.parameters()), data, weigh=weigh, shares=shares if run.size > 1 else None
+        )
+        losses = []
+        for _ in range(2):
+            for batch in loader:
+                logits = model[2](model[1](model[0](batch["input_ids"]))[0])
+                outputs, labels = (logits[:, :-1], batch["labels"][:, 1:]) if shifted else (logits, batch["labels"])
+                loss = F.cross_entropy(outputs.flatten(0, 1), labels.flatten())
+                loss.backward()
+                opt.step()
+                opt.zero_grad()
+                losses.append(run.mean(loss))
+        return parameters(model), losses, run.steps, []
+
+    wanted, found = curve(1, body), curve(size, body)
+    assert found.steps == wanted.steps == 8 and found.losses == pytest.approx(wanted.losses, rel=1e-12)
+    assert distance(found.weights, wanted.weights) < 1e-9
 
 
 def uneven(sample: Any) -> float:
