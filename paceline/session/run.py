@@ -97,7 +97,7 @@ class Run:
 
     @property
     def group(self) -> Group:
-        """The group of all workers."""
+        """The group of all workers. `group.all_reduce(x).wait()` gives a tensor, as `sum` does."""
         return self._axes.everyone.group
 
     @property
@@ -339,6 +339,26 @@ class Run:
         """
         weight = float(self.weight if weight is None else weight)
         return self._agreement.attempt(lambda: collectives.mean(self._agreement, self._context.group, x, weight))
+
+    @overload
+    def sum(self, x: Tensor) -> Tensor: ...
+    @overload
+    def sum(self, x: int) -> int: ...
+    @overload
+    def sum(self, x: float) -> float: ...
+    def sum(self, x: Tensor | float) -> Tensor | float:
+        """Return the sum of `x` over workers: a number for a number, else a tensor. Collective.
+
+        >>> right += run.sum((model(x).argmax(1) == y).sum())
+
+        In a turn in which this worker has no samples (a ghost) its `x` counts as zero. What a loop
+        has added up by itself has its ghosts in it: multiply each term by `(run.weight > 0)` there.
+        """
+        turn = self._loop.turn
+        if turn is None and self._loop.haunted:
+            self._hints.added_up()
+        agreement, group, ghost = self._agreement, self._context.group, turn is not None and turn.ghost
+        return agreement.attempt(lambda: collectives.add_up(agreement, group, x, ghost=ghost))
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the rows (dim 0) of all workers; inside a loop over a loader in data set order, ghosts left out. Collective.
