@@ -15,6 +15,7 @@ from paceline.data.balance import SpeedShares, WorkerSpeeds
 from paceline.data.batches import IGNORED, cut, rows, unevenly_ignored
 from paceline.data.costs import MicroBatchDeal, SampleCosts, deal_micros
 from paceline.data.outline import Outline, outline
+from paceline.data.rng import SampleOrder
 from paceline.data.shares import AskedShares, Shares, fewest, parts, policy, spans
 
 Loss = Literal["mean", "sum"]
@@ -48,6 +49,7 @@ class LoaderSpec:
     costs: SampleCosts | None = None  # where samples differ, and are dealt by what they cost
     speeds: WorkerSpeeds | None = None  # of all workers, where shares are by speed
     most: tuple[int, ...] | None = None  # the largest micro-batch that each rank stands
+    order: SampleOrder = field(default_factory=SampleOrder)  # what samplers draw from
     looks: int = 10  # batches that are still to be looked at for labels that a mean leaves out
     _outline: Outline | None = None
     _said: set[str] = field(default_factory=set)

@@ -111,6 +111,19 @@ class Run:
         return self._history.seed
 
     @property
+    def generator(self) -> torch.Generator:
+        """A generator on `device` for noise of this worker's own, seeded by `seed` and its place.
+
+        >>> noise = torch.randn(len(x), 100, generator=run.generator, device=run.device)
+
+        Workers that differ along `tensor` or `stage` alone, and so have the same samples, draw the
+        same. Checkpoints have its state, and a turn that is taken again draws the same again. With
+        another number of workers samples get other noise: a resumed worker goes on where the one
+        at its place was, and one at a new place begins anew.
+        """
+        return self._own.generator.generator
+
+    @property
     def folder(self) -> RunFolder:
         """The run's folder: `run.folder.path`, and `run.folder.checkpoints` in it."""
         return self._parts.folder

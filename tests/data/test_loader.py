@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, WeightedRandomSampler
 
 import paceline as pl
 from paceline.comm.agreement import Agreement
@@ -83,6 +83,54 @@ def test_one_worker_yields_what_a_plain_loader_yields_from_the_global_generator(
     seen = run(1, make, epochs=2)
     assert [steps(seen, 0), steps(seen, 1)] == wanted
     assert torch.equal(after, torch.rand(1))
+
+
+class DrawsLate(Sampler):
+    """Draws an index at a time, from torch's generator."""
+
+    def __iter__(self):
+        for _ in range(50):
+            yield int(torch.randint(50, ()))
+
+
+ORDERS = {
+    "shuffled": lambda: DataLoader(Numbers(50), 8, shuffle=True),
+    "weighted": lambda: DataLoader(Numbers(50), 8, sampler=WeightedRandomSampler(torch.ones(50), 50)),
+    "late": lambda: DataLoader(Numbers(50), 8, sampler=DrawsLate()),
+}
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+def test_what_else_is_drawn_changes_no_order(kind):
+    def body(group, noise):
+        loader = deal(ORDERS[kind](), Agreement(group))
+        seen = []
+        for _ in range(3):
+            seen.append([(batch.tolist(), torch.rand(noise))[0] for batch in loader])
+        return seen
+
+    torch.manual_seed(3)
+    wanted = plain(ORDERS[kind](), 3)
+    for noise in (0, 1, 7):
+        torch.manual_seed(3)
+        assert spawn(1, lambda group, noise=noise: body(group, noise)) == [wanted]
+
+
+@pytest.mark.parametrize("seeds", [[3, 4, 5], [3, 3, 3], [3, None, 3]])
+def test_who_seeds_torch_anew_has_the_order_of_that_seed(seeds):
+    def epochs(loader):
+        seen = []
+        for seed in seeds:
+            if seed is not None:
+                torch.manual_seed(seed)
+            seen.append([batch.tolist() for batch in loader])
+            torch.rand(5)
+        return seen
+
+    make = ORDERS["shuffled"]
+    (found,) = spawn(1, lambda group: epochs(deal(make(), Agreement(group))))
+    wanted = epochs(make())
+    assert [one for one, seed in zip(found, seeds) if seed] == [one for one, seed in zip(wanted, seeds) if seed]
 
 
 @pytest.mark.parametrize(("size", "persistent"), [(1, True), (2, False), (2, True)])

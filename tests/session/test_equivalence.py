@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,14 +17,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import paceline as pl
+from paceline.cluster.store import Store
 from paceline.comm.schedule import SCHEDULES
+from paceline.comm.shm.group import SharedGroup
 from paceline.comm.solo import SoloGroup
 from paceline.errors import ReplicasDiffer
 from paceline.session.run import Run
 from paceline.sync import routes
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.autograd import GradientTracker
-from tests.harness.runs import alone, distance, parameters, workers
+from tests.harness.processes import fork
+from tests.harness.runs import alone, distance, make, parameters, workers
 
 COUNT, BATCH, EPOCHS = 1003, 64, 2
 WAYS = [(2, None), (3, None), (4, None), (8, None), (2, [1, 7]), (2, [0, 8]), (3, [3, 3, 2])]
@@ -283,3 +287,57 @@ def test_a_mutant_that_ignores_weights_fails(monkeypatch: pytest.MonkeyPatch) ->
         check(2, [1, 7])
     with pytest.raises(AssertionError):
         check(2, None)  # the last batch has 43 samples: 22 and 21
+
+
+def dropping(run: Run, seed: int, *, save: int = 0, stop: int = 0) -> list[list[int]]:
+    """The numbers of the samples of each step: three epochs of a model with dropout, an evaluation after each."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Linear(16, 4))
+    data = DataLoader(Subset(Points(torch.float32), range(29)), batch_size=6, shuffle=True)
+    model, opt, loader = run.prepare(model, sgd(model.parameters()), data)
+    test = run.prepare(DataLoader(Subset(Points(torch.float32), range(7)), batch_size=6), train=False)
+    run.resume()
+    steps = []
+    for _ in run.epochs(3):
+        for index, x, y in loader:
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+            steps.append(run.gather(index).tolist())
+            if run.steps + 1 == save:
+                run.save()
+            if run.steps + 1 == stop:
+                return steps
+        for _, x, _ in test:
+            model(x)
+    return steps
+
+
+def forked(size: int, folder: Path, body: Callable[[Run], Any]) -> list[Any]:
+    """What a run gives on each of `size` processes, which have generators of their own."""
+
+    def work(rank: int, size: int, store: Store) -> Any:
+        group = SharedGroup.from_store(store, rank, size) if size > 1 else SoloGroup()
+        with make(group, AllReduce(), str(folder), lambda text: None) as run:
+            return body(run)
+
+    return fork(size, work)
+
+
+@pytest.mark.parametrize("apart", [0, 1])
+def test_the_order_of_samples_is_the_same_whatever_dropout_draws(apart: int, tmp_path: Path) -> None:
+    """Workers have the same seed, or each its own."""
+    found = [forked(size, tmp_path / str(size), lambda run: dropping(run, 3 + apart * run.rank)) for size in (1, 2, 3)]
+    for steps in (steps for crew in found for steps in crew):
+        assert steps == found[0][0] and len(steps) == 15
+    epochs = [[one for step in steps[at : at + 5] for one in step] for at in (0, 5, 10)]
+    assert all(sorted(epoch) == list(range(29)) for epoch in epochs) and epochs[0] != epochs[1] != epochs[2]
+
+
+@pytest.mark.parametrize(("before", "after", "save"), [(2, 1, 3), (1, 3, 10), (3, 2, 12)])
+def test_the_order_of_samples_goes_on_after_a_resume(before: int, after: int, save: int, tmp_path: Path) -> None:
+    (whole,) = forked(1, tmp_path / "whole", lambda run: dropping(run, 3))
+    first = forked(before, tmp_path / "test", lambda run: dropping(run, 3, save=save, stop=save + 1))
+    assert first[0] == whole[: save + 1]
+    for steps in forked(after, tmp_path / "test", lambda run: dropping(run, 9)):
+        assert steps == whole[save:]

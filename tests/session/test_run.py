@@ -63,6 +63,46 @@ def test_where_a_worker_is() -> None:
     assert workers(3, body) == [(0, 3, 0, True, 1, 0, 1.0), (1, 3, 1, False, 1, 0, 1.0), (2, 3, 2, False, 1, 0, 1.0)]
 
 
+def noise(run: Run, count: int = 3) -> list[float]:
+    return torch.randn(count, generator=run.generator).tolist()
+
+
+def test_the_generator_draws_other_numbers_on_workers_with_other_samples() -> None:
+    first, *others = workers(3, noise)
+    assert first == workers(3, noise)[0] == alone(noise) and not set(first) & set(others[0]) | set(others[1]) & set(first + others[0])
+    one, two, three, four = workers(4, noise, mesh="data=2, tensor=2")
+    assert one == two == first and three == four == others[0]
+
+
+def test_the_generator_goes_on_where_a_worker_at_its_place_was(tmp_path: Path) -> None:
+    def body(run: Run) -> list[float]:
+        before = noise(run)
+        if run.resume():
+            return noise(run)
+        run.save()
+        return before + noise(run)
+
+    whole = [drawn[3:] for drawn in workers(3, body, folder=tmp_path)]
+    for size in (1, 2, 3):
+        assert workers(size, body, folder=tmp_path) == whole[:size]
+    begun, later = workers(4, noise), workers(4, body, folder=tmp_path)
+    assert later[:3] == whole and later[3] not in (begun[3], *begun, *whole)  # it goes on where it is itself
+
+
+def test_the_generator_goes_on_in_another_mesh(tmp_path: Path) -> None:
+    """Workers along `tensor` draw the same, whoever had their ranks."""
+
+    def body(run: Run) -> list[float]:
+        run.prepare(nn.Linear(6, 2))
+        if not run.resume():
+            noise(run)
+            run.save()
+        return noise(run)
+
+    first, second = workers(2, body, folder=tmp_path)
+    assert workers(2, body, folder=tmp_path, mesh="tensor=2") == [first] * 2 and first != second
+
+
 def test_print_and_first(capsys: pytest.CaptureFixture[str]) -> None:
     order: list[int] = []
 
