@@ -130,7 +130,8 @@ def test_who_seeds_torch_anew_has_the_order_of_that_seed(seeds):
     make = ORDERS["shuffled"]
     (found,) = spawn(1, lambda group: epochs(deal(make(), Agreement(group))))
     wanted = epochs(make())
-    assert [one for one, seed in zip(found, seeds) if seed] == [one for one, seed in zip(wanted, seeds) if seed]
+    anew = [epoch for epoch, seed in enumerate(seeds) if seed is not None]
+    assert [found[epoch] for epoch in anew] == [wanted[epoch] for epoch in anew]
 
 
 @pytest.mark.parametrize(("size", "persistent"), [(1, True), (2, False), (2, True)])
