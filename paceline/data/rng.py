@@ -71,9 +71,9 @@ class SampleOrder:
         """Return what `rng.shared_state` does, with the order's in place of torch's."""
         return {**shared_state(), "torch": self._known}
 
-    def put_shared(self, state: State) -> None:
-        """Set what `shared_state` gave, or a part of it."""
-        apart = not torch.equal(torch.get_rng_state(), self._known)
+    def put_shared(self, state: State, *, together: bool = True) -> None:
+        """Set what `shared_state` gave, or a part of it; the process's too if it moves `together`."""
+        apart = not (together and torch.equal(torch.get_rng_state(), self._known))
         put_shared({name: part for name, part in state.items() if not (apart and name == "torch")})
         self._state = state["torch"].clone() if "torch" in state else self._state
 

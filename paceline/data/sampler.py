@@ -220,9 +220,9 @@ class EpochIndices:
         if self._source is None:
             rng.put_own(self._loader, own)
             for name, (mark, after) in shared.items():
-                # the order is the first worker's; other generators move on together if they were at the same place
-                if name == "torch" or mark == rng.mark(before[name]):
-                    self._order.put_shared({name: after})
+                together = mark == rng.mark(before[name])  # it was where the first worker's was
+                if together or name == "torch":  # the order is the first worker's in any case
+                    self._order.put_shared({name: after}, together=together)
         batches = [_unpacked(body) for body in packed]
         self._keep(batches, ended=ended)
         self._learn(batches)

@@ -211,7 +211,7 @@ class StreamPipeline(Pipeline):
             state = self.terms.agreement.tell("seed", lambda: seeds.get_state().numpy().tobytes())
             seeds.set_state(byte_tensor(state))
             if self.terms.loader.generator is None:
-                self.terms.order.put_shared({"torch": seeds.get_state()})
+                self.terms.order.put_shared({"torch": seeds.get_state()}, together=False)
         return seeds
 
     def _drawing(self) -> contextlib.AbstractContextManager[None]:

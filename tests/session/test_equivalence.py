@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 import paceline as pl
 from paceline.cluster.store import Store
@@ -341,3 +341,21 @@ def test_the_order_of_samples_goes_on_after_a_resume(before: int, after: int, sa
     assert first[0] == whole[: save + 1]
     for steps in forked(after, tmp_path / "test", lambda run: dropping(run, 9)):
         assert steps == whole[save:]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_workers_that_are_seeded_apart_stay_apart(stream: bool, tmp_path: Path) -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(range(12))
+
+    def body(run: Run, apart: int) -> list[float]:
+        torch.manual_seed(3 + apart * run.rank)
+        data = Stream() if stream else Subset(range(12), range(12))  # type: ignore[arg-type]
+        loader = run.prepare(DataLoader(data, batch_size=4, shuffle=None if stream else True), train=False)
+        return [float(torch.rand(())) for _ in range(2) for _ in [*loader][:1]]
+
+    one, two = forked(2, tmp_path, lambda run: body(run, 0))
+    assert one == two
+    one, two = forked(2, tmp_path, lambda run: body(run, 1))
+    assert not set(one) & set(two)
