@@ -21,6 +21,7 @@ from paceline.data.costs import Cost, SampleCosts
 from paceline.data.dynamic import DynamicPipeline, check_terms
 from paceline.data.indexed import IndexedPipeline
 from paceline.data.outline import difference
+from paceline.data.rng import SampleOrder
 from paceline.data.sampler import check_samplers
 from paceline.data.shares import AskedShares, policy, probe
 from paceline.data.spec import GlobalBatch, LoaderSpec, Loss, MicroBatchPart, Pipeline, Readers, Sharding, Weigh, drained
@@ -112,6 +113,7 @@ def deal(
     say: Callable[[str], None] = lambda text: None,
     move: Callable[[Any], Any] | None = None,
     sample_queue: SampleQueue | None = None,
+    order: SampleOrder | None = None,
 ) -> ShareLoader:
     """Deal `loader`, whose batch size is that of all workers together; called on all workers with the same arguments.
 
@@ -122,13 +124,14 @@ def deal(
     iter(). `pad`: an empty share is a ghost (the first sample of the batch) in evaluation, too, and not a batch of no rows. For streams:
     `readers` "worker" (each worker reads everything) or "host" (the first of each host reads, `local` is the group of my host), or
     `shard="mine"` (the stream gives each rank its own samples). `say` is called, once each, with surprising costs. `move` brings each
-    batch to a device. `sample_queue`: where workers not in lockstep take samples to train on from.
+    batch to a device. `sample_queue`: where workers not in lockstep take samples to train on from. `order`: that of several loaders.
 
     Raises `DataError` for a loader that can't be dealt: a DistributedSampler, a stream that shards itself, no length, no batch.
     """
     check_loader(loader, loss, weigh, accumulate, train)
     dealt = policy(shares, agreement.group.size)
     options: dict[str, Any] = {"train": train, "pad": pad, "readers": readers, "shard": shard, "local": local, "say": say, "move": move}
+    options["order"] = order or SampleOrder()
     micros: dict[str, Any] = {"trial": trial} if accumulate == "auto" else {"accumulate": accumulate}
     terms = LoaderSpec(loader, agreement, dealt, loss=loss, weigh=weigh, asked=shares, **options, **micros)
     if not agreement.alone:
@@ -398,6 +401,8 @@ class ShareLoader:
         """Return the turn of a micro-batch, and a list of its batch: what takes it out holds it alone."""
         part, terms, whole = next(step.parts), self.terms, step.global_batch
         share, ghost = part.share, part.share == 0
+        if terms.looks and terms.training:
+            terms.look(part)
         weight, total = (share, whole) if step.weights is None else (step.weights[micro], step.total)
         scale = 0.0 if ghost or not total else 1.0 if terms.loss == "sum" else weight / total
         last, source = micro == step.micros - 1, step.sources[micro]

@@ -18,6 +18,7 @@ from paceline.comm.group import Finished, Op, Work
 from paceline.comm.sample_queue import SampleQueue
 from paceline.data.balance import WorkerSpeeds
 from paceline.data.loader import ShareLoader, deal
+from paceline.data.rng import SampleOrder
 from paceline.errors import UsageError
 from paceline.parallel.batchnorm import desynchronise, synchronise
 from paceline.session.axes import RunAxes
@@ -70,6 +71,7 @@ class Prepared:
         self.tables = RunTables(context, backward)
         self._abilities, self._remote = loop.abilities, loop.abilities.remote
         self._remote_steps, self._speeds = RemoteSteps(loop, self.tables), WorkerSpeeds()
+        self.order = SampleOrder()
         self.clipping = GradientClipping(loop, cuts, axes, self._remote_steps)
         self._trial = MemoryTrial(self.models, self.optimizers, device, axes, self._synchronous, self._synchronise)
 
@@ -247,6 +249,7 @@ class Prepared:
         loop, say, move = self._loop, self.context.announce, tensor_peers.compared(mover(self._device), self.axes)
         self._trial.check(loader, options, lockstep=self._sample_queue is None, tables=bool(self.tables.kept))
         options |= {"local": local, "sample_queue": self._sample_queue, "speeds": self._speeds, "trial": self._trial}
+        options["order"] = self.order
         dealt = deal(loader, self.context.agreement, hooks=loop, say=say, move=move, **options)
         self.loaders.append(dealt)
         self._add("loader", dealt)
