@@ -251,7 +251,7 @@ class _Assembly:
                 doubled=(self.memory.measure,),
                 committed=() if body is None else (body.buddies.committed,),
                 step_ended=(log.step, comparer.step_ended, self.follower.step_ended, *limit, *ended),
-                ghost_ended=(self.hints.haunted,),
+                ghost_ended=(self.hints.had_ghosts,),
                 went_back=(log.fold,),
             )
         )

@@ -390,7 +390,7 @@ class Run:
         has added up by itself has its ghosts in it: multiply each term by `(run.weight > 0)` there.
         """
         turn = self._loop.turn
-        if turn is None and self._loop.haunted:
+        if turn is None and self._loop.had_ghosts:
             self._hints.added_up()
         agreement, group, ghost = self._agreement, self._context.group, turn is not None and turn.ghost
         return agreement.attempt(lambda: collectives.add_up(agreement, group, x, ghost=ghost))

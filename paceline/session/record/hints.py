@@ -88,7 +88,7 @@ class StartupHints:
 
     # ---- elsewhere
 
-    def haunted(self) -> None:
+    def had_ghosts(self) -> None:
         """Hint at metrics, as some workers had no samples in a step."""
         if HOME in sys.modules and not self._prepared.metrics:
             self._say(
