@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from paceline.codec.dense import bfloat16, half, int4, int8, sign
     from paceline.codec.powersgd import powersgd
     from paceline.codec.sparse import randomk, topk
+    from paceline.data.batches import tokens
     from paceline.data.costs import padded
     from paceline.fault.export import state_dict
     from paceline.parallel.elementwise import elementwise
@@ -109,6 +110,7 @@ __all__ = [
     "state_dict",
     "summed",
     "tensor",
+    "tokens",
     "topk",
     "vocab",
     "where",
@@ -120,6 +122,7 @@ _NAMES: Final = {
     "paceline.codec.dense": ("bfloat16", "half", "int4", "int8", "sign"),
     "paceline.codec.powersgd": ("powersgd",),
     "paceline.codec.sparse": ("randomk", "topk"),
+    "paceline.data.batches": ("tokens",),
     "paceline.data.costs": ("padded",),
     "paceline.parallel.elementwise": ("elementwise",),
     "paceline.parallel.embedding": ("SparseEmbedding",),

@@ -101,7 +101,10 @@ class Group(Protocol):
         ...
 
     def all_reduce(self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None) -> Work[Tensor]:
-        """Reduce every rank's `x` (same shape, dtype), bit-equal on all ranks; into `out` (may be `x`), else a new tensor."""
+        """Reduce every rank's `x` (same shape, dtype), bit-equal on all ranks; into `out` (may be `x`), else a new tensor.
+
+        This begins it: `all_reduce(x).wait()` is the tensor.
+        """
         ...
 
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:

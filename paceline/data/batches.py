@@ -1,17 +1,19 @@
-"""Batches as nested structures: how many rows one has, and some of its rows."""
+"""Batches as nested structures: how many rows one has, some of its rows, its labels that count."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from paceline.errors import DataError
 
+IGNORED = -100  # the `ignore_index` of torch's losses, if a script says none
 ADVICE = "give the rows as tensors in dicts, lists, tuples, named tuples or dataclasses"
 
 
@@ -50,6 +52,63 @@ def attributes(batch: Any) -> dict[str, Any] | None:
     if isinstance(batch, str | bytes | type) or not hasattr(batch, "__dict__"):
         return None
     return {name: value for name, value in vars(batch).items() if not callable(value)}
+
+
+def tokens(key: str | int, *, ignore: int = -100, shift: bool | None = None) -> Callable[[Any], float]:
+    """Weigh each batch by its labels that count, for a loss that is the mean over these.
+
+    >>> by_tokens = pl.tokens("labels")  # loader = run.prepare(loader, weigh=by_tokens)
+
+    The loss of a padded language model is such a mean. If it is weighed by samples, it depends on
+    how batches are dealt, and so on the number of workers.
+
+    Args:
+        key: where a batch has its labels: the name of an item or attribute, or a place in a tuple.
+        ignore: the label that the loss leaves out (its `ignore_index`).
+        shift: whether the first label of each row is left out, too, as each output is compared with
+            the label after it. None (default): if labels that count equal the batch's `input_ids`,
+            as causal language models of transformers want them.
+
+    Returns:
+        What `weigh=` of `run.prepare` takes. Called with a batch without integer labels at `key`,
+        it raises `DataError`.
+    """
+
+    def weigh(batch: Any) -> float:
+        parts = dict(_items(batch))
+        labels = parts[key] if key in parts else getattr(batch, str(key), None)
+        if not isinstance(labels, Tensor) or labels.is_floating_point():
+            has = f"a {type(batch).__qualname__} with {', '.join(map(repr, parts)) or 'no parts'}"
+            raise DataError(
+                f"pl.tokens({key!r}) found no tensor of integers at {key!r} in a batch, which is {has}: "
+                "say at which name or place it has its labels"
+            )
+        counted, inputs = labels != ignore, parts.get("input_ids")
+        shifted = shift
+        if shifted is None and isinstance(inputs, Tensor) and inputs.shape == labels.shape:
+            shifted = bool(((inputs == labels) | ~counted).all())
+        return float((counted[..., 1:] if shifted else counted).sum())
+
+    return weigh
+
+
+def unevenly_ignored(batch: Any) -> Any | None:
+    """Return where labels are that losses ignore, not as many in each sample; None if nowhere."""
+    for key, value in _items(batch):
+        if isinstance(value, Tensor) and value.dtype == torch.int64 and value.ndim and value.numel():
+            ignored = value == IGNORED
+            counts = ignored.reshape(len(value), -1).sum(1)
+            alike = len(counts) > 1 and bool((counts == counts[0]).all())  # of one it isn't known
+            if bool(counts.any()) and not alike and torch.equal(value < 0, ignored):
+                return key
+    return None
+
+
+def _items(batch: Any) -> Iterable[tuple[Any, Any]]:
+    """Return what lies in a batch directly, each with its name or place."""
+    if isinstance(batch, Mapping):
+        return batch.items()
+    return enumerate(batch) if isinstance(batch, list | tuple) else (attributes(batch) or {}).items()
 
 
 def _mapped(batch: Any, leaf: Callable[[Any], Any]) -> Any:

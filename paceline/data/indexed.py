@@ -115,28 +115,28 @@ class IndexedPipeline(Pipeline):
     def begin(self, epoch: int, state: dict[str, Any] | None) -> int:
         """Begin an epoch with the draws of a DataLoader, draw for draw: its base seed, then its sampler. In the middle of an epoch
         draw the same order again, from the same generators, and skip."""
-        loader = self.terms.loader
+        terms, loader, order = self.terms, self.terms.loader, self.terms.order
         self.end()
+        order.begin()
         start, check, now = 0, None, None
         if state is not None:
             start, check = int(state["step"]), int(state["check"])
             rng.put_own(loader, state["own"] if state["origin"] is None else state["origin"])
             if state["shared"] is not None:
-                now = rng.shared_state()
-                rng.put_shared(state["shared"])
+                now = order.shared_state()
+                order.put_shared(state["shared"])
         seeded = not (loader.persistent_workers and self._loader is not None) if state is None else bool(state["seeded"])
-        origin = {"own": rng.own_state(loader), "shared": rng.shared_state(), "seeded": seeded}
-        seeds = rng.of_readers(loader.generator, self.terms.rank)
-        if seeded:
-            rng.draw_seed(loader.generator)
-        depth = self._depth()
-        indices = EpochIndices(
-            loader, self.terms.agreement, ahead=depth, origin=origin, start=start, at_once=self.at_once, learn=partial(_learn, self.terms)
-        )
+        origin = {"own": rng.own_state(loader), "shared": order.shared_state(), "seeded": seeded}
+        with order.drawing():
+            seeds = rng.of_readers(loader.generator, self.terms.rank)
+            if seeded:
+                rng.draw_seed(loader.generator)
+        depth, learn = self._depth(), partial(_learn, terms)
+        indices = EpochIndices(loader, terms.agreement, order, ahead=depth, origin=origin, start=start, at_once=self.at_once, learn=learn)
         self._indices = indices
         indices.prime(check)
         if now is not None:
-            rng.put_shared(now)
+            order.put_shared(now)
         if start == 0 and indices.batch(0) is None:
             raise DataError(
                 f"the loader has no batch: {_length(loader)} samples, batch size {loader.batch_size}, drop_last={loader.drop_last}. "

@@ -20,6 +20,7 @@ from paceline.data.costs import Cost, SampleCosts
 from paceline.data.dynamic import DynamicPipeline, check_terms
 from paceline.data.indexed import IndexedPipeline
 from paceline.data.outline import difference
+from paceline.data.rng import SampleOrder
 from paceline.data.sampler import check_samplers
 from paceline.data.shares import AskedShares, policy, probe
 from paceline.data.spec import GlobalBatch, LoaderSpec, Loss, Pipeline, Sharding, SharePart, Weigh
@@ -105,6 +106,7 @@ def deal(
     say: Callable[[str], None] = lambda text: None,
     move: Callable[[Any], Any] | None = None,
     sample_queue: SampleQueue | None = None,
+    order: SampleOrder | None = None,
 ) -> ShareLoader:
     """Deal `loader`, whose batch size is that of all workers together; called on all workers with the same arguments.
 
@@ -114,13 +116,13 @@ def deal(
     at iter(). `pad`: an empty share is a ghost (the first sample of the batch) in evaluation, too, and not a batch of no rows. For streams:
     each worker reads everything, or `shard="mine"` (the stream gives each rank its own samples).
     `say` is called, once each, with surprising costs. `move` brings each
-    batch to a device. `sample_queue`: where workers not in lockstep take samples to train on from.
+    batch to a device. `sample_queue`: where workers not in lockstep take samples to train on from. `order`: that of several loaders.
 
     Raises `DataError` for a loader that can't be dealt: a DistributedSampler, a stream that shards itself, no length, no batch.
     """
     check_loader(loader, loss, weigh)
     dealt = policy(shares, agreement.group.size)
-    options: dict[str, Any] = {"train": train, "pad": pad, "shard": shard, "say": say, "move": move}
+    options: dict[str, Any] = {"train": train, "pad": pad, "shard": shard, "say": say, "move": move, "order": order or SampleOrder()}
     terms = LoaderSpec(loader, agreement, dealt, loss=loss, weigh=weigh, asked=shares, **options)
     if not agreement.alone:
         terms.outline()
@@ -383,6 +385,8 @@ class ShareLoader:
         """Return the turn of a global batch, and a list of this worker's part: what takes it out holds it alone."""
         part, terms, whole = step.take(), self.terms, step.global_batch
         share, ghost = part.share, part.share == 0
+        if terms.looks and terms.training:
+            terms.look(part)
         weight, total = (share, whole) if step.weight is None else (step.weight, step.total)
         scale = 0.0 if ghost or not total else 1.0 if terms.loss == "sum" else weight / total
         units = float(share) if part.units is None else part.units

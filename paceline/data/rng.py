@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import zlib
 from collections.abc import Iterator
@@ -31,6 +32,62 @@ def put_shared(state: State) -> None:
         random.setstate(_python_tuple(state["python"]))
     if "numpy" in state:
         np.random.set_state(_arrays(state["numpy"]))
+
+
+class SampleOrder:
+    """The generator of torch for samplers without one of their own, which dropout doesn't move.
+
+    process   s s  dropout dropout dropout ...           s: what a loader draws in an epoch
+    order     s s                          s s  s s
+
+    It begins where the first worker's is, and begins anew if the script seeds that again.
+    """
+
+    def __init__(self) -> None:
+        self._state: torch.Tensor | None = None
+        self._seed: int | None = None  # of the process's, as an epoch began last
+
+    def begin(self) -> None:
+        """Begin an epoch."""
+        now, seed = torch.get_rng_state(), torch.initial_seed()
+        fresh = torch.equal(now, torch.Generator().manual_seed(seed).get_state())
+        if self._state is None or fresh or self._seed not in (None, seed):
+            self._state = now
+        self._seed = seed
+
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Let torch draw from here. The process's generator moves along as long as it is here, too."""
+        process, before = torch.get_rng_state(), self._known
+        torch.set_rng_state(before)
+        try:
+            yield
+        finally:
+            self._state = torch.get_rng_state()
+            if not torch.equal(process, before):
+                torch.set_rng_state(process)
+
+    def shared_state(self) -> State:
+        """Return what `rng.shared_state` does, with the order's in place of torch's."""
+        return {**shared_state(), "torch": self._known}
+
+    def put_shared(self, state: State, *, together: bool = True) -> None:
+        """Set what `shared_state` gave, or a part of it; the process's too if it moves `together`."""
+        apart = not (together and torch.equal(torch.get_rng_state(), self._known))
+        put_shared({name: part for name, part in state.items() if not (apart and name == "torch")})
+        self._state = state["torch"].clone() if "torch" in state else self._state
+
+    def state_dict(self) -> State:
+        """Return where the order is; nothing before the first epoch."""
+        return {} if self._state is None else {"torch": self._state}
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on where `state_dict` was called."""
+        self._state = state.get("torch")
+
+    @property
+    def _known(self) -> torch.Tensor:
+        return torch.get_rng_state() if self._state is None else self._state
 
 
 def own_state(loader: DataLoader[Any]) -> State:

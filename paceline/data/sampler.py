@@ -10,6 +10,7 @@ no worker can wait for one that waits for it.
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from array import array
 from collections.abc import Callable, Iterator
@@ -42,6 +43,7 @@ class EpochIndices:
         self,
         loader: DataLoader[Any],
         agreement: Agreement,
+        order: rng.SampleOrder,
         *,
         ahead: int,
         origin: rng.State,
@@ -51,7 +53,8 @@ class EpochIndices:
     ) -> None:
         self.agreement = agreement
         self.origin = origin
-        self._loader = loader
+        self._loader, self._order = loader, order
+        self._late = any(not type(each).__module__.startswith("torch.") for _, each in _samplers(loader))
         self._learn = learn
         self._ahead = ahead
         size = loader.batch_size or 1_024
@@ -93,7 +96,7 @@ class EpochIndices:
         if self.agreement.alone or self._end is not None or step < self._due:
             return
         count = step + 2 * self._chunk - self._high
-        before = rng.shared_state()
+        before = self._order.shared_state()
         self._accept(self.agreement.tell("indices", lambda: self._message(count, before)), before)
         self._due = step + self._chunk
 
@@ -143,6 +146,10 @@ class EpochIndices:
         """Draw the next `count` global batches from the user's samplers, fewer at the end."""
         if self._source is None or self._drawn != self._high:
             self._reopen()
+        with self._order.drawing() if self._late else contextlib.nullcontext():
+            return self._taken(count)
+
+    def _taken(self, count: int) -> list[Any]:
         assert self._source is not None
         batches: list[Any] = []
         while len(batches) < count:
@@ -168,17 +175,19 @@ class EpochIndices:
     def _reopen(self) -> None:
         """Begin to draw, and skip what was drawn in this epoch before."""
         again = self._fresh and self._source is not None  # what was drawn first got lost with a worker
-        kept = None if self._fresh else rng.shared_state()
+        kept = None if self._fresh else self._order.shared_state()
         if kept is not None or again:
             rng.put_own(self._loader, self.origin["own"])
-            rng.put_shared(self.origin["shared"])
-            if self.origin["seeded"]:
+            self._order.put_shared(self.origin["shared"])
+        with self._order.drawing():
+            if (kept is not None or again) and self.origin["seeded"]:
                 rng.draw_seed(self._loader.generator)
-        self._source = _ordered(self._loader)
-        mark = self._skip(self._high)
-        self._source = chain(list(islice(self._source, 1)), self._source)  # samplers draw when they are asked first: now
+            self._source = _ordered(self._loader)
+            mark = self._skip(self._high)
+            first = list(islice(self._source, 1))  # samplers draw when they are asked first: now
+        self._source = chain(first, self._source)
         if kept is not None:
-            rng.put_shared(kept)
+            self._order.put_shared(kept)
         if self._wanted is not None and mark != self._wanted:
             raise DataError(
                 f"the sampler does not draw again the {self._high} batches drawn before: data set, batch size and seed have to be "
@@ -197,8 +206,10 @@ class EpochIndices:
     def _message(self, count: int, before: rng.State) -> bytes:
         batches = self._draw(count)
         packed = [_packed(batch) for batch in batches]
-        after = rng.shared_state()
-        shared = {name: (rng.mark(before[name]), after[name]) for name in after if rng.mark(before[name]) != rng.mark(after[name])}
+        after = self._order.shared_state()
+        marks = {name: rng.mark(before[name]) for name in after}
+        moved = [name for name in after if name == "torch" or marks[name] != rng.mark(after[name])]
+        shared = {name: (marks[name], after[name]) for name in moved}
         own = rng.own_state(self._loader)
         origin = self.origin if self._high == self._start else None
         return pack((packed, len(batches) < count, origin, own, shared), what="the state of a sampler")
@@ -209,8 +220,9 @@ class EpochIndices:
         if self._source is None:
             rng.put_own(self._loader, own)
             for name, (mark, after) in shared.items():
-                if mark == rng.mark(before[name]):
-                    rng.put_shared({name: after})  # this generator was where the first worker's was: they move on together
+                together = mark == rng.mark(before[name])  # it was where the first worker's was
+                if together or name == "torch":  # the order is the first worker's in any case
+                    self._order.put_shared({name: after}, together=together)
         batches = [_unpacked(body) for body in packed]
         self._keep(batches, ended=ended)
         self._learn(batches)

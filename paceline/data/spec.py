@@ -11,9 +11,10 @@ from torch.utils.data import DataLoader
 
 from paceline.comm.agreement import Agreement
 from paceline.data.balance import SpeedShares, WorkerSpeeds
-from paceline.data.batches import cut, rows
+from paceline.data.batches import IGNORED, cut, rows, unevenly_ignored
 from paceline.data.costs import BatchDeal, SampleCosts, deal_batch
 from paceline.data.outline import Outline, outline
+from paceline.data.rng import SampleOrder
 from paceline.data.shares import AskedShares, Shares, parts, policy, spans
 
 Loss = Literal["mean", "sum"]
@@ -41,6 +42,8 @@ class LoaderSpec:
     asked: AskedShares = None  # shares as the caller said, for the workers that there were
     costs: SampleCosts | None = None  # where samples differ, and are dealt by what they cost
     speeds: WorkerSpeeds | None = None  # of all workers, where shares are by speed
+    order: SampleOrder = field(default_factory=SampleOrder)  # what samplers draw from
+    looks: int = 10  # batches that are still to be looked at for labels that a mean leaves out
     _outline: Outline | None = None
     _said: set[str] = field(default_factory=set)
 
@@ -123,6 +126,19 @@ class LoaderSpec:
         if self.speeds is not None and state is not None:
             self.speeds.load_state_dict(state, self.agreement.origins)
             self.reshare(self.reshared())
+
+    def look(self, part: SharePart) -> None:
+        """Announce labels that a mean leaves out unevenly if samples are weights; for first batches."""
+        self.looks -= 1
+        if self.loss == "sum" or self.weigh is not None or self.alone or not part.share:
+            return
+        if (key := unevenly_ignored(part.batch)) is not None:
+            self.looks = 0
+            self.announce(
+                f"labels ({key!r} of a batch) that losses ignore ({IGNORED}) are not as many in each "
+                "sample, and shares count by samples: if the loss is a mean over labels, give "
+                f"weigh=pl.tokens({key!r}) to run.prepare, or results depend on the number of workers"
+            )
 
     def announce(self, text: str) -> None:
         """Announce a text, once."""

@@ -6,6 +6,7 @@ reader      keeps the samples of the batches that it has read ahead, so that the
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
@@ -95,6 +96,7 @@ class StreamPipeline(Pipeline):
     def begin(self, epoch: int, state: dict[str, Any] | None) -> int:
         loader, terms = self.terms.loader, self.terms
         self.end()
+        terms.order.begin()
         if state is not None:
             rng.put_own(loader, state["own"])
         taken_up = state is not None and state["cursors"] is not None
@@ -104,7 +106,8 @@ class StreamPipeline(Pipeline):
         if taken_up and state is not None:
             self._origin["seeds"] = state["seeds"]
         if seeded and (loader.generator is not None or not taken_up):
-            rng.draw_seed(loader.generator)
+            with self._drawing():
+                rng.draw_seed(loader.generator)
         self._after = StreamPosition.at_start(self._workers)
         if taken_up and state is not None:
             self._hands.restored(self._after, state["cursors"])
@@ -197,11 +200,19 @@ class StreamPipeline(Pipeline):
 
     def _seeds(self) -> torch.Generator:
         """Make the same base seed for all readers of one stream: shuffled by the seeds of DataLoader workers, it is the same for all."""
-        seeds = rng.twin(self.terms.loader.generator)
+        with self._drawing():
+            seeds = rng.twin(self.terms.loader.generator)
         if self.terms.shard != "mine":
             state = self.terms.agreement.tell("seed", lambda: seeds.get_state().numpy().tobytes())
             seeds.set_state(byte_tensor(state))
+            if self.terms.loader.generator is None:
+                self.terms.order.put_shared({"torch": seeds.get_state()}, together=False)
         return seeds
+
+    def _drawing(self) -> contextlib.AbstractContextManager[None]:
+        """Draw what is the same on all workers, but for readers that each have samples of their own."""
+        mine = self.terms.shard == "mine"
+        return contextlib.nullcontext() if mine else self.terms.order.drawing()
 
     def _verify(self, index: int, *, ended: bool) -> None:
         """Compare, now and then and at the end, that all workers have read the same."""

@@ -65,7 +65,7 @@ from paceline.session.replicas.manual_gradients import ManualGradients
 from paceline.session.replicas.step_count import StepCount
 from paceline.session.run import Run
 from paceline.session.run_parts import RunParts
-from paceline.state.versioned import Randomness
+from paceline.state.versioned import Randomness, WorkerGenerator
 from paceline.sync.base import Strategy
 from paceline.sync.context import SyncContext
 
@@ -152,8 +152,11 @@ class _Assembly:
         prepared.state.add("progress", self.progress)
         tables, pinned, start = prepared.tables, worker.device.type == "cuda", worker.place.job_start
         log = None if start is None else self.log
+        number = worker.place.worker
+        place = self.context.group.rank if number is None else number  # nobody has it before or after
+        generator = WorkerGenerator(history.seed, place, worker.device)
         self.own = WorkerState(
-            Randomness(worker.device),
+            Randomness(worker.device, order=prepared.order, generator=generator),
             self.sync,
             self.abilities,
             prepared.optimizers,
@@ -161,6 +164,7 @@ class _Assembly:
             context.announce,
             log=log,
             route=self.axes.replicas.route,
+            generator=generator,
         )
         parts = CutParts(self.axes.everyone, self.layout, patience(worker.deadline))
         self.saving = CheckpointSaver(
@@ -247,7 +251,7 @@ class _Assembly:
                 doubled=(self.memory.measure,),
                 committed=() if body is None else (body.buddies.committed,),
                 step_ended=(log.step, comparer.step_ended, self.follower.step_ended, *limit, *ended),
-                ghost_ended=(self.hints.haunted,),
+                ghost_ended=(self.hints.had_ghosts,),
                 went_back=(log.fold,),
             )
         )

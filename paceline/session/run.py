@@ -100,7 +100,7 @@ class Run:
 
     @property
     def group(self) -> Group:
-        """The group of all workers."""
+        """The group of all workers. `group.all_reduce(x).wait()` gives a tensor, as `sum` does."""
         return self._axes.everyone.group
 
     @property
@@ -112,6 +112,19 @@ class Run:
     def seed(self) -> int:
         """The seed that all workers share."""
         return self._history.seed
+
+    @property
+    def generator(self) -> torch.Generator:
+        """A generator on `device` for noise of this worker's own, seeded by `seed` and its place.
+
+        >>> noise = torch.randn(len(x), 100, generator=run.generator, device=run.device)
+
+        Workers that differ along `tensor` or `stage` alone, and so have the same samples, draw the
+        same. Checkpoints have its state, and a turn that is taken again draws the same again. With
+        another number of workers samples get other noise: a resumed worker goes on where the one
+        at its place was, and one at a new place begins anew.
+        """
+        return self._own.generator.generator
 
     @property
     def folder(self) -> RunFolder:
@@ -378,6 +391,26 @@ class Run:
         """
         weight = float(self.weight if weight is None else weight)
         return self._agreement.attempt(lambda: collectives.mean(self._agreement, self._context.group, x, weight))
+
+    @overload
+    def sum(self, x: Tensor) -> Tensor: ...
+    @overload
+    def sum(self, x: int) -> int: ...
+    @overload
+    def sum(self, x: float) -> float: ...
+    def sum(self, x: Tensor | float) -> Tensor | float:
+        """Return the sum of `x` over workers: a number for a number, else a tensor. Collective.
+
+        >>> right += run.sum((model(x).argmax(1) == y).sum())
+
+        In a turn in which this worker has no samples (a ghost) its `x` counts as zero. What a loop
+        has added up by itself has its ghosts in it: multiply each term by `(run.weight > 0)` there.
+        """
+        turn = self._loop.turn
+        if turn is None and self._loop.had_ghosts:
+            self._hints.added_up()
+        agreement, group, ghost = self._agreement, self._context.group, turn is not None and turn.ghost
+        return agreement.attempt(lambda: collectives.add_up(agreement, group, x, ghost=ghost))
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the rows (dim 0) of all workers; inside a loop over a loader in data set order, ghosts left out. Collective.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -165,15 +166,35 @@ class UnownedParameters:
                 parameter.copy_(value)
 
 
-class Randomness:
-    """The random generators of this process, as state: torch's (CPU, and the given CUDA device), Python's and numpy's."""
+class WorkerGenerator:
+    """A generator with numbers of its own for the worker at `place`, as state that no other takes."""
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, seed: int, place: int, device: torch.device) -> None:
+        self.generator, self._place = torch.Generator(device), place
+        digest = hashlib.blake2b(f"{seed} {place}".encode(), digest_size=8).digest()
+        self.generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the generator, and whose it is."""
+        return {"place": self._place, "state": self.generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was called, at this place; the state of another changes nothing."""
+        if state["place"] == self._place:
+            self.generator.set_state(state["state"].cpu())
+
+
+class Randomness:
+    """The random generators of this process, as state: torch's (CPU, and the given CUDA device), Python's, numpy's, and `more`."""
+
+    def __init__(self, device: torch.device | None = None, **more: Stateful) -> None:
         self._device = device if device is not None and device.type == "cuda" else None
+        self._more = more
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each generator."""
-        state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
+        state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
+        state |= {name: part.state_dict() for name, part in self._more.items()}
         return state if self._device is None else {**state, "cuda": torch.cuda.get_rng_state(self._device)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -181,6 +202,9 @@ class Randomness:
         torch.set_rng_state(state["torch"])
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
+        for name, part in self._more.items():
+            if name in state:
+                part.load_state_dict(state[name])
         if self._device is not None and "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"].cpu(), self._device)
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, WeightedRandomSampler
 
+import paceline as pl
 from paceline.comm.agreement import Agreement
 from paceline.data import indexed
 from paceline.data.loader import NoObserver, deal
@@ -83,6 +84,55 @@ def test_one_worker_yields_what_a_plain_loader_yields_from_the_global_generator(
     assert torch.equal(after, torch.rand(1))
 
 
+class DrawsLate(Sampler):
+    """Draws an index at a time, from torch's generator."""
+
+    def __iter__(self):
+        for _ in range(50):
+            yield int(torch.randint(50, ()))
+
+
+ORDERS = {
+    "shuffled": lambda: DataLoader(Numbers(50), 8, shuffle=True),
+    "weighted": lambda: DataLoader(Numbers(50), 8, sampler=WeightedRandomSampler(torch.ones(50), 50)),
+    "late": lambda: DataLoader(Numbers(50), 8, sampler=DrawsLate()),
+}
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+def test_what_else_is_drawn_changes_no_order(kind):
+    def body(group, noise):
+        loader = deal(ORDERS[kind](), Agreement(group))
+        seen = []
+        for _ in range(3):
+            seen.append([(batch.tolist(), torch.rand(noise))[0] for batch in loader])
+        return seen
+
+    torch.manual_seed(3)
+    wanted = plain(ORDERS[kind](), 3)
+    for noise in (0, 1, 7):
+        torch.manual_seed(3)
+        assert spawn(1, lambda group, noise=noise: body(group, noise)) == [wanted]
+
+
+@pytest.mark.parametrize("seeds", [[3, 4, 5], [3, 3, 3], [3, None, 3]])
+def test_who_seeds_torch_anew_has_the_order_of_that_seed(seeds):
+    def epochs(loader):
+        seen = []
+        for seed in seeds:
+            if seed is not None:
+                torch.manual_seed(seed)
+            seen.append([batch.tolist() for batch in loader])
+            torch.rand(5)
+        return seen
+
+    make = ORDERS["shuffled"]
+    (found,) = spawn(1, lambda group: epochs(deal(make(), Agreement(group))))
+    wanted = epochs(make())
+    anew = [epoch for epoch, seed in enumerate(seeds) if seed is not None]
+    assert [found[epoch] for epoch in anew] == [wanted[epoch] for epoch in anew]
+
+
 @pytest.mark.parametrize(("size", "persistent"), [(1, True), (2, False), (2, True)])
 def test_dataloader_workers_change_nothing(size, persistent):
     wanted = plain(seeded()(), 1)[0]
@@ -146,6 +196,23 @@ def test_weights_are_what_weigh_says():
     assert sum(at.weight for at in first) == 15
     last = [at for rank in seen for at, _ in rank[0] if at.index == 1]
     assert sum(at.scale for at in last) == pytest.approx(1)
+
+
+class Padded(Dataset):
+    """Sequences of labels of different lengths, padded with what losses ignore."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {"labels": torch.tensor([1] * (index + 1) + [-100] * (8 - index))}
+
+
+@pytest.mark.parametrize(("options", "said"), [({}, 1), ({"weigh": pl.tokens("labels")}, 0), ({"loss": "sum"}, 0), ({"train": False}, 0)])
+def test_labels_that_a_mean_leaves_out_are_noticed_once(options, said):
+    texts = []
+    run(2, lambda: DataLoader(Padded(), 4), 2, ids=lambda batch: [], say=lambda rank: texts.append if rank == 0 else print, **options)
+    assert len([text for text in texts if "pl.tokens('labels')" in text]) == said
 
 
 def test_a_sum_is_not_scaled_but_for_ghosts():

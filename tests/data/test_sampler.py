@@ -19,6 +19,7 @@ from torch.utils.data import (
 from paceline.comm.agreement import Agreement
 from paceline.data import sampler
 from paceline.data.loader import deal
+from paceline.data.rng import SampleOrder
 from paceline.data.sampler import EpochIndices
 from paceline.data.serialization import pack, unpack
 from paceline.errors import DataError, Mismatch
@@ -265,7 +266,7 @@ def test_indices_are_there_before_they_are_asked_for(ahead, chunk, monkeypatch):
 
     def body(group):
         loader = DataLoader(Numbers(100), 3)
-        indices = EpochIndices(loader, Agreement(group), ahead=ahead, origin={"own": {}, "shared": {}, "seeded": False})
+        indices = EpochIndices(loader, Agreement(group), SampleOrder(), ahead=ahead, origin={"own": {}, "shared": {}, "seeded": False})
         indices.prime()
         seen = []
         for step in range(34):

@@ -63,6 +63,46 @@ def test_where_a_worker_is() -> None:
     assert workers(3, body) == [(0, 3, 0, True, 1, 0, 1.0), (1, 3, 1, False, 1, 0, 1.0), (2, 3, 2, False, 1, 0, 1.0)]
 
 
+def noise(run: Run, count: int = 3) -> list[float]:
+    return torch.randn(count, generator=run.generator).tolist()
+
+
+def test_the_generator_draws_other_numbers_on_workers_with_other_samples() -> None:
+    first, *others = workers(3, noise)
+    assert first == workers(3, noise)[0] == alone(noise) and not set(first) & set(others[0]) | set(others[1]) & set(first + others[0])
+    one, two, three, four = workers(4, noise, mesh="data=2, tensor=2")
+    assert one == two == first and three == four == others[0]
+
+
+def test_the_generator_goes_on_where_a_worker_at_its_place_was(tmp_path: Path) -> None:
+    def body(run: Run) -> list[float]:
+        before = noise(run)
+        if run.resume():
+            return noise(run)
+        run.save()
+        return before + noise(run)
+
+    whole = [drawn[3:] for drawn in workers(3, body, folder=tmp_path)]
+    for size in (1, 2, 3):
+        assert workers(size, body, folder=tmp_path) == whole[:size]
+    begun, later = workers(4, noise), workers(4, body, folder=tmp_path)
+    assert later[:3] == whole and later[3] not in (begun[3], *begun, *whole)  # it goes on where it is itself
+
+
+def test_the_generator_goes_on_in_another_mesh(tmp_path: Path) -> None:
+    """Workers along `tensor` draw the same, whoever had their ranks."""
+
+    def body(run: Run) -> list[float]:
+        run.prepare(nn.Linear(6, 2))
+        if not run.resume():
+            noise(run)
+            run.save()
+        return noise(run)
+
+    first, second = workers(2, body, folder=tmp_path)
+    assert workers(2, body, folder=tmp_path, mesh="tensor=2") == [first] * 2 and first != second
+
+
 def test_print_and_first(capsys: pytest.CaptureFixture[str]) -> None:
     order: list[int] = []
 
@@ -211,6 +251,82 @@ def test_means_that_make_no_sense() -> None:
     for weight in (-1.0, math.nan, math.inf):
         with pytest.raises(UsageError, match="a weight is a number"):
             workers(2, lambda run, weight=weight: run.mean(1.0, weight=weight))
+
+
+def test_sum() -> None:
+    def body(run: Run) -> None:
+        assert run.sum(run.rank + 0.5) == 4.5 and run.sum(run.rank) == 3 and isinstance(run.sum(run.rank), int)
+        x = torch.tensor([[run.rank, 1.0]], dtype=torch.bfloat16, requires_grad=True)
+        found = run.sum(x)
+        assert found.dtype == torch.bfloat16 and found.tolist() == [[3.0, 3.0]] and not found.requires_grad
+        assert x.tolist() == [[run.rank, 1.0]]
+        small = run.sum(torch.tensor([200, run.rank], dtype=torch.uint8))
+        assert small.dtype == torch.int64 and small.tolist() == [600, 3]
+        assert int(run.sum(torch.tensor(run.rank == 1))) == 1
+
+    workers(3, body)
+    with pytest.raises(UsageError, match=r"run.sum .*rank 0: \(1,\).*rank 1: \(2,\)"):
+        workers(2, lambda run: run.sum(torch.zeros(run.rank + 1)))
+
+
+GHOSTLY = [(2, None), (3, None), (2, [0, 8]), (4, [3, 0, 2, 3])]
+
+
+def count_right(run: Run, shares: Any, way: str, **options: Any) -> tuple[Any, ...]:
+    """How many predictions of a training epoch are right, and the sum of their losses; of 21 samples, dealt by 5."""
+    model = nn.Linear(6, 4).double()
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(24.0).reshape(4, 6).sin())
+        model.bias.zero_()
+    data = DataLoader(Numbered(21, classes=4), batch_size=5)
+    model, opt, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5), data, shares=shares, **options)
+    right, losses = torch.tensor(0), 0.0
+    for x, y in loader:
+        outputs = model(x)
+        loss = F.cross_entropy(outputs, y, reduction="sum")
+        (loss / len(x)).backward()
+        opt.step()
+        opt.zero_grad()
+        each, value = (outputs.argmax(1) == y).sum(), float(loss.detach())
+        if way == "in the turn":
+            each, value = run.sum(each), run.sum(value)
+        elif way == "by weight":
+            each, value = each * (run.weight > 0), value * (run.weight > 0)
+        right, losses = right + each, losses + value
+    if way != "in the turn":
+        right, losses = run.sum(right), run.sum(losses)
+    return int(right), losses, model.weight.sum().item()
+
+
+@pytest.mark.parametrize(("size", "shares"), GHOSTLY)
+@pytest.mark.parametrize("way", ["in the turn", "by weight"])
+def test_a_sum_over_an_epoch_counts_every_sample_once(size: int, shares: Any, way: str) -> None:
+    right, *others = alone(lambda run: count_right(run, None, way))
+    for found in workers(size, lambda run: count_right(run, shares, way)):
+        assert found[0] == right and found[1:] == pytest.approx(others, rel=1e-12)
+
+
+@pytest.mark.parametrize(("shares", "way", "times"), [([0, 8], "at the end", 1), ([0, 8], "in the turn", 0), ([4, 4], "at the end", 1)])
+def test_a_sum_of_what_a_loop_with_ghosts_has_added_up_is_said_once(shares: Any, way: str, times: int) -> None:
+    said: list[str] = []
+    workers(2, lambda run: count_right(run, shares, way), said=said)
+    assert len([text for text in said if "run.weight > 0" in text]) == times
+
+
+def test_a_sum_over_an_evaluation_needs_nothing() -> None:
+    def body(run: Run) -> tuple[int, int]:
+        train, test = run.prepare(DataLoader(Numbered(21), batch_size=5)), run.prepare(DataLoader(Numbered(21), batch_size=5), train=False)
+        for _, y in train:
+            y.requires_grad_().sum().backward()
+        samples = 0
+        for x, _ in test:
+            samples += len(x)
+        inside = sum(run.sum(len(x)) for x, _ in test)
+        return run.sum(samples), inside
+
+    said: list[str] = []
+    assert workers(3, body, said=said) == [(21, 21)] * 3
+    assert not [text for text in said if "run.weight > 0" in text]
 
 
 @pytest.mark.parametrize(("size", "shares"), SHARES)
@@ -771,6 +887,7 @@ def one(call: Callable[[Run, Any], Any]) -> Callable[[Run], None]:
     ("call", "named"),
     [
         (lambda run, x: run.mean(1.0), "run.mean"),
+        (lambda run, x: run.sum(1.0), "run.sum"),
         (lambda run, x: run.gather(x), "run.gather"),
         (lambda run, x: run.save(), "run.save"),
         (lambda run, x: run.barrier(), "run.barrier"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from torch.optim import Optimizer
@@ -14,7 +14,7 @@ from paceline.session.checkpoint.layout import StateLayout
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.record.log import MetricsLog
 from paceline.state.snapshot import Snapshot, pack
-from paceline.state.versioned import Randomness
+from paceline.state.versioned import Randomness, WorkerGenerator
 from paceline.sync.abilities import Abilities
 from paceline.sync.base import Sync
 from paceline.sync.route_choice import alike, describe
@@ -93,6 +93,7 @@ class WorkerState:
     say: Callable[[str], None]
     log: MetricsLog | None = None
     route: dict[str, Any] | None = None
+    generator: WorkerGenerator = field(kw_only=True)  # of `randomness`: that of a place, not a rank
 
     def snapshot(self) -> Snapshot:
         """Pack this state; the tensors in it are the live ones, not copies."""
@@ -119,6 +120,9 @@ class WorkerState:
         self._compare_route(next((state.get("route") for state in states.values()), None))
         layout = self.layout.fingerprint() if self.layout.is_cut else ""
         same = all(state.get("layout", "") == layout for state in states.values())
+        for state in states.values():
+            if "generator" in state["randomness"]:
+                self.generator.load_state_dict(state["randomness"]["generator"])
         if rank in states:
             self.randomness.load_state_dict(states[rank]["randomness"])
             if self.log is not None:

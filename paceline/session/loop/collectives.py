@@ -1,4 +1,4 @@
-"""Collective calls of a run: the shared seed, `Run.mean` and `Run.gather`."""
+"""Collective calls of a run: the shared seed, `Run.mean`, `Run.sum` and `Run.gather`."""
 
 from __future__ import annotations
 
@@ -32,17 +32,34 @@ def mean(agreement: Agreement, group: Group, x: Tensor | float, weight: float) -
     tensor = x.detach() if isinstance(x, Tensor) else torch.tensor(float(x), dtype=torch.float64)
     if not (tensor.is_floating_point() or tensor.is_complex()):
         tensor = tensor.to(torch.float64)
-    form = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device.type}"
-    answers = [msgpack.unpackb(a) for a in agreement.meet("run.mean", msgpack.packb([form, weight]))]
-    if any(theirs != answers[0][0] for theirs, _ in answers):
-        sides = "; ".join(f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(answers))
-        raise UsageError(f"run.mean got different tensors ({sides}); give it the same shape, dtype and device on every worker")
-    total = math.fsum(theirs for _, theirs in answers)
+    total = math.fsum(_meet_alike(agreement, "run.mean", tensor, weight))
     if total == 0:
         raise UsageError("run.mean: the weights of all workers are zero; give weight=, or call it where some worker has samples")
     mine = tensor * (weight / total) if weight else torch.zeros_like(tensor)
     result = group.all_reduce(mine.contiguous(), name="run.mean").wait()
     return result if isinstance(x, Tensor) else float(result)
+
+
+def add_up(agreement: Agreement, group: Group, x: Tensor | float, *, ghost: bool) -> Tensor | float:
+    """Return the sum of `x` over workers, a number for a number; that of a `ghost` is left out."""
+    exact = None if isinstance(x, int) else torch.float64
+    tensor = x.detach() if isinstance(x, Tensor) else torch.tensor(x, dtype=exact)
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        tensor = tensor.to(torch.int64)
+    _meet_alike(agreement, "run.sum", tensor)
+    mine = torch.zeros_like(tensor) if ghost else tensor
+    total = group.all_reduce(mine.contiguous(), name="run.sum").wait()
+    return total if isinstance(x, Tensor) else total.item()
+
+
+def _meet_alike(agreement: Agreement, call: str, x: Tensor, weight: float = 1.0) -> list[float]:
+    """Return the weights of all workers. Raises `UsageError` if they have other kinds of tensors."""
+    form = f"{tuple(x.shape)} {x.dtype} on {x.device.type}"
+    answers = [msgpack.unpackb(a) for a in agreement.meet(call, msgpack.packb([form, weight]))]
+    if any(theirs != answers[0][0] for theirs, _ in answers):
+        sides = "; ".join(f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(answers))
+        raise UsageError(f"{call} got different tensors ({sides}); give it the same shape, dtype and device on every worker")
+    return [theirs for _, theirs in answers]
 
 
 def gather(agreement: Agreement, group: Group, x: Tensor, *, ghost: bool, order: Sequence[Sequence[int]] | None = None) -> Tensor:

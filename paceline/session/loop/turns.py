@@ -52,6 +52,7 @@ class TrainingLoop:
         self.observers = LoopObservers()
         self.steps = 0
         self.quiet = 0  # depth of no_sync
+        self.had_ghosts = False  # the latest loop had ghosts
         self.over = False  # all workers have agreed to stop: training loaders give no more steps
         self.models: list[nn.Module] = []
         self.scalers = context.step_state.scalers
@@ -162,6 +163,7 @@ class TrainingLoop:
             self.abilities.converge()  # replicas are evaluated as one
         progress = self._loaders.setdefault(id(loader), LoaderProgress(loader))
         progress.epoch_at = self._calls
+        self.had_ghosts = self.had_ghosts and bool(self._open)
         if loader.terms.training:
             self.end_broken()
             self.batch_use.epoch_begins(progress)
@@ -209,6 +211,8 @@ class TrainingLoop:
         turn, progress.turn = progress.turn, None
         if turn is None:
             return
+        if turn.source is not None and loader.terms.ghosts:
+            self.had_ghosts = True
         inner, leads = self._open[-1] is progress, progress is self.leader
         last, kept = inner or leads, progress.kept
         if turn.train:

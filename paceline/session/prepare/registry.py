@@ -18,6 +18,7 @@ from paceline.comm.group import Finished, Op, Work
 from paceline.comm.sample_queue import SampleQueue
 from paceline.data.balance import WorkerSpeeds
 from paceline.data.loader import ShareLoader, deal
+from paceline.data.rng import SampleOrder
 from paceline.errors import UsageError
 from paceline.parallel.batchnorm import desynchronise, synchronise
 from paceline.session.axes import RunAxes
@@ -69,6 +70,7 @@ class Prepared:
         self.tables = RunTables(context, backward)
         self._abilities, self._remote = loop.abilities, loop.abilities.remote
         self._remote_steps, self._speeds = RemoteSteps(loop, self.tables), WorkerSpeeds()
+        self.order = SampleOrder()
         self.clipping = GradientClipping(loop, cuts, axes, self._remote_steps)
 
     def prepare(self, objects: tuple[Any, ...], given: dict[str, Any]) -> list[Any]:
@@ -236,7 +238,7 @@ class Prepared:
     def _deal(self, loader: DataLoader[Any], options: dict[str, Any]) -> ShareLoader:
         tensor_peers.check(options, self.axes)
         loop, say, move = self._loop, self.context.announce, tensor_peers.compared(mover(self._device), self.axes)
-        options |= {"sample_queue": self._sample_queue, "speeds": self._speeds}
+        options |= {"sample_queue": self._sample_queue, "speeds": self._speeds, "order": self.order}
         dealt = deal(loader, self.context.agreement, hooks=loop, say=say, move=move, **options)
         self.loaders.append(dealt)
         self._add("loader", dealt)

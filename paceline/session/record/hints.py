@@ -88,13 +88,21 @@ class StartupHints:
 
     # ---- elsewhere
 
-    def haunted(self) -> None:
+    def had_ghosts(self) -> None:
         """Hint at metrics, as some workers had no samples in a step."""
         if HOME in sys.modules and not self._prepared.metrics:
             self._say(
                 f"some batches have fewer samples than there are workers, who get the first sample once more (a ghost), and {HOME} is in "
                 "use: a metric that is given batches of training counts that sample twice, unless it was given to run.prepare"
             )
+
+    def added_up(self) -> None:
+        """Hint at sums that a script has made over a loop in which some workers had no samples."""
+        self._say(
+            "run.sum after a loop in which some workers had no samples, and ran on the batch's first "
+            "one (a ghost): if the script added x up in that loop, call run.sum in it instead, or add "
+            "x * (run.weight > 0), so that ghosts don't count"
+        )
 
     def logged(self) -> None:
         """Hint at loaders, as the script logs numbers without one."""

@@ -28,7 +28,7 @@ from paceline.session.checkpoint.saving import CheckpointSaver, SaveRequest
 from paceline.session.checkpoint.state import WorkerState
 from paceline.session.record.history import RunHistory
 from paceline.session.run import Run
-from paceline.state.versioned import Randomness, Versioned
+from paceline.state.versioned import Randomness, Versioned, WorkerGenerator
 from tests.harness.cuts import network
 from tests.harness.runs import batches
 from tests.harness.runs import workers as run_workers
@@ -119,7 +119,8 @@ class Worker:
         self.state = Versioned(model=self.model, optimizer=self.optimizer)
         abilities: Any = SimpleNamespace(converge=lambda: None)
         sync: Any = self.sync
-        own = WorkerState(Randomness(), sync, abilities, [self.optimizer], state_layout, self.said.append)
+        mine: Any = Randomness(), sync, abilities, [self.optimizer], state_layout, self.said.append
+        own = WorkerState(*mine, generator=WorkerGenerator(0, rank, torch.device("cpu")))
         self.saving = CheckpointSaver(
             self.state,
             own,

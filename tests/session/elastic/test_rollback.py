@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.data.rng import SampleOrder
 from paceline.session.elastic.rollback import Rollback
-from paceline.state.versioned import Randomness
+from paceline.state.versioned import Randomness, WorkerGenerator
 
 
 def test_statistics_of_batchnorm_go_back_turn_after_turn() -> None:
@@ -27,3 +28,24 @@ def test_statistics_of_batchnorm_go_back_turn_after_turn() -> None:
         undo.begin(1)
         model(torch.randn(8, 3))
         assert not torch.equal(next(model.buffers()), before[0])
+
+
+def test_generators_go_back_and_so_does_the_order_of_samples() -> None:
+    own, order = WorkerGenerator(1, 0, torch.device("cpu")), SampleOrder()
+    backward: Any = SimpleNamespace(passes=1)
+    undo = Rollback(dict, [], Randomness(torch.device("cpu"), generator=own, order=order), backward)
+    order.begin()
+
+    def draw() -> list[float]:
+        drawn = [float(torch.rand(())), float(torch.rand((), generator=own.generator))]
+        with order.drawing():
+            return [*drawn, float(torch.rand(()))]
+
+    draw()  # the order is apart from torch's own generator from here on
+    undo.begin(1)
+    first = draw()
+    undo.back()
+    undo.begin(1)
+    assert draw() == first
+    undo.begin(1)
+    assert not set(draw()) & set(first)

@@ -19,7 +19,7 @@ lead_taken: PolicyCheck.led, TotalSteps.led
 first_step: ModelCuts.check_used, MemoryWatch.predict, StartupHints.prepared
 doubled: MemoryWatch.measure
 step_ended: MetricsLog.step, ReplicaComparer.step_ended, ShareFollower.step_ended, LinkWatch.step_ended, LogCollector.step_ended
-ghost_ended: StartupHints.haunted
+ghost_ended: StartupHints.had_ghosts
 went_back: MetricsLog.fold"""
 OBSERVING = PLAIN.replace("doubled:", "stepped: {}.stepped\ndoubled:")
 
