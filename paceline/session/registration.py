@@ -16,10 +16,11 @@ NAME = "paceline"
 def register() -> None:
     """Make torch.distributed know the backend; calling it twice is harmless."""
     from torch import distributed as dist
+    from torch.distributed.rendezvous import register_rendezvous_handler
 
     if dist.is_available() and NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
-        dist.register_rendezvous_handler(NAME, _meet)
+        register_rendezvous_handler(NAME, _meet)  # type: ignore[no-untyped-call]
 
 
 def _create(options: Any, chosen: Any = None) -> Any:
