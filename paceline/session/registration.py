@@ -16,11 +16,12 @@ NAME = "paceline"
 def register() -> None:
     """Make torch.distributed know the backend; calling it twice is harmless."""
     from torch import distributed as dist
-    from torch.distributed.rendezvous import register_rendezvous_handler
 
     if dist.is_available() and NAME.upper() not in dist.Backend._plugins:
+        from torch.distributed.rendezvous import register_rendezvous_handler
+
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
-        register_rendezvous_handler(NAME, _meet)  # type: ignore[no-untyped-call]
+        register_rendezvous_handler(NAME, _meet)
 
 
 def _create(options: Any, chosen: Any = None) -> Any:

@@ -87,3 +87,11 @@ def test_it_is_known_once() -> None:
     known = dist.Backend._plugins["PACELINE"]
     registration.register()
     assert dist.Backend._plugins["PACELINE"] is known
+
+
+def test_a_torch_without_distributed_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error there would end every `import torch`."""
+    monkeypatch.setattr(dist, "is_available", lambda: False)
+    monkeypatch.delattr(dist, "Backend")
+    monkeypatch.setitem(sys.modules, "torch.distributed.rendezvous", None)
+    registration.register()
