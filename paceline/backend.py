@@ -1,10 +1,12 @@
-"""Registers paceline as a backend of torch.distributed.
+"""paceline as a backend of torch.distributed.
 
-    import paceline.backend
-    dist.init_process_group("paceline")
+    dist.init_process_group("paceline")        torch knows the name wherever paceline is installed
+    dist.init_process_group("paceline", init_method="paceline://")        started by Slurm or MPI
+
+    import paceline.backend                    makes torch know it where entry points aren't loaded
 
     python -m paceline.backend train.py        a script that isn't touched: what asks for Gloo gets paceline
-    torchrun ... -m paceline.backend train.py
+    torchrun ... -m paceline.backend train.py        and srun, and mpirun
     paceline run --backend paceline train.py
 
 DDP, fully_shard, DTensor and all else that stands on torch.distributed then exchange CPU tensors by paceline's groups: through shared
@@ -17,13 +19,15 @@ import runpy
 import sys
 from pathlib import Path
 
-from paceline.session.torch_backend import register, replace_gloo
+from paceline.session.gloo_replacement import replace_gloo, set_torch_variables
+from paceline.session.registration import register
 
 
 def main(arguments: list[str]) -> None:
     """Run a script as Python would, with this backend in the place of Gloo."""
     if not arguments:
         raise SystemExit("usage: python -m paceline.backend SCRIPT [ARGUMENTS]")
+    set_torch_variables()
     replace_gloo()
     sys.argv[:] = arguments
     sys.path[0] = str(Path(arguments[0]).resolve().parent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -55,3 +56,10 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         return f'<figure role="img" aria-label="{found["alt"]}">{path.read_text()}</figure>'
 
     return re.sub(r'<img alt="(?P<alt>[^"]*)" src="[^"]*pictures/(?P<name>[\w-]+\.svg)" ?/?>', inline, html)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Warn of what pages load from elsewhere: the site has to work without a network."""
+    for path in sorted(Path(config.site_dir).rglob("*")):
+        for what in links.foreign(path.read_text()) if path.suffix in (".html", ".css") else ():
+            LOG.warning("%s loads something from elsewhere: %s", path.relative_to(config.site_dir), what)

@@ -1,4 +1,4 @@
-"""Links between files of the repository, as links between pages of the site: a page may lie elsewhere there."""
+"""Links between files of the repository, as links between pages of the site: a page may lie elsewhere there. And what pages load."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from collections.abc import Mapping
 
 CODE = re.compile(r"^(?P<fence> *```).*?^ *```|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
+FOREIGN = re.compile(
+    r"""<(?:script|img|iframe|embed|source|video|audio)\b[^>]*?\ssrc=["']?(?:https?:)?//[^>\s]+"""
+    r"""|<link\b(?![^>]*\srel=["']?canonical)[^>]*?\shref=["']?(?:https?:)?//[^>\s]+"""
+    r"""|(?:url\(|@import\s*)["']?(?:https?:)?//[^\s)]+""",
+    re.IGNORECASE,
+)
 
 
 def moved(text: str, *, source: str, here: str, homes: Mapping[str, str]) -> tuple[str, list[str]]:
@@ -33,3 +39,8 @@ def moved(text: str, *, source: str, here: str, homes: Mapping[str, str]) -> tup
         parts += [LINK.sub(lead, text[at : code.start()]), code[0]]
         at = code.end()
     return "".join([*parts, LINK.sub(lead, text[at:])]), lost
+
+
+def foreign(text: str) -> list[str]:
+    """Return what a page, or a sheet of styles, loads from elsewhere as it is shown; links to follow are none of it."""
+    return FOREIGN.findall(text)

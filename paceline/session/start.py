@@ -39,6 +39,7 @@ from paceline.session.record.hangs import HangDetector, check_lateness
 from paceline.session.record.log import OnNan
 from paceline.session.record.straggler_policy import Policy
 from paceline.session.records import Records
+from paceline.session.registration import register
 from paceline.session.replicas.compare import Comparison, Differing
 from paceline.session.run import Run, parts_of
 from paceline.session.servers import ServerStarter
@@ -220,6 +221,7 @@ def _context(worker_context: WorkerContext, undo: ExitStack) -> tuple[SyncContex
     group = everyone(worker_context)
     undo.callback(group.close)
     undo.callback(group.abort)
+    register()
     default = world(worker_context, group)
     if default is not None:
         undo.callback(default.close, failed=True)

@@ -1,15 +1,13 @@
-"""Makes process groups of the backend `paceline` for torch.distributed, and makes torch.distributed know it."""
+"""Makes process groups of the backend `paceline` for torch.distributed."""
 
 from __future__ import annotations
 
 import socket
 import sys
 from dataclasses import replace
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from paceline.cluster import network, store_client
 from paceline.cluster.discover import Place, discover
@@ -96,7 +94,6 @@ def world(worker_context: WorkerContext, group: Group) -> DefaultProcessGroup | 
     place = worker_context.place
     if place.size == 1 or place.worker is not None:
         return None
-    register()
     on_gpu = "cpu:gloo,cuda:nccl" if isinstance(group, TorchGroup) and group.backend == "nccl" else "gloo"
     backend = NAME if worker_context.device.type == "cpu" else on_gpu
     store, deadline = worker_context.store.sub("default").torch, worker_context.deadline
@@ -106,32 +103,3 @@ def world(worker_context: WorkerContext, group: Group) -> DefaultProcessGroup | 
     if found.why:
         worker_context.say(found.why)
     return found
-
-
-def register() -> None:
-    """Make torch.distributed know the backend; calling it twice is harmless."""
-    if NAME.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
-
-
-def replace_gloo() -> None:
-    """Make torch.distributed give a group of this backend to whoever asks for Gloo, or for nothing where no GPU is."""
-    torch_distributed = dist.distributed_c10d
-    make, barrier = torch_distributed._new_process_group_helper, torch_distributed.monitored_barrier
-
-    def make_ours(group_size: int, group_rank: int, global_ranks: Any, backend: Any, *args: Any, **options: Any) -> Any:
-        asked = str(backend).lower()
-        ours = asked in ("gloo", "cpu:gloo") or (asked in ("undefined", "none", "cpu:gloo,cuda:nccl") and not torch.cuda.is_available())
-        chosen = dist.Backend(NAME) if ours else backend
-        return make(group_size, group_rank, global_ranks, chosen, *args, **options)
-
-    def wait_for_all(group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait as torch does, which asks for Gloo by its name."""
-        waiting = dist.group.WORLD if group is None else group
-        if isinstance(waiting, GroupBackend):
-            waiting.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
-        else:
-            barrier(group, timeout, wait_all_ranks)
-
-    torch_distributed._new_process_group_helper = make_ours  # type: ignore[assignment]
-    torch_distributed.monitored_barrier = dist.monitored_barrier = wait_for_all

@@ -179,10 +179,3 @@ def test_the_address_of_a_store_is_where_workers_meet() -> None:
     nested = dist.PrefixStore("outer", dist.PrefixStore("inner", store))  # type: ignore[attr-defined]
     assert torch_backend._place(nested).meeting == ("localhost", store.port)
     assert torch_backend._place(HashStore()).meeting is None
-
-
-def test_it_is_known_once() -> None:
-    torch_backend.register()
-    known = dist.Backend._plugins["PACELINE"]
-    torch_backend.register()
-    assert dist.Backend._plugins["PACELINE"] is known and known.creator_fn is torch_backend.create

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from website.links import moved
+import pytest
+
+from website.links import foreign, moved
 
 HOMES = {"CONTRIBUTING.md": "contributing.md", "examples/train.py": "examples/train-py.md"}
 
@@ -27,3 +29,23 @@ def test_code_stays_as_it_is() -> None:
 
 def test_files_without_a_page_are_told() -> None:
     assert moved("[a](../LICENSE)", source="docs/a.md", here="a.md", homes=HOMES)[1] == ["../LICENSE"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<script src="https://unpkg.com/shim"></script>',
+        "<script async src=//cdn.example/x.js>",
+        '<link rel="stylesheet" href="https://fonts.example/css">',
+        '<img alt="a" src="http://badges.example/a.svg">',
+        "a { background: url('https://x.example/a.png') }",
+        '@import "https://x.example/a.css";',
+    ],
+)
+def test_what_is_loaded_from_elsewhere_is_found(text: str) -> None:
+    assert len(foreign(f"<p>{text}</p>")) == 1
+
+
+def test_links_to_follow_load_nothing() -> None:
+    text = '<a href="https://x.y/z">z</a><link rel="canonical" href="https://x.y/"><script src="../a.js"></script><img src="a.svg">'
+    assert foreign(text) == []

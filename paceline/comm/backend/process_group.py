@@ -20,6 +20,7 @@ from torch import Tensor
 
 from paceline.comm.backend.base import one, root_of
 from paceline.comm.backend.reductions import ReducingBackend
+from paceline.comm.backend.uncompiled import uncompiled
 from paceline.comm.backend.work import BackendWork, PairWork
 from paceline.comm.group import Group, Work, gather_into
 from paceline.errors import UsageError
@@ -27,6 +28,7 @@ from paceline.errors import UsageError
 SHORTEST = 1e-3  # seconds of a wait that was given none
 
 
+@uncompiled
 class GroupBackend(ReducingBackend):
     """A process group of torch.distributed over the `Group` that its ranks make when they first exchange something."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +25,11 @@ REDUCTIONS: dict[Any, Op] = {
     dist.ReduceOp.MIN: "min",
     dist.ReduceOp.MAX: "max",
 }
-BITWISE: dict[Any, Callable[..., Tensor]] = {
-    dist.ReduceOp.BAND: torch.bitwise_and,
-    dist.ReduceOp.BOR: torch.bitwise_or,
-    dist.ReduceOp.BXOR: torch.bitwise_xor,
+Fold = Callable[[list[Tensor]], Tensor]  # of the tensors of all ranks
+BITWISE: dict[Any, Fold] = {
+    dist.ReduceOp.BAND: partial(functools.reduce, torch.bitwise_and),
+    dist.ReduceOp.BOR: partial(functools.reduce, torch.bitwise_or),
+    dist.ReduceOp.BXOR: partial(functools.reduce, torch.bitwise_xor),
 }
 
 
@@ -38,7 +41,7 @@ class ReducingBackend(BackendBase):
         x = one(tensors, "all_reduce")
         if x.is_sparse:
             return self._follow(GlooResult(self._pairs.allreduce([x], opts), [x]), None, opts, [x])
-        op = reduction(opts)
+        op = reduction(opts, x)
         if callable(op) or x.numel() * x.element_size() < LEAST:
             return self._all_reduce([x], opts, [x])
         may_move, values = self._recurring.may_move(x, sys._getframe(1)), real(x)
@@ -55,9 +58,9 @@ class ReducingBackend(BackendBase):
         return self._all_reduce(tensors, opts, tensors)
 
     def _all_reduce(self, tensors: Sequence[Tensor], opts: Any, outputs: Any) -> BackendWork:
-        op = reduction(opts)
+        op = reduction(opts, *tensors)
         if callable(op):
-            return self._bitwise(tensors, op, opts, outputs)
+            return self._fold(tensors, op, opts, outputs)
         if len(tensors) == 1:
             x = real(tensors[0])
             return self._begin(lambda group: group.all_reduce(x, op=op, out=x), None, opts, outputs)
@@ -67,26 +70,24 @@ class ReducingBackend(BackendBase):
 
         return self._begin(call, None, opts, outputs)
 
-    def _bitwise(self, tensors: Sequence[Tensor], op: Callable[..., Tensor], opts: Any, outputs: Any) -> BackendWork:
+    def _fold(self, tensors: Sequence[Tensor], fold: Fold, opts: Any, outputs: Any) -> BackendWork:
         """Reduce by gathering, for operations that groups don't have."""
 
         def finish(gathered: list[list[Tensor]]) -> None:
             for x, parts in zip(tensors, gathered, strict=True):
-                total = parts[0]
-                for part in parts[1:]:
-                    total = op(total, part)
-                x.copy_(total)
+                x.copy_(fold(parts))
 
         return self._begin(lambda group: CompositeWork([group.all_gather(x) for x in tensors]), finish, opts, outputs)
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
         """Reduce to one rank, in place there; the tensors of others stay."""
-        x, op, root = one(tensors, "reduce"), reduction(opts), root_of(opts)
+        x, root = one(tensors, "reduce"), root_of(opts)
+        op = reduction(opts, x)
         if not 0 <= root < self._size:
             raise UsageError(f"reduce: root {root} is not one of the ranks 0 to {self._size - 1}")
         if callable(op):
             held = x if self._rank == root else x.clone()
-            return self._bitwise([held], op, opts, tensors)
+            return self._fold([held], op, opts, tensors)
         out = real(x) if self._rank == root else torch.empty_like(real(x), memory_format=torch.contiguous_format)
         return self._begin(lambda group: group.all_reduce(real(x), op=op, out=out), None, opts, tensors)
 
@@ -98,9 +99,9 @@ class ReducingBackend(BackendBase):
         whole = torch.cat([part.reshape(-1) for part in parts])
         if all(part.numel() == parts[0].numel() for part in parts):
             return self._reduce_scatter(out, whole, opts, outputs)
-        op = reduction(opts)
+        op = reduction(opts, whole)
         if callable(op):
-            raise UsageError("reduce_scatter: bitwise operations need tensors of one size")
+            raise UsageError("reduce_scatter: bitwise operations and averages of integers need tensors of one size")
         mine = parts[self._rank]
         if out.numel() != mine.numel() or out.dtype != whole.dtype:
             sizes = f"{out.dtype} {list(out.shape)} of {whole.dtype} {list(mine.shape)}"
@@ -126,7 +127,7 @@ class ReducingBackend(BackendBase):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, opts: Any, outputs: Any) -> BackendWork:
-        op = reduction(opts)
+        op = reduction(opts, x)
         if out.numel() * self._size != x.numel() or out.dtype != x.dtype:
             sizes = f"{out.dtype} {list(out.shape)} of {x.dtype} {list(x.shape)}"
             raise UsageError(f"reduce_scatter over {self._size} ranks can't give {sizes}: its output has that part of the input")
@@ -136,7 +137,7 @@ class ReducingBackend(BackendBase):
             def take(_: Any) -> None:
                 out.copy_(held.view(self._size, -1)[rank].view(out.shape))
 
-            return self._join([self._bitwise([held], op, opts, outputs)], opts, outputs, take)
+            return self._join([self._fold([held], op, opts, outputs)], opts, outputs, take)
         into = real(out)
 
         def call(group: Group) -> Work[Any]:
@@ -151,9 +152,11 @@ class ReducingBackend(BackendBase):
         return self._begin(call, finish, opts, outputs)
 
 
-def reduction(opts: Any) -> Op | Callable[..., Tensor]:
-    """Return which reduction torch asks for: one that groups have, or a function of two tensors."""
+def reduction(opts: Any, *tensors: Tensor) -> Op | Fold:
+    """Return which reduction of `tensors` torch asks for: one that groups have, or a function of the tensors of all ranks."""
     op = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
+    if op == dist.ReduceOp.AVG and all(_whole(x) for x in tensors):
+        return _average_integers
     for known, name in REDUCTIONS.items():
         if op == known:
             return name
@@ -161,6 +164,15 @@ def reduction(opts: Any) -> Op | Callable[..., Tensor]:
         if op == known:
             return function
     raise UsageError(f"{op} is not a reduction of the backend paceline; there are {', '.join(map(str, (*REDUCTIONS, *BITWISE)))}")
+
+
+def _whole(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def _average_integers(parts: list[Tensor]) -> Tensor:
+    """Divide the sum as NCCL does: rounded towards zero, in the dtype of the parts."""
+    return functools.reduce(torch.add, parts).div(len(parts), rounding_mode="trunc")
 
 
 def real(x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ else:
 
 from paceline.at_exit import at_exit
 from paceline.comm.backend import backward
+from paceline.comm.backend.uncompiled import uncompiled
 from paceline.comm.group import Work, as_begun, begun
 from paceline.errors import DeadlineExceeded, PacelineError, WorkerLost
 
@@ -28,6 +29,7 @@ SHORTEST = 1e-3  # seconds of a wait: Gloo takes none for any time
 FAREWELL = 1.0  # seconds that the thread may take to end
 
 
+@uncompiled
 class BackendWork(TorchWork):
     """A work of torch.distributed over one of ours. `finish` takes the result of ours to where the caller wants it, once.
 

@@ -83,6 +83,31 @@ def test_reductions_of_bits_and_of_complex_numbers(run: Any, size: int) -> None:
 
 @RUNNERS
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8], ids=str)
+def test_averages_of_integers_are_rounded_towards_zero(run: Any, size: int, dtype: torch.dtype) -> None:
+    """As NCCL's are: the sum, divided as C divides."""
+
+    def source(rank: int) -> Tensor:
+        return torch.tensor([7 + rank, 3, 70, -5 - rank if dtype.is_signed else 9, 0, 1]).to(dtype)
+
+    def body(group: GroupBackend) -> Any:
+        whole, large, piece = source(group.rank()), source(group.rank()).repeat(1 << 15), torch.empty(6, dtype=dtype)
+        group.allreduce([whole], reducing(dist.ReduceOp.AVG)).wait()
+        group.allreduce([large], reducing(dist.ReduceOp.AVG)).wait()
+        at_root = source(group.rank())
+        group.reduce([at_root], reducing(dist.ReduceOp.AVG, dist.ReduceOptions, root=0)).wait()
+        group.reduce_scatter_single(piece, source(group.rank()).repeat(size), reducing(dist.ReduceOp.AVG, dist.ReduceScatterOptions)).wait()
+        return whole, large, at_root, piece
+
+    sums = sum(source(rank).long() for rank in range(size)).tolist()
+    wanted = torch.tensor([int(x / size) for x in sums]).to(dtype)
+    for rank, (whole, large, at_root, piece) in enumerate(run(size, body)):
+        assert torch.equal(whole, wanted) and torch.equal(large, wanted.repeat(1 << 15)) and torch.equal(piece, wanted)
+        assert torch.equal(at_root, wanted if rank == 0 else source(rank))
+
+
+@RUNNERS
+@pytest.mark.parametrize("size", SIZES)
 def test_reduce_scatter(run: Any, size: int) -> None:
     uneven = [(2 + rank, 3) for rank in range(size)]
 

@@ -1,0 +1,81 @@
+"""Puts the backend `paceline` in Gloo's place, in this process and in those that it starts by multiprocessing."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from multiprocessing import spawn
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.cluster import secret as secrets
+from paceline.cluster.discover import discover
+from paceline.errors import PlaceError
+from paceline.session.registration import NAME, register
+
+SECRET = "PACELINE_SECRET_FD"
+
+
+def replace_gloo() -> None:
+    """Make torch.distributed give a group of this backend to whoever asks for Gloo, or for nothing where no GPU is."""
+    register()
+    torch_distributed = dist.distributed_c10d
+    make, barrier = torch_distributed._new_process_group_helper, torch_distributed.monitored_barrier
+
+    def make_ours(group_size: int, group_rank: int, global_ranks: Any, backend: Any, *args: Any, **options: Any) -> Any:
+        asked = str(backend).lower()
+        ours = asked in ("gloo", "cpu:gloo") or (asked in ("undefined", "none", "cpu:gloo,cuda:nccl") and not torch.cuda.is_available())
+        chosen = dist.Backend(NAME) if ours else backend
+        return make(group_size, group_rank, global_ranks, chosen, *args, **options)
+
+    def wait_for_all(group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait as torch does, which asks for Gloo by its name."""
+        from paceline.comm.backend.process_group import GroupBackend  # not in children that use no groups
+
+        waiting = dist.group.WORLD if group is None else group
+        if isinstance(waiting, GroupBackend):
+            waiting.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
+        else:
+            barrier(group, timeout, wait_all_ranks)
+
+    torch_distributed._new_process_group_helper = make_ours  # type: ignore[assignment]
+    torch_distributed.monitored_barrier = dist.monitored_barrier = wait_for_all
+    _tell_children()
+
+
+def _tell_children() -> None:
+    """Have processes that multiprocessing starts anew (spawn, forkserver) replace Gloo, too, before they read the script.
+
+    What they are sent first is a dict that they unpickle whole, and of which they use the keys that they know.
+    """
+    prepare = spawn.get_preparation_data
+    spawn.get_preparation_data = lambda name: {**prepare(name), NAME: _Replacement()}
+
+
+class _Replacement:
+    """What replaces Gloo where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        lent = os.environ.get(SECRET)  # a descriptor, which such a child doesn't inherit
+        return _replace_in_child, (None if lent is None else secrets.borrow(int(lent)),)
+
+
+def _replace_in_child(secret: bytes | None) -> None:
+    if secret is not None:
+        os.environ[SECRET] = str(secrets.lend(secret))
+    replace_gloo()
+
+
+def set_torch_variables() -> None:
+    """Set what `init_method="env://"` reads, as torchrun does, where Slurm or MPI have started this process."""
+    try:
+        place = discover()
+    except PlaceError:
+        return  # the script may know by itself who it is
+    if place.launcher in ("alone", "paceline", "torchrun"):
+        return
+    host, port = place.meeting or ("127.0.0.1", 0)
+    ranks = {"RANK": place.rank, "LOCAL_RANK": place.local_rank, "WORLD_SIZE": place.size, "LOCAL_WORLD_SIZE": place.local_size}
+    os.environ.update({name: str(value) for name, value in (ranks | {"MASTER_ADDR": host, "MASTER_PORT": port}).items()})

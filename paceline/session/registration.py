@@ -1,0 +1,42 @@
+"""Makes torch.distributed know the backend `paceline`, and the meeting point of its launcher, `paceline://`.
+
+`import torch` calls `register` wherever paceline is installed (the entry point of `torch.backends` in
+pyproject.toml). So nothing is imported here before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+NAME = "paceline"
+
+
+def register() -> None:
+    """Make torch.distributed know the backend; calling it twice is harmless."""
+    from torch import distributed as dist
+
+    if dist.is_available() and NAME.upper() not in dist.Backend._plugins:
+        from torch.distributed.rendezvous import register_rendezvous_handler
+
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+        register_rendezvous_handler(NAME, _meet)
+
+
+def _create(options: Any, chosen: Any = None) -> Any:
+    from paceline.session.torch_backend import create
+
+    return create(options, chosen)
+
+
+def _meet(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, int, int]]:
+    """Give torch the store of this job, and the rank and size that its launcher says."""
+    from paceline.cluster.discover import discover
+    from paceline.cluster.store import connect
+    from paceline.errors import UsageError
+
+    if url != f"{NAME}://":
+        raise UsageError(f"init_method is {url!r}, where the launcher says who is who: give '{NAME}://' alone, without rank and world_size")
+    place = discover()
+    yield connect(place, deadline=timeout.total_seconds()).torch, place.rank, place.size
