@@ -32,6 +32,6 @@ def test_a_loss_that_is_no_number(tmp_path: Path) -> None:
 def test_under_way_and_not_begun(tmp_path: Path) -> None:
     folder = RunFolder(finished(tmp_path))
     folder.summary.unlink()
-    assert verdict(read(folder))[0] == "The run has not ended: so far it has trained 6,400 samples in 100 steps in 0:10."
+    assert verdict(read(folder))[0] == "So far it has trained 6,400 samples in 100 steps in 0:10."
     folder.metrics.write_text("")
     assert verdict(read(folder)) == [UNSTARTED]

@@ -39,6 +39,7 @@ def page_data(folder: Path | RunFolder, metrics: MetricsReader | None = None) ->
     return {
         "name": folder.name,
         "ended": facts.ended,
+        "standing": facts.standing._asdict(),
         "verdict": verdict(facts),
         "advice": [{**remark._asdict(), "saves": remark.saves} for remark in advice],
         "quiet": "" if advice else quiet(facts),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -102,6 +103,40 @@ def test_the_folder_of_the_run_and_how_to_go_on(job: Jobs, saves: bool, sequel: 
     ended = interrupt(start(job, TRAINING.format(saves=saves), launcher=PRELOADED, **UNHURRIED))
     assert ended.code == 130 and ended.last == f"paceline: interrupted: 2 workers ended; the run is in runs/circle{sequel}"
     assert "Traceback" not in ended.err and "KeyboardInterrupt" not in ended.err
+
+
+FAILING_RUN = """
+import paceline as pl
+from torch import nn
+import os, signal, torch
+with pl.start(folder="runs", name="circle") as run:
+    model = run.prepare(nn.Linear(4, 1))
+    run.save()
+    if run.rank == {rank}:
+        {fails}
+    run.group.barrier()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rank", "fails", "why"),
+    [
+        (0, "os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL"),
+        (1, "os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL"),
+        (1, "raise ValueError('no')", "ValueError: no"),
+    ],
+)
+def test_a_failure_says_where_the_run_is_and_leaves_there_why(job: Jobs, rank: int, fails: str, why: str) -> None:
+    (job.folder / "script.py").write_text(FAILING_RUN.format(rank=rank, fails=fails))
+    ended = job.start([sys.executable, *PRELOADED, "run", "--workers", "2", "script.py"]).end()
+    killed = "SIGKILL" in why
+    assert 'run.resume("runs/circle") goes on from its newest checkpoint' in ended.last, ended.err
+    assert ("--restarts" in ended.last and "--min-workers" in ended.last) == killed, ended.last
+    assert killed or sum(line.startswith("[1] Traceback") for line in ended.err.splitlines()) == 1, ended.err
+    live = json.loads((job.folder / "runs" / "circle" / "live.json").read_text())["live"]
+    assert live["state"] == "failed" and live["why"].startswith(f"rank {rank} on ") and why in live["why"]
+    assert live["script"] == "script.py"
 
 
 def test_before_workers_have_started() -> None:

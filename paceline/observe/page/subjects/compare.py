@@ -13,6 +13,7 @@ from paceline.observe.page.drawing.plots import Curve, Numbers, Plot, draw, fini
 from paceline.observe.page.drawing.scales import Scale, Words
 from paceline.observe.page.markup import Markup, element, join
 from paceline.observe.page.subjects import setup
+from paceline.observe.page.subjects.overview import badge
 from paceline.observe.page.subjects.time import WORDS as PART_WORDS
 from paceline.observe.page.subjects.traffic import WORDS as SENT_WORDS
 from paceline.session.record.folder import PARTS, SENT
@@ -25,7 +26,7 @@ def overview(datas: Datas) -> Markup:
     head = ("run", "loss", "steps", "a step", "samples/s", "time", "compute", "sent in a step")
     rows = (
         (
-            join(swatch(at), " ", label),
+            join(swatch(at), " ", label, *([] if data["ended"] else [" ", badge(data)])),
             figure(data, ("final_loss",), scales.plain),
             figure(data, ("steps",), scales.whole),
             summed(data, ("step_seconds",), scales.seconds),
@@ -36,12 +37,14 @@ def overview(datas: Datas) -> Markup:
         )
         for at, (label, data) in enumerate(zip(labels(datas), datas, strict=True))
     )
-    verdicts = (
-        element("li", None, element("b", None, label), ": ", " ".join(data["verdict"]))
-        for label, data in zip(labels(datas), datas, strict=True)
-    )
+    verdicts = (element("li", None, element("b", None, label), *_verdict(data)) for label, data in zip(labels(datas), datas, strict=True))
     title = element("h1", None, f"{len(datas)} runs compared")
     return join(title, table(head, _marked(rows), "The runs"), element("ul", {"class": "verdicts"}, verdicts))
+
+
+def _verdict(data: Mapping[str, Any]) -> Iterator[str]:
+    yield ": " if data["ended"] else f" {data['standing']['words']}. "
+    yield " ".join(data["verdict"])
 
 
 def labels(datas: Datas) -> list[str]:

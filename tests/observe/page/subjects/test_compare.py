@@ -8,7 +8,10 @@ import pytest
 
 from paceline.observe.page.data import page_data
 from paceline.observe.page.subjects import compare
+from paceline.session.record.folder import RunFolder
+from paceline.session.record.live import LiveRecord
 from tests.harness.finished_runs import finished
+from tests.harness.live_runs import facts
 from tests.harness.page_runs import whole
 from tests.harness.pages import tree
 
@@ -49,6 +52,14 @@ def test_a_run_under_way(tmp_path: Path) -> None:
     assert "Settings of run (1) are known once the run has ended." in compare.differences(
         [page_data(folder), page_data(whole(tmp_path / "b"))]
     )
+
+
+def test_a_run_that_has_failed_says_so_beside_its_name(tmp_path: Path) -> None:
+    folder = whole(tmp_path / "a")
+    (folder / "summary.json").unlink()
+    LiveRecord(RunFolder(folder), lambda: True, lambda: facts(live={"step": 40}), print).fail(ValueError, ValueError("no"))
+    text = compare.overview([page_data(folder), page_data(whole(tmp_path / "b"))])
+    assert "failed at step 40: ValueError: no" in text and text.count(">failed<") == 1
 
 
 def test_bytes_of_runs_that_sent_none(tmp_path: Path) -> None:
