@@ -7,7 +7,9 @@ import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
+from paceline.errors import UsageError
 from paceline.timings import DEFAULTS, RendezvousTimings
 
 # Those of `paceline run` that make a job of several workers: after the script they are the script's, and it runs alone.
@@ -75,6 +77,14 @@ def line(script: str, args: Sequence[str], options: Mapping[str, object]) -> str
     """Write the command of a job; options that are None are left out, as their defaults are."""
     given = [word for name, value in options.items() if value is not None for word in (f"--{name.replace('_', '-')}", str(value))]
     return shlex.join(["paceline", "run", *given, script, *args])
+
+
+def no_terminal(*args: object, **named: object) -> NoReturn:
+    """Say what to do in the place of `breakpoint()`, which calls this in workers."""
+    raise UsageError(
+        "breakpoint() needs a terminal, and workers have none: run the script alone, `python ...`, as one worker, or name a debugger that "
+        "is reached in another way, such as PYTHONBREAKPOINT=remote_pdb.set_trace (PYTHONBREAKPOINT=0 goes past it)"
+    )
 
 
 class WaitReminder:

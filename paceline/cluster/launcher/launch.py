@@ -425,6 +425,7 @@ def _shared_variables(job: LaunchRequest, environ: Mapping[str, str], table: tup
         kept["OMP_NUM_THREADS"] = str(job.threads)
     kept.setdefault("OMP_NUM_THREADS", str(max(1, machine.cores() // here)))
     kept.setdefault("PYTHONUNBUFFERED", "1")  # pipes would hold lines back
+    kept.setdefault("PYTHONBREAKPOINT", f"{hints.__name__}.{hints.no_terminal.__name__}")
     carrier = network.carrier(mine.address)
     if carrier is not None:
         # For scripts that use torch.distributed by themselves: Gloo and NCCL would guess from the host's name.

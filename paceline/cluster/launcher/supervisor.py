@@ -258,7 +258,7 @@ class Supervisor:
                 self._told(verdict)
             self._repeat(verdict)
             sequel = "" if self._restarts is None else self._restarts.words
-            alone = self._restarts is self._mending is self._told is None
+            alone = self._restarts is None and self._mending is None and self._told is None
             left = self._job_end.left(verdict, alone=alone) if not sequel else ""
             last = [verdict.line(), left, "its last words are above" if verdict.tail else "", sequel]
             self._err.say("; ".join(filter(None, last)))

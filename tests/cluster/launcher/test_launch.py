@@ -162,6 +162,12 @@ class TestScreen:
         assert sink.text() == b"yes\n"
 
 
+def test_breakpoints_say_that_there_is_no_terminal(script, launch):
+    code, _, err = launch(script("breakpoint()"), 2).end()
+    assert code == 1 and "breakpoint() needs a terminal" in err and "BdbQuit" not in err
+    assert launch(script("breakpoint()"), 2, PYTHONBREAKPOINT="0").end()[0] == 0
+
+
 SHOWN = short_timings.environ(supervisor=short_timings.CAUSE)
 
 
