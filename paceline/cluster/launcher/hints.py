@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from paceline.errors import UsageError
+from paceline.formatting import counted
 from paceline.timings import DEFAULTS, RendezvousTimings
 
 # Those of `paceline run` that make a job of several workers: after the script they are the script's, and it runs alone.
@@ -56,6 +57,17 @@ def _mentions(script: Path, option: str) -> bool:
             return re.search(rb"""['"]%s['"]""" % option.encode(), file.read(_LONGEST_SCRIPT)) is not None
     except OSError:
         return False
+
+
+def starting(script: str, workers: int, join: str | None) -> str:
+    """Say what is being started, as the first word of it may take a while."""
+    return f"starting {counted(workers, 'worker')} of {Path(script).name}{'' if join is None else f', with those of other hosts by {join}'}"
+
+
+def joined(workers: Sequence[int], ranks: Sequence[int]) -> str:
+    """Say that hosts with so many workers each have met; those of this one have these ranks."""
+    mine = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return f"joined {counted(len(workers) - 1, 'other host')}: {counted(sum(workers), 'worker')} in all, {mine} of them here"
 
 
 def leftover(script: str, args: Sequence[str]) -> str:

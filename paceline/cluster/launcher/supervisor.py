@@ -55,9 +55,11 @@ class Supervisor:
         told: Callable[[Failure], object] | None = None,
         restarts: JobRestarts | None = None,
         watcher: RunWatcher | None = None,
+        finished: str = "",
         timings: Timings = DEFAULTS,
     ) -> None:
         self._peers, self._restarts, self._told, self._watcher = peers, restarts, told, watcher
+        self._finished = finished  # what is said last if all end well
         self._timings = timings.supervisor
         self._workers: list[WorkerProcess] = []
         self._out, self._err = screens() if shown is None else shown
@@ -263,6 +265,8 @@ class Supervisor:
             last = [verdict.line(), left, "its last words are above" if verdict.tail else "", sequel]
             self._err.say("; ".join(filter(None, last)))
             _tell(self._watcher, verdict.line().removeprefix("paceline: "), sequel)
+        elif verdict is None and self._asked is None and not self._leaving and self._finished:
+            self._err.say(f"paceline: {self._finished}")
         if self._job_end.line is not None:
             self._err.say(self._job_end.line)
         _flush({self._out, self._err}, wake, self._timings, lambda: self._asked is not None or bool(self._signals))

@@ -272,6 +272,10 @@ class TestLaunchers:
         assert [code for code, _, _ in ended] == [0, 0], ended
         rows = sorted(line.split(" ", 1)[1] for _, out, _ in ended for line in out.splitlines())
         assert rows == ["0 0 0 2", "0 1 2 2", "1 0 1 2", "1 1 3 2"]
+        for _, out, err in ended:  # each host says at once what it starts, whom it has met, and how that ended
+            ranks = ", ".join(sorted(line.split()[3] for line in out.splitlines()))
+            own = [line for line in err.splitlines() if "paceline: " in line and "take turns" not in line and "waits" not in line]
+            assert [line.split()[1] for line in own] == ["starting", "joined", "2"] and f"ranks {ranks} of them here" in own[1], err
 
     @pytest.mark.slow
     def test_workers_meet_in_the_store(self, job: Jobs):

@@ -49,7 +49,8 @@ def interrupt(started: Job, number: int = signal.SIGINT) -> Ended:
 )
 def test_one_line_says_it(job: Jobs, number: int, asked: str) -> None:
     ended = interrupt(start(job, "ready()", **UNHURRIED), number)
-    assert ended == (128 + number, "", f"paceline: {asked}: 2 workers ended\n")
+    assert (ended.code, ended.out) == (128 + number, "")
+    assert ended.err.splitlines() == ["paceline: starting 2 workers of script.py", f"paceline: {asked}: 2 workers ended"]
 
 
 FAILING = """
@@ -79,7 +80,7 @@ def test_those_that_had_to_be_killed_are_counted(job: Jobs) -> None:
         said = interrupt(start(job, stubborn, **timings)).err
         if "2 by" not in said:
             break
-    assert said == "paceline: interrupted: 2 workers ended (1 by SIGKILL)\n"
+    assert said.splitlines()[1:] == ["paceline: interrupted: 2 workers ended (1 by SIGKILL)"]
 
 
 TRAINING = """

@@ -27,7 +27,13 @@ class TestOutput:
         code, out, err = launch(script("print('out', rank); print('err', rank, file=sys.stderr)"), 2).end()
         assert code == 0
         assert sorted(out.splitlines()) == ["[0] out 0", "[1] out 1"]
-        assert sorted(err.splitlines()) == ["[0] err 0", "[1] err 1"]
+        first, *lines, last = err.splitlines()
+        assert sorted(lines) == ["[0] err 0", "[1] err 1"]
+        assert (first, last) == ("paceline: starting 2 workers of script.py", "paceline: 2 workers ended well")
+
+    def test_quietly_nothing_is_said_of_what_goes_well(self, script, launch):
+        body = script("import os; print(os.environ['PACELINE_STATUS_EVERY'])")
+        assert launch(body, 1, progress=float("inf")).end() == (0, "[0] inf\n", "")
 
     def test_lines_never_mix(self, script, launch):
         body = "for i in range(300):\n    for part in ('x' * 50, 'y' * 50, f'{i}\\n'):\n        os.write(1, (f'{rank}' + part).encode())"
