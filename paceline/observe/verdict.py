@@ -45,7 +45,7 @@ def _means(facts: RunFacts) -> str:
     if not found:
         return quiet(facts)
     best = max(found, key=lambda remark: (not remark.most, remark.gain))
-    return f"{headline(best)}; what is advised below {best.saves}."
+    return f"{headline(best)}; what `paceline report` advises {best.saves}."
 
 
 def headline(remark: Remark) -> str:

@@ -183,8 +183,14 @@ def _work(
         mending = None if assembly is None else partial(_mending, job, assembly, ready.again, mine.timings)
         shown, told = bar.screens(surroundings, bare=job.bare), calls.judge(job.call)
         mark = surroundings["PACELINE_JOB"]
-        options = {"shown": shown, "told": told, "watcher": watcher, "finished": _finished(job), "timings": mine.timings}
-        supervisor = Supervisor(ready.host, mark, ready.peers, mending, **options)
+        supervisor = Supervisor(
+            *(ready.host, mark, ready.peers, mending),
+            shown=shown,
+            told=told,
+            watcher=watcher,
+            finished=_finished(job),
+            timings=mine.timings,
+        )
         code = supervisor.run(ready.tasks, started=inherited.close)  # what workers inherit is theirs alone from then on
         back = assembly is not None and assembly.cut_off and not supervisor.asked and job.patience > 0
         return code, assembly.points if back and assembly is not None else [], [task.rank for task in ready.tasks]
