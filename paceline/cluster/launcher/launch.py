@@ -75,7 +75,6 @@ def run(job: LaunchRequest, environ: Mapping[str, str] | None = None, watcher: R
         machine.allow_descriptors(_DESCRIPTORS + 8 * job.workers + 4 * job.workers * job.hosts)
         if job.workers == job.hosts == 1:
             _say(hints.misplaced(job.script, job.args))
-        _tell(job, hints.starting(job.script, job.workers, job.join))
         if job.restarts and job.min_workers is None:
             return _work_again(job, surroundings, JobRestarts(job.restarts, patience=job.patience if job.hosts > 1 else 0.0), watcher)
         code, points, ranks = _work(job, surroundings, watcher)
@@ -251,6 +250,7 @@ class _HostOffer:
 def _bring(job: LaunchRequest, environ: Mapping[str, str], held: ExitStack, inherited: ExitStack) -> _HostOffer:
     """Choose addresses and ports."""
     key = shared_secret(job, environ)
+    _tell(job, hints.starting(job.script, job.workers, job.join))
     interface = environ.get("PACELINE_INTERFACE")
     address = "127.0.0.1" if interface is None else network.override(interface)
     if job.join is not None and interface is None:
