@@ -16,7 +16,7 @@ from paceline.bench import command
 from paceline.cluster import mesh as shape
 from paceline.cluster.discover import environment
 from paceline.cluster.launcher import launch, output
-from paceline.cluster.launcher.request import LaunchRequest
+from paceline.cluster.launcher.request import QUIET, LaunchRequest
 from paceline.cluster.launcher.supervisor import RunWatcher
 from paceline.commands import lab
 from paceline.commands.watch import watch as watch_run
@@ -83,6 +83,8 @@ def run(
     report_to: options.ReportTo = None,
     backend: options.Backend = None,
     watch: options.Watch = None,
+    progress: options.Progress = None,
+    quiet: options.Quiet = False,
 ) -> None:
     """Start the workers of this host, and watch them to the end."""
     job = LaunchRequest(
@@ -108,6 +110,7 @@ def run(
         cluster=cluster,
         report_to=report_to,
         backend=backend,
+        progress=QUIET if quiet else progress,
     )
     given = {} if interface is None else {"PACELINE_INTERFACE": interface}
     if watch is None:

@@ -33,6 +33,8 @@ Watch = Annotated[
     str | None, typer.Option(metavar="[HOST:]PORT", help="Serve a page that shows the run while it trains (needs paceline[watch]).")
 ]
 MinWorkers = Annotated[int | None, typer.Option(help="Go on when workers die, as long as there are so many in all.")]
+Progress = Annotated[float | None, typer.Option(metavar="N", help="Seconds between two lines on the progress, where it is no bar.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Say nothing of what goes well: no progress, and no lines of the launcher's own.")]
 Hosts = Annotated[int, typer.Option(help="Hosts in the job; run the same line on each.")]
 Join = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where hosts meet: the first host, and a free port there.")]
 HostRank = Annotated[int | None, typer.Option(help="Number of this host, from 0; default: found out when they meet.")]

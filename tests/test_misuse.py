@@ -42,6 +42,23 @@ def blames(ended: Ended, rank: int, text: str) -> None:
     assert any(line.endswith("Traceback (most recent call last):") for line in traceback), ended.err
 
 
+UNGUARDED = """
+run = pl.start()
+model, optimizer, loader = parts(run, num_workers=1, multiprocessing_context="spawn")
+for x, y in loader:
+    step(run, model, optimizer, x, y)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.real_processes
+def test_a_script_that_its_readers_import_again(job):
+    ended = job.start([sys.executable, job.write(UNGUARDED)]).end()
+    lines = ended.err.splitlines()
+    assert ended.code == 1 and sum("__name__ ==" in line for line in lines) == 1, ended.err
+    assert sum(line.startswith("Traceback") for line in lines) == 1 and "spawn_main" not in ended.err, ended.err
+
+
 class TestCommand:
     """What is wrong is seen before any worker is started, and torch isn't even imported."""
 

@@ -111,6 +111,7 @@ class Place:
     job_start: JobStart | None = None  # where the job may start again (`paceline run --restarts`)
     call: CallPlace | None = None  # of a worker that carries out a call (`pl.launch`)
     bar: bool = False  # whether a bar may be drawn: by its launcher (paceline run), or by a process that is alone
+    status_every: float | None = None  # seconds between two lines on the run's progress; infinite: none
     breaks: bool = True  # whether the terminal breaks lines anew when it becomes narrower
     timings: Timings = DEFAULTS
 
@@ -184,6 +185,7 @@ def _paceline(environ: Environ) -> Place | None:
         job_start=job_start(environ),
         call=CallPlace.load(environ["PACELINE_CALL"]) if "PACELINE_CALL" in environ else None,
         bar=environ.get("PACELINE_BAR") == "1",
+        status_every=_pause(environ.get("PACELINE_STATUS_EVERY")),
     )
 
 
@@ -375,6 +377,10 @@ def seconds(text: str, name: str) -> float:
     if not 0 < value < math.inf:
         raise PlaceError(f"{name}={text} isn't a positive number of seconds")
     return value
+
+
+def _pause(text: str | None) -> float | None:
+    return None if not text else math.inf if text == str(math.inf) else seconds(text, "PACELINE_STATUS_EVERY")
 
 
 def _check(place: Place) -> None:

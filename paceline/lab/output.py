@@ -14,7 +14,7 @@ Who: TypeAlias = tuple[int, int | None]  # host, and rank; the launcher of the h
 
 _RANK: Final = re.compile(rb"\[(\d+)\] ")
 _CLOSING: Final = re.compile(rb"paceline: what rank (\d+) said last:")
-_WAITING: Final = re.compile(rb"paceline: (waits at|nobody answers at|has come to) ")  # for users that start hosts by hand
+_WAITING: Final = re.compile(rb"paceline: (waits at|nobody answers at|has come to|starting|joined|\d+ workers? ended well)\b")  # to users
 _VERDICT: Final = re.compile(rb"paceline: (rank \d+ on|host) \S+ .*")
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,7 +14,9 @@ from paceline.cluster.mesh import Mesh
 from paceline.errors import UsageError
 from paceline.observe import serving
 from paceline.observe.metrics import Floats, MetricsReader
+from paceline.observe.watch.now import GONE
 from paceline.session.record.folder import PARTS, RunFolder
+from paceline.session.record.live import alive
 from paceline.session.record.pipeline_profile import PipelineProfile
 
 WARM, TENTHS, FEWEST = 5, 10, 25  # first steps that are left out; stretches that are compared; fewer steps tell nothing for sure
@@ -81,6 +84,17 @@ class SteadyTimes:
         return self.least[part] >= seconds and self.least[part] > share * self.step
 
 
+class Standing(NamedTuple):
+    """How a run stands: in one word, and in words that follow on its name."""
+
+    state: str  # "ended", "failed", "running", "gone"; "open" if nothing tells whether it is running or gone
+    words: str
+
+
+ENDED = Standing("ended", "has ended")
+OPEN = Standing("open", "has not ended (no summary.json): it is still running, or was broken off")
+
+
 @dataclass(frozen=True)
 class RunFacts:
     """The facts in the files of a run; a run that has not ended lacks those that only the summary has."""
@@ -114,6 +128,7 @@ class RunFacts:
     write: float = 0.0  # seconds that each took until it was on the disk
     background: bool = False  # whether all were asked for in the background
     servers: list[serving.ServerFacts] = field(default_factory=list)
+    standing: Standing = ENDED
 
     @property
     def step(self) -> float:
@@ -155,7 +170,7 @@ def read(folder: RunFolder, metrics: MetricsReader | None = None) -> RunFacts:
         near = f"runs in {folder.path.parent}: {', '.join(runs[-8:])}" if runs else f"{folder.path.parent} holds no runs"
         raise UsageError(f"there is no run folder {folder.path}; {near}")
     if not any(folder.path.iterdir()):
-        return RunFacts(folder.name, False, 0, 0, None, dict.fromkeys(PARTS, 0.0))
+        return RunFacts(folder.name, False, 0, 0, None, dict.fromkeys(PARTS, 0.0), standing=OPEN)
     runs = sorted(path.parent.name for path in folder.path.glob("*/metrics.jsonl"))
     inside = f"; it holds the runs {', '.join(runs[-8:])}: name one of them" if runs else ""
     raise UsageError(f"{folder.path} is no run folder: it has neither {folder.summary.name} nor {folder.metrics.name}{inside}")
@@ -168,6 +183,20 @@ def so_far(folder: RunFolder) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) and "sync" in found else {}
+
+
+def standing(told: Mapping[str, Any]) -> Standing:
+    """Say how a run without a summary stands. `told`: what it tells of itself (`so_far`)."""
+    try:
+        live = told["live"]
+        step, there = f"at step {int(live['step'])}", alive(live["writer"])
+        if live["state"] == "failed":
+            return Standing("failed", f"failed {step}: {live['why']}")
+        if there is False and time.time() - float(live["time"]) >= GONE:
+            return Standing("gone", f"was broken off {step}: the process that wrote its folder is gone")
+        return OPEN if there is None else Standing("running", f"is running, {step}")
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return OPEN
 
 
 def timed_steps(folder: RunFolder) -> list[tuple[int, dict[str, float]]]:
@@ -286,6 +315,7 @@ def _from_metrics(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
         workers=int(told.get("workers", 1)),
         hosts=int(told.get("hosts", 1)),
         mesh=_mesh(told),
+        standing=standing(told),
     )
 
 

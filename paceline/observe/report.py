@@ -43,7 +43,7 @@ def _title(facts: RunFacts) -> str:
     loss = "" if facts.final_loss is None else f"; {'final' if facts.ended else 'last'} loss {facts.final_loss:.4g}"
     done = f"{counted(facts.steps, 'step')} of {counted(facts.samples, 'sample')} in all{took}{loss}"
     if not facts.ended:
-        return f"{facts.name} has not ended (no summary.json): it is still running, or was broken off. So far: {done}"
+        return f"{facts.name} {facts.standing.words}. So far: {done}"
     mesh = "" if facts.mesh is None else f", mesh {facts.mesh}"
     return f"{facts.name}: {facts.sync}{mesh}, {counted(facts.workers, 'worker')} on {counted(facts.hosts, 'host')}, {done}"
 

@@ -87,7 +87,7 @@ def measured(folder: RunFolder) -> ScalingPoint:
     """Read a run that has ended, without its first steps. `UsageError` where it has taken too few."""
     facts, steps = read(folder), timed_steps(folder)
     if not facts.ended:
-        raise UsageError(f"the run {folder.name} has not ended: it has no summary.json")
+        raise UsageError(f"the run {folder.name} {facts.standing.words}: only one that has ended can be measured")
     steps = steps[min(WARM, len(steps) // 5) :]
     samples = sum(batch for batch, _ in steps)
     if len(steps) < 2 or not samples:

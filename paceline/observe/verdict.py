@@ -27,7 +27,7 @@ def _trained(facts: RunFacts) -> str:
     mesh = "" if facts.mesh is None else f" (mesh {facts.mesh})"
     if not facts.ended:
         so_far = f"{who}{mesh} {'has' if facts.workers == 1 else 'have'} trained" if facts.sync else "it has trained"
-        return f"The run has not ended: so far {so_far} {work}{took}{loss}{f', with {facts.sync}' if facts.sync else ''}."
+        return f"So far {so_far} {work}{took}{loss}{f', with {facts.sync}' if facts.sync else ''}."
     return f"{who}{mesh} trained {work}{took}{loss}, with {facts.sync}."
 
 
@@ -45,7 +45,7 @@ def _means(facts: RunFacts) -> str:
     if not found:
         return quiet(facts)
     best = max(found, key=lambda remark: (not remark.most, remark.gain))
-    return f"{headline(best)}; what is advised below {best.saves}."
+    return f"{headline(best)}; what `paceline report` advises {best.saves}."
 
 
 def headline(remark: Remark) -> str:

@@ -2,23 +2,26 @@
 
 on a terminal alone    bar at the bottom; what the script prints goes above it       TerminalBar
 paceline run           the worker tells its launcher, which draws the bar            LauncherBar    (cluster/launcher/output.py)
-pipes, CI, torchrun    a line a second                                               PlainLines
+pipes, CI, torchrun    a line a second, later one a minute                                               PlainLines
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol, TextIO
+from typing import Any, Final, Protocol, TextIO
 
 from paceline.cluster.control import events
 from paceline.cluster.discover import Place
 from paceline.status.live_bar import bar_on
 from paceline.status.run_status import RunStatus, line
+
+SELDOM: Final = 60.0  # seconds between two lines, at most, unless something else was asked for
 
 
 class Display(Protocol):
@@ -39,14 +42,18 @@ def choose(place: Place, stream: TextIO | None = None) -> Display:
     if place.bar and place.report_fd is not None:
         return LauncherBar(place)
     stream = sys.stderr if stream is None else stream
-    return TerminalBar(stream, breaks=place.breaks) if place.bar and _is_terminal(stream) else PlainLines(stream)
+    return TerminalBar(stream, breaks=place.breaks) if place.bar and _is_terminal(stream) else PlainLines(stream, place.status_every)
 
 
 class PlainLines:
-    """Writes each status as a line of text."""
+    """Writes each status as a line of text, `every` so many seconds: None for fewer and fewer lines, infinity for none."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO, every: float | None = None) -> None:
+        self._stream, self._every = stream, every
+
+    def pause(self, taken: float) -> float:
+        """Return the seconds until the next status of a run that has been shown for so long."""
+        return min(taken / 10, SELDOM) if self._every is None else self._every
 
     def show(self, status: RunStatus) -> None:
         """Write a line."""
@@ -54,7 +61,8 @@ class PlainLines:
 
     def say(self, text: str) -> None:
         """Write a line."""
-        print(text, file=self._stream, flush=True)
+        if self._every != math.inf:
+            print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
         """Do nothing: each line is written."""

@@ -17,7 +17,7 @@ from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.optimizers import OptimizerWatch
 from paceline.session.prepare.registry import Prepared
 from paceline.session.probe.link_watch import LinkWatch
-from paceline.session.record.folder import RunFolder
+from paceline.session.record.folder import RunFolder, script
 from paceline.session.record.hangs import HangDetector
 from paceline.session.record.hints import StartupHints
 from paceline.session.record.history import RunHistory
@@ -76,6 +76,7 @@ class RunConclusion:
             "links": self.links.found,
             "live": {
                 "began": self.history.began,
+                "script": script(),
                 "step": self.loop.steps,
                 "total_steps": self.log.total_steps,
                 "cluster": [{"host": host.name, "ranks": list(host.ranks)} for host in cluster.hosts],

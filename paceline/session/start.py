@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import threading
@@ -32,9 +33,11 @@ from paceline.session.axes import RunAxes
 from paceline.session.balance.quota import ProcessorQuota
 from paceline.session.excepthook import BRIEFLY, show, surface, surfacing
 from paceline.session.groups import CurrentView, WorkerContext, choose_device, everyone
+from paceline.session.option_names import own_options
 from paceline.session.prepare import cuts
 from paceline.session.probe.cluster_file import ClusterFile, Measured
 from paceline.session.record import straggler_policy
+from paceline.session.record.folder import script
 from paceline.session.record.hangs import HangDetector, check_lateness
 from paceline.session.record.log import OnNan
 from paceline.session.record.straggler_policy import Policy
@@ -59,6 +62,7 @@ __all__ = ["Run", "start"]
 
 
 @surfacing
+@own_options
 def start(
     sync: Strategy | str | None = None,
     *,
@@ -103,6 +107,7 @@ def start(
     Returns the `Run`, to be used as a context manager; without `with` it is closed at exit. Raises `UsageError` (and its kinds) for
     what can't be honoured, `DeadlineExceeded` when other workers don't come.
     """
+    _refuse_another_import()
     _check(deadline, trace, on_nan, replicate)
     began, comparison, place = time.time(), Comparison(compare, differing), discover()
     strategy, policy = _asked(place, sync, straggler)
@@ -150,6 +155,16 @@ def _reporting(place: Place) -> Iterator[None]:
     except BaseException as error:
         events.report_failure(place, type(error), error)
         raise
+
+
+def _refuse_another_import() -> None:
+    """End a process that was spawned and imports the script again, in one line: a traceback of multiprocessing's would hide that."""
+    # private in CPython; without it such a process would go on, and fail of what it hasn't inherited
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise SystemExit(
+            f"paceline: a process that {script()} has spawned (a reader of a DataLoader?) imports {script()} again, and came to pl.start: "
+            'put what the script does behind `if __name__ == "__main__":`'
+        )
 
 
 def _check(deadline: float, trace: str, on_nan: str, replicate: Replicate) -> None:

@@ -13,9 +13,11 @@ import pytest
 from paceline.errors import UsageError
 from paceline.observe.report import report
 from paceline.session.record.folder import RunFolder, RunSummary, RunTotals
+from paceline.session.record.live import LiveRecord
 from paceline.session.record.log import MetricsLog
 from paceline.session.record.writer import MetricsWriter
 from tests.harness.finished_runs import QUIET, finished
+from tests.harness.live_runs import facts
 
 
 def split(**parts: float) -> dict[str, float]:
@@ -342,6 +344,30 @@ def test_a_run_that_has_not_ended(tmp_path: Path) -> None:
     assert "last loss 30" in text
     assert "data       30%    30.0 ms" in text
     assert "waited for during 30%" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (None, "run failed at step 27: ValueError: no. So far: 30 steps"),
+        ({}, "run is running, at step 27. So far: 30 steps"),
+        ({"born": "another"}, "run was broken off at step 27: the process that wrote its folder is gone. So far"),
+        ({"machine": "another"}, "run has not ended (no summary.json): it is still running, or was broken off. So far"),
+        ({"step": "x"}, "run has not ended"),
+    ],
+)
+def test_how_a_run_without_a_summary_stands(tmp_path: Path, change: dict[str, Any] | None, words: str) -> None:
+    folder = unfinished(tmp_path, 30)
+    record = LiveRecord(folder, lambda: True, lambda: facts(live={"step": 27}), print)
+    if change is None:
+        record.fail(ValueError, ValueError("no"))
+    else:
+        record.update()
+        found = json.loads(folder.live.read_text())
+        found["live"]["writer"] |= change
+        found["live"] |= {"time": 0.0} | ({"step": "x"} if "step" in change else {})
+        folder.live.write_text(json.dumps(found))
+    assert report(folder.path).startswith(words)
 
 
 def test_what_a_codec_gained_is_told(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def test_a_quiet_run(tmp_path: Path) -> None:
 def test_what_most_is_to_be_gained_by(tmp_path: Path) -> None:
     parts = {"compute": 0.05, "exchange": 0.04, "wait": 0.0, "data": 0.01}
     assert verdict(read(RunFolder(finished(tmp_path, parts))))[-1] == (
-        "Exchange takes 40% of a step; what is advised below saves about 20% of a step."
+        "Exchange takes 40% of a step; what `paceline report` advises saves about 20% of a step."
     )
 
 
@@ -32,6 +32,6 @@ def test_a_loss_that_is_no_number(tmp_path: Path) -> None:
 def test_under_way_and_not_begun(tmp_path: Path) -> None:
     folder = RunFolder(finished(tmp_path))
     folder.summary.unlink()
-    assert verdict(read(folder))[0] == "The run has not ended: so far it has trained 6,400 samples in 100 steps in 0:10."
+    assert verdict(read(folder))[0] == "So far it has trained 6,400 samples in 100 steps in 0:10."
     folder.metrics.write_text("")
     assert verdict(read(folder)) == [UNSTARTED]

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -660,13 +661,18 @@ def test_nothing_to_resume(tmp_path: Path) -> None:
     said: list[str] = []
     assert workers(2, lambda run: [ready(run), run.resume()][1], said=said, folder=tmp_path) == [False, False]
     looked = f"nothing to resume, training begins anew: no checkpoint in {tmp_path}/test/checkpoints"
-    assert f"{looked}; no run in {tmp_path} has one" in said
+    none = f"no run of {Path(sys.argv[0]).name} in {tmp_path} has one"
+    assert f"{looked}; {none}" in said
     for step in (2, 3):
         saved = checkpoint.save(tmp_path / "other" / "checkpoints", pack({}), step)
     assert workers(2, lambda run: [ready(run), run.resume()][1], said=said, folder=tmp_path) == [False, False]
     looked = f"nothing to resume, training begins anew: no checkpoint in {tmp_path}/test-2/checkpoints, {tmp_path}/test/checkpoints"
     hint = f"the newest is {saved}: run.resume('{tmp_path}/other') goes on from it"
     assert f"{looked}; {hint}" in said
+    said.clear()
+    (tmp_path / "other" / "live.json").write_text('{"live": {"script": "another.py"}}')
+    assert workers(2, lambda run: [ready(run), run.resume()][1], said=said, folder=tmp_path) == [False, False]
+    assert any(text.endswith(none) for text in said), said
 
 
 @pytest.mark.parametrize("file", ["metrics", "summary", "trace"])

@@ -7,7 +7,10 @@ import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
+from paceline.errors import UsageError
+from paceline.formatting import counted
 from paceline.timings import DEFAULTS, RendezvousTimings
 
 # Those of `paceline run` that make a job of several workers: after the script they are the script's, and it runs alone.
@@ -56,6 +59,17 @@ def _mentions(script: Path, option: str) -> bool:
         return False
 
 
+def starting(script: str, workers: int, join: str | None) -> str:
+    """Say what is being started, as the first word of it may take a while."""
+    return f"starting {counted(workers, 'worker')} of {Path(script).name}{'' if join is None else f', with those of other hosts by {join}'}"
+
+
+def joined(workers: Sequence[int], ranks: Sequence[int]) -> str:
+    """Say that hosts with so many workers each have met; those of this one have these ranks."""
+    mine = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return f"joined {counted(len(workers) - 1, 'other host')}: {counted(sum(workers), 'worker')} in all, {mine} of them here"
+
+
 def leftover(script: str, args: Sequence[str]) -> str:
     """Return a hint on a script that isn't there, where it is Python itself, as in `python train.py`."""
     if not args or re.fullmatch(r"(.*/)?python[\d.]*", script) is None:
@@ -75,6 +89,14 @@ def line(script: str, args: Sequence[str], options: Mapping[str, object]) -> str
     """Write the command of a job; options that are None are left out, as their defaults are."""
     given = [word for name, value in options.items() if value is not None for word in (f"--{name.replace('_', '-')}", str(value))]
     return shlex.join(["paceline", "run", *given, script, *args])
+
+
+def no_terminal(*args: object, **named: object) -> NoReturn:
+    """Say what to do in the place of `breakpoint()`, which calls this in workers."""
+    raise UsageError(
+        "breakpoint() needs a terminal, and workers have none: run the script alone, `python ...`, as one worker, or name a debugger that "
+        "is reached in another way, such as PYTHONBREAKPOINT=remote_pdb.set_trace (PYTHONBREAKPOINT=0 goes past it)"
+    )
 
 
 class WaitReminder:

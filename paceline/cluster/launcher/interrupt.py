@@ -5,6 +5,8 @@ All workers get SIGINT then, and what a script doesn't catch is a `KeyboardInter
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import socket
 from collections.abc import Iterator, Sequence
@@ -12,11 +14,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from paceline.cluster.hosts.peers import Failure
 from paceline.cluster.hosts.restart_messages import JobStopped
+from paceline.cluster.launcher.last_words import error_lines
 from paceline.cluster.launcher.worker import WorkerProcess
 from paceline.formatting import counted
 
-_CHECKPOINTS: Final = "checkpoints"  # in the folder of a run
+_CHECKPOINTS, _LIVE = "checkpoints", "live.json"  # in the folder of a run
+_SURVIVAL: Final = "--restarts N would start all again from a checkpoint, --min-workers N has the others go on without a lost one"
+_LONGEST: Final = 300  # characters of the reason of a failure
 
 
 class JobEnd:
@@ -48,7 +54,16 @@ class JobEnd:
         killed = sum(signal.SIGKILL in worker.was_sent for worker in self._workers)
         by_force = f" ({killed} by SIGKILL)" if killed else ""
         ended = f"{counted(len(self._workers), 'worker')} ended{by_force}"
-        return f"paceline: {asked}: {ended}{'' if self._folder is None else _where(self._folder)}"
+        return f"paceline: {asked}: {ended}{'' if self._folder is None else f'; {_where(self._folder)}'}"
+
+    def left(self, failure: Failure, *, alone: bool) -> str:
+        """Say what this failure has left, and note it in the run's folder. `alone`: nothing was asked for that survives a lost worker."""
+        if self._folder is None:
+            return ""
+        errors = error_lines(failure.tail)
+        words = failure.line().removeprefix("paceline: ")
+        _note(self._folder, f"rank {failure.rank} on {failure.host}: {errors[0]}" if errors else words)
+        return "; ".join([_where(self._folder), *([_SURVIVAL] if alone and failure.code > 128 else [])])
 
 
 @contextmanager
@@ -75,6 +90,20 @@ def _where(folder: Path) -> str:
     """Name the folder of a run, and how to go on from there."""
     shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     saved = any((folder / _CHECKPOINTS).glob("step-*"))
-    return f"; the run is in {shown}" + (
+    return f"the run is in {shown}" + (
         f', and run.resume("{shown}") goes on from its newest checkpoint' if saved else ", without a checkpoint"
     )
+
+
+def _note(folder: Path, why: str) -> None:
+    """Leave in the folder of a run why it has failed: who wrote it was killed, or knows only that another worker has gone."""
+    path = folder / _LIVE
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        found["live"] |= {"state": "failed", "why": why[:_LONGEST]}
+        whole = path.with_name(f".{_LIVE}.{os.getpid()}")
+        with whole.open("x", encoding="utf-8") as file:
+            file.write(json.dumps(found) + "\n")
+        whole.replace(path)
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # the run has ended well, or its folder can't be written: then nothing is lost but the reason

@@ -62,6 +62,13 @@ def last_words(tail: str, kind: str | None = None, more: int | None = None) -> s
     return "\n".join(lines[-_SHOWN:])
 
 
+def error_lines(words: str) -> list[str]:
+    """Return of last words the lines that name the error, with its message; none where there is no traceback in them."""
+    lines = words.splitlines()
+    reports = [*_reports(lines)]
+    return lines[reports[-1].error :] if reports else []
+
+
 def _reports(lines: Sequence[str]) -> Iterator[_Report]:
     """Find the reports of errors, in order."""
     open_report: _Report | None = None

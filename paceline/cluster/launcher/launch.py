@@ -27,11 +27,12 @@ from paceline.cluster.hosts.rendezvous import Admission, Meeting, assemble, seek
 from paceline.cluster.hosts.restart_messages import JobStopped, Links
 from paceline.cluster.launcher import bar, hints, interrupt
 from paceline.cluster.launcher.replacement import Replacement
-from paceline.cluster.launcher.request import PLACEMENTS, LaunchRequest, check, deal, meeting_point
+from paceline.cluster.launcher.request import PLACEMENTS, QUIET, LaunchRequest, check, deal, meeting_point
 from paceline.cluster.launcher.restarts import JobRestarts
 from paceline.cluster.launcher.supervisor import RunWatcher, Supervisor
 from paceline.cluster.launcher.worker import WorkerCommand
 from paceline.errors import PacelineError
+from paceline.formatting import counted
 from paceline.timings import Timings
 
 _LATER = 1000  # a host that comes later calls its workers by its number times this, until they have ranks
@@ -101,6 +102,16 @@ def _say(text: str | None) -> None:
         print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
+def _tell(job: LaunchRequest, text: str) -> None:
+    """Say what goes well, unless it is to be quiet."""
+    if not job.quiet:
+        _say(text)
+
+
+def _finished(job: LaunchRequest) -> str:
+    return "" if job.quiet else f"{counted(job.workers, 'worker')} ended well"
+
+
 def _work_again(job: LaunchRequest, surroundings: dict[str, str], restarts: JobRestarts, watcher: RunWatcher | None) -> int:
     """Take part in a job that starts again as a whole, until its last end; the exit code."""
     code, links = 0, None
@@ -136,7 +147,13 @@ def _start(
         tasks = _first_parts(job, surroundings, mine, peers).tasks
         mark, shown, told = surroundings["PACELINE_JOB"], bar.screens(surroundings, bare=job.bare), calls.judge(job.call)
         supervisor = Supervisor(
-            mine.offer.name, mark, peers, shown=shown, told=told, restarts=restarts, watcher=watcher, timings=mine.timings
+            *(mine.offer.name, mark, peers),
+            shown=shown,
+            told=told,
+            restarts=restarts,
+            watcher=watcher,
+            finished=_finished(job),
+            timings=mine.timings,
         )
         code = supervisor.run(tasks, started=inherited.close)
         left = peers.links()
@@ -165,7 +182,14 @@ def _work(
         mending = None if assembly is None else partial(_mending, job, assembly, ready.again, mine.timings)
         shown, told = bar.screens(surroundings, bare=job.bare), calls.judge(job.call)
         mark = surroundings["PACELINE_JOB"]
-        supervisor = Supervisor(ready.host, mark, ready.peers, mending, shown=shown, told=told, watcher=watcher, timings=mine.timings)
+        supervisor = Supervisor(
+            *(ready.host, mark, ready.peers, mending),
+            shown=shown,
+            told=told,
+            watcher=watcher,
+            finished=_finished(job),
+            timings=mine.timings,
+        )
         code = supervisor.run(ready.tasks, started=inherited.close)  # what workers inherit is theirs alone from then on
         back = assembly is not None and assembly.cut_off and not supervisor.asked and job.patience > 0
         return code, assembly.points if back and assembly is not None else [], [task.rank for task in ready.tasks]
@@ -226,6 +250,7 @@ class _HostOffer:
 def _bring(job: LaunchRequest, environ: Mapping[str, str], held: ExitStack, inherited: ExitStack) -> _HostOffer:
     """Choose addresses and ports."""
     key = shared_secret(job, environ)
+    _tell(job, hints.starting(job.script, job.workers, job.join))
     interface = environ.get("PACELINE_INTERFACE")
     address = "127.0.0.1" if interface is None else network.override(interface)
     if job.join is not None and interface is None:
@@ -308,7 +333,10 @@ def _first_parts(job: LaunchRequest, environ: dict[str, str], mine: _HostOffer, 
     """Write down the commands of the workers of this host at the start of a job."""
     table, rank = _seats(mine, peers)
     shared = _shared_variables(job, environ, table, rank)
-    ranks = deal([other.workers for other in table], job.placement)[rank]
+    workers = [other.workers for other in table]
+    ranks = deal(workers, job.placement)[rank]
+    if len(table) > 1:
+        _tell(job, hints.joined(workers, ranks))
     return _LauncherParts(_first_tasks(job, shared, mine, ranks), peers, mine.offer.name, partial(_another, job, shared, mine))
 
 
@@ -341,6 +369,7 @@ def _first_tasks(job: LaunchRequest, shared: dict[str, str], mine: _HostOffer, r
 def _enter(job: LaunchRequest, environ: Mapping[str, str], place: Admission, mine: _HostOffer, ranks: Sequence[int]) -> _LauncherParts:
     """Take part in a job that runs: all workers of this host come while the others train. `ranks`: what the launcher calls them."""
     assert job.join is not None
+    _tell(job, f"joined the job at {job.join}, which is under way: the workers of this host come in once they have started")
     channels = enter(place.view, place.host, mine.key, timings=mine.timings)
     assembly = _elastic(mine, place.host, place.view, channels, meeting_point(job.join), run=place.run)
     again = partial(_another, job, _shared_variables(job, environ, (mine.offer,), 0), mine)
@@ -419,18 +448,19 @@ def _shared_variables(job: LaunchRequest, environ: Mapping[str, str], table: tup
     }
     if all(other.machine == mine.machine for other in table):
         kept["PACELINE_ONE_MACHINE"] = "1"
-    if bar.is_there(environ, bare=job.bare):
+    if bar.is_there(environ, bare=job.bare) and job.progress != QUIET:
         kept["PACELINE_BAR"] = "1"
     if job.threads is not None:
         kept["OMP_NUM_THREADS"] = str(job.threads)
     kept.setdefault("OMP_NUM_THREADS", str(max(1, machine.cores() // here)))
     kept.setdefault("PYTHONUNBUFFERED", "1")  # pipes would hold lines back
+    kept.setdefault("PYTHONBREAKPOINT", f"{hints.__name__}.{hints.no_terminal.__name__}")
     carrier = network.carrier(mine.address)
     if carrier is not None:
         # For scripts that use torch.distributed by themselves: Gloo and NCCL would guess from the host's name.
         kept.setdefault("GLOO_SOCKET_IFNAME", carrier)
         kept.setdefault("NCCL_SOCKET_IFNAME", carrier)
     given = {"SYNC": job.sync, "MESH": job.mesh, "CUT": job.cut, "SHARES": job.shares, "NAME": job.name, "SERVERS": job.servers}
-    given |= {"STRAGGLER": job.straggler, "REPORT_TO": job.report_to}
+    given |= {"STRAGGLER": job.straggler, "REPORT_TO": job.report_to, "STATUS_EVERY": None if job.progress is None else str(job.progress)}
     given["CLUSTER"] = None if job.cluster is None else str(Path(job.cluster).absolute())
     return kept | {f"PACELINE_{name}": str(value) for name, value in given.items() if value is not None}

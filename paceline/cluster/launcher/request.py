@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ Backend = Literal["paceline"]
 PLACEMENTS: Final = get_args(Placement)
 STRAGGLERS: Final = get_args(Straggler)
 BACKENDS: Final = get_args(Backend)
+QUIET: Final = math.inf
 _MOST_RESTARTS = 200  # of a whole job: each of its starts is told of all earlier ones
 
 
@@ -34,9 +36,11 @@ class LaunchRequest:
     `placement` says how ranks are dealt to hosts (see `deal`). With `min_workers` the job goes on when workers die, as long as there are
     so many; up to `restarts` of them are started again on this host. With fewer it saves, and waits so many seconds (`patience`) for
     others to come. Without `min_workers` the whole job starts again, up to `restarts` times, and waits so long for another host in the
-    place of one that is gone. `backend`: what scripts that use torch.distributed by themselves get in the place of Gloo ("paceline"; None:
-    Gloo). `bare`: what workers write is shown at once and as it is, without the ranks that wrote it, for commands of which one worker
-    alone speaks. `call`: two descriptors that workers inherit, of the file with what they are to call and of the channel to who has asked.
+    place of one that is gone. `progress`: seconds between two lines on the run's progress where that is no bar; with `QUIET` there are
+    none, and none of the launcher's own but on what goes wrong. `backend`: what scripts that use torch.distributed by themselves get in the
+    place of Gloo ("paceline"; None: Gloo). `bare`: what workers write is shown at once and as it is, without the ranks that wrote it, for
+    commands of which one worker alone speaks. `call`: two descriptors that workers inherit, of the file with what they are to call and of
+    the channel to who has asked.
     """
 
     script: str
@@ -62,8 +66,14 @@ class LaunchRequest:
     report_to: str | None = None
     shares: str | None = None
     cluster: str | Path | None = None
+    progress: float | None = None
     bare: bool = False
     call: tuple[int, int] | None = None
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the launcher says nothing of what goes well."""
+        return self.bare or self.call is not None or self.progress == QUIET
 
     @property
     def command(self) -> list[str]:
@@ -75,7 +85,8 @@ class LaunchRequest:
 def check(job: LaunchRequest) -> None:
     """Raise `UsageError` for a request that makes no sense, before anything is started."""
     _check_script(job)
-    for option, value in (("--workers", job.workers), ("--hosts", job.hosts), ("--threads", job.threads), ("--servers", job.servers)):
+    counts = (("--workers", job.workers), ("--hosts", job.hosts), ("--threads", job.threads), ("--servers", job.servers))
+    for option, value in (*counts, ("--progress", job.progress)):
         if value is not None and value < 1:
             raise UsageError(f"{option} is {value}, and has to be at least 1")
     if job.placement not in PLACEMENTS:

@@ -16,6 +16,7 @@ from paceline.cluster.launcher.bar import JobBar
 from paceline.cluster.launcher.cleanup import JobCleanup
 from paceline.cluster.launcher.hangs import HangSearch
 from paceline.cluster.launcher.interrupt import JobEnd
+from paceline.cluster.launcher.last_words import error_lines
 from paceline.cluster.launcher.output import Screen, screens
 from paceline.cluster.launcher.replacement import Replacement
 from paceline.cluster.launcher.restarts import JobRestarts
@@ -54,9 +55,11 @@ class Supervisor:
         told: Callable[[Failure], object] | None = None,
         restarts: JobRestarts | None = None,
         watcher: RunWatcher | None = None,
+        finished: str = "",
         timings: Timings = DEFAULTS,
     ) -> None:
         self._peers, self._restarts, self._told, self._watcher = peers, restarts, told, watcher
+        self._finished = finished  # what is said last if all end well
         self._timings = timings.supervisor
         self._workers: list[WorkerProcess] = []
         self._out, self._err = screens() if shown is None else shown
@@ -255,16 +258,27 @@ class Supervisor:
         if verdict is not None and self._asked is None:
             if self._told is not None:
                 self._told(verdict)
-            if verdict.tail and not self._said_last(verdict):
-                self._err.say(f"paceline: what rank {verdict.rank} said last:")
-                for line in verdict.tail.splitlines():
-                    self._err.put(-1 if verdict.rank is None else verdict.rank, line.encode(errors="replace") + b"\n")
+            self._repeat(verdict)
             sequel = "" if self._restarts is None else self._restarts.words
-            self._err.say("; ".join(filter(None, [verdict.line(), "its last words are above" if verdict.tail else "", sequel])))
+            alone = self._restarts is None and self._mending is None and self._told is None
+            left = self._job_end.left(verdict, alone=alone) if not sequel else ""
+            last = [verdict.line(), left, "its last words are above" if verdict.tail else "", sequel]
+            self._err.say("; ".join(filter(None, last)))
             _tell(self._watcher, verdict.line().removeprefix("paceline: "), sequel)
+        elif verdict is None and self._asked is None and not self._leaving and self._finished:
+            self._err.say(f"paceline: {self._finished}")
         if self._job_end.line is not None:
             self._err.say(self._job_end.line)
         _flush({self._out, self._err}, wake, self._timings, lambda: self._asked is not None or bool(self._signals))
+
+    def _repeat(self, verdict: Failure) -> None:
+        """Say at the end what the worker that failed said last: of one of this host, whose words were shown, the error alone."""
+        here = any(worker.rank == verdict.rank for worker in self._workers)
+        words = error_lines(verdict.tail) if here else verdict.tail.splitlines()
+        if words and not self._said_last(verdict):
+            self._err.say(f"paceline: what rank {verdict.rank} said last:")
+            for line in words:
+                self._err.put(-1 if verdict.rank is None else verdict.rank, line.encode(errors="replace") + b"\n")
 
     def _said_last(self, verdict: Failure) -> bool:
         """Whether the last words of the worker that failed are the last that is shown."""

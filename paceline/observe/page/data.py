@@ -16,7 +16,7 @@ from paceline.observe.metrics import MetricsReader
 from paceline.observe.page.course import course, looks, values
 from paceline.observe.page.events import kind
 from paceline.observe.verdict import verdict
-from paceline.session.record.folder import PARTS, RunFolder
+from paceline.session.record.folder import PARTS, SENT, RunFolder
 from paceline.session.record.pipeline_profile import PipelineProfile
 
 SPANS: Final = 3000  # actions of a pipeline that are drawn, at most
@@ -34,11 +34,12 @@ def page_data(folder: Path | RunFolder, metrics: MetricsReader | None = None) ->
     folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
     metrics = metrics or MetricsReader(folder)
     facts = read(folder, metrics)
-    summary = _summary(folder) if facts.ended else _so_far(folder, facts)
+    summary = _summary(folder) if facts.ended else _so_far(folder, facts, metrics)
     advice = remarks(facts)
     return {
         "name": folder.name,
         "ended": facts.ended,
+        "standing": facts.standing._asdict(),
         "verdict": verdict(facts),
         "advice": [{**remark._asdict(), "saves": remark.saves} for remark in advice],
         "quiet": "" if advice else quiet(facts),
@@ -64,7 +65,7 @@ def _summary(folder: RunFolder) -> dict[str, Any]:
     return found
 
 
-def _so_far(folder: RunFolder, facts: RunFacts) -> dict[str, Any]:
+def _so_far(folder: RunFolder, facts: RunFacts, metrics: MetricsReader) -> dict[str, Any]:
     """Return the fields that are known of a run under way: what it tells of itself, and of its steps what the metrics have."""
     inside = facts.step * facts.steps
     fields = {
@@ -75,6 +76,8 @@ def _so_far(folder: RunFolder, facts: RunFacts) -> dict[str, Any]:
         "final_loss": facts.final_loss,
         "step_seconds": {part: facts.step_seconds[part] for part in PARTS},
     }
+    if facts.steps:
+        fields["bytes_sent"] = dict(zip(SENT, metrics.steps.sent.mean(axis=0).tolist(), strict=True))
     found: dict[str, Any] = plain({**so_far(folder), **fields})
     return found
 

@@ -18,7 +18,6 @@ _STATES: Final = {
     "running": "running",
     "silent": "no word from it",
     "gone": "broken off: the process that wrote its folder is gone",
-    "failed": "failed",
     "ended": "ended",
 }
 
@@ -41,7 +40,7 @@ def now_section(now: RunNow, told: Sequence[str] = ()) -> str:
 
 
 def _state(now: RunNow) -> Markup:
-    words = _STATES[now.state] + (f": {now.why}" if now.why else "")
+    words = f"failed at step {now.step}: {now.why}" if now.state == "failed" else _STATES[now.state]
     if now.state == "silent":
         words = "no word from it for a minute or more: its steps take long, it evaluates, or its folder isn't reached"
     return element("p", {"class": f"moment {now.state}"}, element("strong", None, now.name or "a run"), " ", words)

@@ -38,7 +38,7 @@ class _Followed:
             return
         began = spent()
         try:
-            self.data = page_data(self.folder, self.metrics)
+            self.data = {**page_data(self.folder, self.metrics), "beside_now": True}
             self.drawn = dict(sections([self.data]))
         except (UsageError, OSError) as error:  # a file of it is damaged, or has just been replaced
             self.drawn = {"problem": element("section", {"id": "problem"}, element("p", {"class": "warning"}, str(error)))}

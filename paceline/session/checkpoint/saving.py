@@ -31,6 +31,7 @@ from paceline.session.checkpoint import tables as stored
 from paceline.session.checkpoint.parts import CutParts, PendingParts
 from paceline.session.checkpoint.state import WorkerState
 from paceline.session.prepare.checks import strangely_scheduled
+from paceline.session.record.folder import RunFolder, script
 from paceline.session.record.history import RunHistory
 from paceline.session.tables import RunTables
 from paceline.state.snapshot import Snapshot, byte_tensor, loads
@@ -331,8 +332,9 @@ def _nothing(folders: Sequence[Path], *, named: bool) -> str:
     )
     root = folders[0].parent.parent
     places = sorted((place for place in root.glob("*/checkpoints") if place.is_dir()), key=lambda place: place.stat().st_mtime)
-    last = next((kept[0] for place in reversed(places) if (kept := catalogue.newest(place))), None)
-    there = f"no run in {root} has one"
+    mine = [place for place in places if RunFolder(place.parent).script in (script(), None)]  # None: it isn't known
+    last = next((kept[0] for place in reversed(mine) if (kept := catalogue.newest(place))), None)
+    there = f"no run of {script()} in {root} has one"
     if last is not None:
         there = f"the newest is {last}: run.resume({str(last.parent.parent)!r}) goes on from it"
     return f"{found}; {there}" if named else f"{found}, such as start(name='mine'); {there}"

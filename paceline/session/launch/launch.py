@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, TypeVarTuple, Unpack
 
@@ -19,6 +21,7 @@ from paceline.cluster.control.calls import CallMessage
 from paceline.cluster.discover import discover, environment, timings
 from paceline.cluster.launcher.request import Backend, LaunchRequest, Straggler, check
 from paceline.errors import UsageError, WorkerFailed
+from paceline.session import option_names
 from paceline.session.display import choose
 from paceline.session.launch import packing
 from paceline.session.launch.notebook import NotebookBar, in_kernel
@@ -52,14 +55,18 @@ def launch(
     servers: int | None = None,
     straggler: Straggler | None = None,
     backend: Backend | None = None,
+    **named: Any,
 ) -> list[T]:
-    """Start workers on this machine that each call `function(*args)`, and return what it returns on each of them, by rank.
+    """Start workers on this machine that each call `function(*args, **named)`, and return what it returns on each of them, by rank.
 
     >>> def train(rate):
     ...     with pl.start() as run:
     ...         return run.rank * rate
     >>> pl.launch(train, 0.5, workers=2)
     [0.0, 0.5]
+
+    Names that aren't options of `launch` go to the function: `pl.launch(train, rate=0.5)`. One that is both is for `launch`, and
+    `functools.partial(train, name="x")` gives it to the function.
 
     Workers are fresh processes. The function and its arguments travel by value where workers can't import them: functions of a
     notebook's cells or of the main script, lambdas and closures over a model all go. That takes cloudpickle (`pip install
@@ -94,7 +101,23 @@ def launch(
         straggler=straggler,
         backend=backend,
     )
-    return _launch(function, args, request)
+    _check_names(function, args, named)
+    call: Callable[..., T] = function
+    return _launch(partial(call, **named) if named else call, args, request)
+
+
+def _check_names(function: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any]) -> None:
+    """Raise `UsageError` for a name that neither `launch` nor the function has."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin, or nothing that can be called: that is said where it is
+        return
+    try:
+        signature.bind_partial(*args, **named)
+    except TypeError as error:
+        mine = [option.name for option in inspect.signature(launch).parameters.values() if option.kind is option.KEYWORD_ONLY]
+        option_names.check("pl.launch", named, [*mine, *signature.parameters])
+        raise UsageError(f"pl.launch can't call {getattr(function, '__name__', 'it')}{signature} so: {error}") from None
 
 
 def _text(asked: Any, vocabulary: notation.Vocabulary) -> str | None:

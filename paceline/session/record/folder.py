@@ -17,6 +17,7 @@ import json
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -36,6 +37,11 @@ SENT: Final = ("within", "between")  # where bytes went: inside a host, and from
 LAYOUT: Final = "layout.json"  # what each worker would hold, which `paceline layout` asks for
 _ASKED: Final = ".name"
 _NUMBERED: Final = re.compile(r"(.+)-(\d+)")
+
+
+def script() -> str:
+    """Return the name of the script that this process runs."""
+    return Path(sys.argv[0]).name if sys.argv else ""
 
 
 def prove(name: str) -> None:
@@ -91,6 +97,16 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """Path of the folder of checkpoints."""
         return self.path / "checkpoints"
+
+    @property
+    def script(self) -> str | None:
+        """Name of the script that made this run, as its summary or `live.json` tells it; None where neither does."""
+        for path, part in ((self.summary, "settings"), (self.live, "live")):
+            with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
+                found = (json.loads(path.read_text(encoding="utf-8")).get(part) or {}).get("script")
+                if found is not None:
+                    return str(found)
+        return None
 
     @staticmethod
     def create(root: Path, name: str | None, *, say: Callable[[str], None]) -> RunFolder:

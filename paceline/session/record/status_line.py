@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from paceline.session.display import Display
+from paceline.session.display import Display, PlainLines
 from paceline.session.record.folder import PARTS
 from paceline.session.record.lateness import RankLateness
 from paceline.status.run_status import RunStatus, ValueCurve
@@ -55,10 +55,11 @@ class StatusDisplay(Protocol):
 
 
 class StatusLine:
-    """Shows on `display` how far the run is, about once a second, and the last step in any case."""
+    """Shows on `display` how far the run is, about once a second (as text less often), and the last step in any case."""
 
     def __init__(self, display: Display, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._display, self._clock = display, clock
+        self._began = clock()
         self._last: FinishedStep | None = None  # the newest step
         self._total: int | None = None
         self._unshown = False
@@ -88,7 +89,7 @@ class StatusLine:
         """Show the newest step, unless the last status is too new."""
         now = self._clock()
         if self._unshown and now >= self._next:
-            self._next = now + EVERY
+            self._next = now + (max(EVERY, self._display.pause(now - self._began)) if isinstance(self._display, PlainLines) else EVERY)
             self._show(self._total)
 
     def at(self, epoch: tuple[int, int] | None) -> None:

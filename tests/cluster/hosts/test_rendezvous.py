@@ -272,6 +272,10 @@ class TestLaunchers:
         assert [code for code, _, _ in ended] == [0, 0], ended
         rows = sorted(line.split(" ", 1)[1] for _, out, _ in ended for line in out.splitlines())
         assert rows == ["0 0 0 2", "0 1 2 2", "1 0 1 2", "1 1 3 2"]
+        for _, out, err in ended:  # each host says at once what it starts, whom it has met, and how that ended
+            ranks = ", ".join(sorted(line.split()[3] for line in out.splitlines()))
+            own = [line for line in err.splitlines() if "paceline: " in line and "take turns" not in line and "waits" not in line]
+            assert [line.split()[1] for line in own] == ["starting", "joined", "2"] and f"ranks {ranks} of them here" in own[1], err
 
     @pytest.mark.slow
     def test_workers_meet_in_the_store(self, job: Jobs):
@@ -320,7 +324,8 @@ class TestLaunchers:
         path, join = script("print('ran')"), f"127.0.0.1:{free_port()}"
         launched = [launch(path, 1, hosts=2, join=join, deadline=8.0, PACELINE_SECRET=f"{number}" * 20) for number in range(2)]
         for code, out, err in (one.end() for one in launched):
-            assert code == 2 and out == "" and "secret" in err and len(err.splitlines()) <= 3  # one may be for whom it waits
+            assert code == 2 and out == "" and "secret" in err
+            assert len(err.splitlines()) <= 4  # one is what it starts, one may be for whom it waits
 
     def test_a_secret_file(self, script, launch, tmp_path: Path):
         file = tmp_path / "secret"

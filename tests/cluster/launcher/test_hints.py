@@ -190,7 +190,7 @@ def test_the_line_for_another_host_starts_the_same_job(monkeypatch):
         },
         **{"placement": "round-robin", "min_workers": 2},
     )
-    may_differ = {"host_rank", "threads", "deadline", "name", "restarts", "patience", "bare", "call"}
+    may_differ = {"host_rank", "threads", "deadline", "name", "restarts", "patience", "progress", "bare", "call"}
     same = {field.name for field in fields(LaunchRequest) if getattr(given, field.name) == field.default}
     assert same == may_differ - {"host_rank"}, "an option that hosts have to have alike is not tried here"
     asked: list[LaunchRequest] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -48,7 +49,8 @@ def interrupt(started: Job, number: int = signal.SIGINT) -> Ended:
 )
 def test_one_line_says_it(job: Jobs, number: int, asked: str) -> None:
     ended = interrupt(start(job, "ready()", **UNHURRIED), number)
-    assert ended == (128 + number, "", f"paceline: {asked}: 2 workers ended\n")
+    assert (ended.code, ended.out) == (128 + number, "")
+    assert ended.err.splitlines() == ["paceline: starting 2 workers of script.py", f"paceline: {asked}: 2 workers ended"]
 
 
 FAILING = """
@@ -78,7 +80,7 @@ def test_those_that_had_to_be_killed_are_counted(job: Jobs) -> None:
         said = interrupt(start(job, stubborn, **timings)).err
         if "2 by" not in said:
             break
-    assert said == "paceline: interrupted: 2 workers ended (1 by SIGKILL)\n"
+    assert said.splitlines()[1:] == ["paceline: interrupted: 2 workers ended (1 by SIGKILL)"]
 
 
 TRAINING = """
@@ -102,6 +104,40 @@ def test_the_folder_of_the_run_and_how_to_go_on(job: Jobs, saves: bool, sequel: 
     ended = interrupt(start(job, TRAINING.format(saves=saves), launcher=PRELOADED, **UNHURRIED))
     assert ended.code == 130 and ended.last == f"paceline: interrupted: 2 workers ended; the run is in runs/circle{sequel}"
     assert "Traceback" not in ended.err and "KeyboardInterrupt" not in ended.err
+
+
+FAILING_RUN = """
+import paceline as pl
+from torch import nn
+import os, signal, torch
+with pl.start(folder="runs", name="circle") as run:
+    model = run.prepare(nn.Linear(4, 1))
+    run.save()
+    if run.rank == {rank}:
+        {fails}
+    run.group.barrier()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rank", "fails", "why"),
+    [
+        (0, "os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL"),
+        (1, "os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL"),
+        (1, "raise ValueError('no')", "ValueError: no"),
+    ],
+)
+def test_a_failure_says_where_the_run_is_and_leaves_there_why(job: Jobs, rank: int, fails: str, why: str) -> None:
+    (job.folder / "script.py").write_text(FAILING_RUN.format(rank=rank, fails=fails))
+    ended = job.start([sys.executable, *PRELOADED, "run", "--workers", "2", "script.py"]).end()
+    killed = "SIGKILL" in why
+    assert 'run.resume("runs/circle") goes on from its newest checkpoint' in ended.last, ended.err
+    assert ("--restarts" in ended.last and "--min-workers" in ended.last) == killed, ended.last
+    assert killed or sum(line.startswith("[1] Traceback") for line in ended.err.splitlines()) == 1, ended.err
+    live = json.loads((job.folder / "runs" / "circle" / "live.json").read_text())["live"]
+    assert live["state"] == "failed" and live["why"].startswith(f"rank {rank} on ") and why in live["why"]
+    assert live["script"] == "script.py"
 
 
 def test_before_workers_have_started() -> None:

@@ -27,7 +27,13 @@ class TestOutput:
         code, out, err = launch(script("print('out', rank); print('err', rank, file=sys.stderr)"), 2).end()
         assert code == 0
         assert sorted(out.splitlines()) == ["[0] out 0", "[1] out 1"]
-        assert sorted(err.splitlines()) == ["[0] err 0", "[1] err 1"]
+        first, *lines, last = err.splitlines()
+        assert sorted(lines) == ["[0] err 0", "[1] err 1"]
+        assert (first, last) == ("paceline: starting 2 workers of script.py", "paceline: 2 workers ended well")
+
+    def test_quietly_nothing_is_said_of_what_goes_well(self, script, launch):
+        body = script("import os; print(os.environ['PACELINE_STATUS_EVERY'])")
+        assert launch(body, 1, progress=float("inf")).end() == (0, "[0] inf\n", "")
 
     def test_lines_never_mix(self, script, launch):
         body = "for i in range(300):\n    for part in ('x' * 50, 'y' * 50, f'{i}\\n'):\n        os.write(1, (f'{rank}' + part).encode())"
@@ -160,6 +166,12 @@ class TestScreen:
         os.write(writer, b"yes\n")
         stream.read()
         assert sink.text() == b"yes\n"
+
+
+def test_breakpoints_say_that_there_is_no_terminal(script, launch):
+    code, _, err = launch(script("breakpoint()"), 2).end()
+    assert code == 1 and "breakpoint() needs a terminal" in err and "BdbQuit" not in err
+    assert launch(script("breakpoint()"), 2, PYTHONBREAKPOINT="0").end()[0] == 0
 
 
 SHOWN = short_timings.environ(supervisor=short_timings.CAUSE)

@@ -51,7 +51,7 @@ def test_what_a_run_under_way_tells_of_itself(tmp_path: Path) -> None:
     data = page_data(folder)
     assert (data["ended"], data["summary"]["sync"], len(data["events"])) == (False, "AllReduce()", 4)
     assert data["summary"]["steps"] == 60 and data["ranks"][1] == "rank 1 (shard 1)"  # the metrics are never behind
-    assert "so far 2 workers on 2 hosts (mesh data=1, shard=2) have trained 3,840 samples" in data["verdict"][0]
+    assert "So far 2 workers on 2 hosts (mesh data=1, shard=2) have trained 3,840 samples" in data["verdict"][0]
     (folder / "live.json").write_text('{"sy')
     assert "sync" not in page_data(folder)["summary"]
 

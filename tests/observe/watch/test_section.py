@@ -64,7 +64,7 @@ def test_all_that_is_known_is_there() -> None:
         ("waiting", "waiting for the workers to begin"),
         ("silent", "no word from it for a minute or more"),
         ("gone", "broken off: the process that wrote its folder is gone"),
-        ("failed", "failed: ValueError: no"),
+        ("failed", "failed at step 1040: ValueError: no"),
         ("ended", "ended"),
     ],
 )

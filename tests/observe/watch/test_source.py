@@ -35,6 +35,15 @@ def test_the_moment_and_the_report(tmp_path: Path) -> None:
     assert "http://" not in text.replace("http://www.w3.org/", "") and "https://" not in text  # it asks nobody for anything
 
 
+def test_a_run_under_way_is_shown_once(tmp_path: Path) -> None:
+    write(tmp_path / "mine", 40)
+    found = "".join(RunPage(tmp_path / "mine").look().values())
+    assert "running" in found and "has not ended" not in found and "<dt>loss</dt>" in found and found.count("<dt>workers</dt>") == 1
+    LiveRecord(RunFolder(tmp_path / "mine"), lambda: True, facts, print).fail(ValueError, ValueError("no"))
+    found = "".join(RunPage(tmp_path / "mine").look().values())
+    assert found.count("failed at step 40: ValueError: no") == 1 and "running" not in found
+
+
 def test_before_a_run_is_known_and_when_another_begins(tmp_path: Path) -> None:
     page = RunPage()
     page.tell("rank 1 failed")

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,12 @@ class TestResults:
         out, err = capsys.readouterr()
         assert sorted(out.splitlines()) == ["[0] out 0 False", "[1] out 1 False"]
         assert sorted(err.splitlines()) == ["[0] err 0", "[1] err 1"]
+
+    def test_names_that_are_no_options_go_to_the_function(self, launch):
+        def work(number: int, rate: float = 1.0, *, name: str = "") -> tuple[float, str]:
+            return int(os.environ["RANK"]) + number * rate, name
+
+        assert launch(partial(work, name="mine"), 3, rate=0.5) == [(1.5, "mine"), (2.5, "mine")]
 
     def test_options_reach_the_workers(self, launch):
         given = {"sync": pl.LocalSGD(every=4), "mesh": "data=2", "cut": [pl.shard("a")], "shares": (2, 1), "name": "circle", "servers": 3}
@@ -164,6 +171,14 @@ class TestRefusals:
         assert "a run can't be called 'a/b'" in self.refused(name="a/b")
         assert "Nothing is not a word" in self.refused(sync="Nothing()")
         assert "shart" in self.refused(cut="shart('a')")
+
+    def test_names_that_neither_launch_nor_the_function_has(self):
+        def work(number: int, rate: float = 1.0) -> None:
+            raise AssertionError
+
+        assert self.refused(work, 1, worker=3).endswith("did you mean workers?")
+        assert self.refused(work, 1, rat=3).endswith("did you mean rate?")
+        assert self.refused(work, 1, 2.0, rate=3).endswith("multiple values for argument 'rate'")
 
     def test_what_can_t_be_called_or_sent(self):
         assert self.refused("train.py") == "pl.launch got a str; give the function that each worker is to call"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import math
+
 import pytest
 
+from paceline.session.display import PlainLines
 from paceline.session.record.lateness import RankLateness
 from paceline.session.record.status_line import FinishedStep, StatusLine
 from paceline.status.run_status import RunStatus
@@ -32,6 +36,19 @@ class Kept:
 
 def beat(step: int, now: float = 0.0, **values: float) -> FinishedStep:
     return FinishedStep(step, now, 64, values or {"loss": 1.0}, SECONDS)
+
+
+@pytest.mark.parametrize(("every", "lines"), [(None, 24), (10.0, 11), (math.inf, 0)])
+def test_as_text_fewer_and_fewer_or_as_asked(every: float | None, lines: int) -> None:
+    clock, stream = Clock(), io.StringIO()
+    line = StatusLine(PlainLines(stream, every), clock=clock)
+    for second in range(101):
+        clock.now = 100.0 + second
+        line.step(beat(second), None)
+        line.show()
+    line.close(None)
+    found = len(stream.getvalue().splitlines())
+    assert found == lines if every else 20 < found < 50
 
 
 def test_about_one_a_second_and_the_last_in_any_case() -> None:

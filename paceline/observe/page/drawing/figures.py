@@ -55,7 +55,10 @@ def figure(data: Data, field: Field, words: Words) -> Markup:
 
 def summed(data: Data, field: Field, words: Words) -> Markup:
     """Write the sum of all numbers in a field of the summary."""
-    value = total(find(data, *field))
+    found = find(data, *field)
+    if found is None:
+        return element("span", {"class": "figure"}, NONE)
+    value = total(found)
     return element("data", {"class": "figure", "data-field": _dotted(field), "data-sum": "", "value": repr(value)}, words(value))
 
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
-from paceline.observe.page.drawing.scales import Scale
+from paceline.observe.page.drawing.scales import Scale, plain, scale
 from paceline.observe.page.markup import Markup, element
 
 WIDE = 1000  # units of the plane of curves
+KEPT = 0.9  # of a moving average, at each point
 COLOURS, DASHES = 6, 6  # that pages tell lines apart by
 
 Numbers = Sequence[float | None]
@@ -38,6 +39,7 @@ class Curve:
     high: Numbers = ()
     kind: int = 0
     area: str = ""
+    faint: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,30 @@ class Plot:
     under: Callable[[float], str] | None = None  # what stands below a number of the axis
     high: int = 220  # pixels
     read: Sequence[Curve] | None = None  # what read-outs tell, where that isn't the curves
+
+
+def smoothed(plot: Plot) -> Plot:
+    """Return a plot of moving averages over its faint curves, on a logarithmic axis if all values are above 0."""
+    every = finite([curve.y for curve in plot.curves])
+    log = min(every, default=0.0) > 0
+
+    def column(values: Iterable[float | None]) -> Numbers:
+        return [value if value is None or not log else math.log10(value) for value in values]
+
+    faint = [replace(curve, name="", y=column(curve.y), low=(), high=(), faint=True) for curve in plot.curves]
+    firm = [replace(curve, y=column(_averages(curve.y)), low=(), high=()) for curve in plot.curves]
+    low, high = finite([column([min(every, default=0.0), max(every, default=1.0)])])
+    words = (lambda value: plain(10**value)) if log else plain
+    return replace(plot, curves=[*faint, *firm], y=scale(low, high, words), read=plot.curves)
+
+
+def _averages(values: Numbers) -> Iterator[float | None]:
+    """Yield the exponential moving average of a column, which begins with its first value."""
+    average: float | None = None
+    for value in values:
+        if value is not None:
+            average = value if average is None else KEPT * average + (1 - KEPT) * value
+        yield None if value is None else average
 
 
 def draw(plot: Plot) -> Markup:
@@ -121,7 +147,8 @@ def _curve(curve: Curve, plot: Plot) -> Iterator[Markup]:
         points = [_point(x, y, plot) for x, y, _ in piece]
         if len(points) == 1:
             points *= 2  # a dot
-        yield element("path", {"class": "edge" if curve.area else f"line {line(curve.kind)}", "d": f"M{' '.join(points)}"})
+        kind = "edge" if curve.area else f"line {line(curve.kind)}{' faint' * curve.faint}"
+        yield element("path", {"class": kind, "d": f"M{' '.join(points)}"})
 
 
 def line(kind: int) -> str:

@@ -8,11 +8,13 @@ from typing import Any
 from paceline.observe.page.drawing import scales
 from paceline.observe.page.drawing.bars import Bar, bars
 from paceline.observe.page.drawing.figures import figure, find, number, share, summed
-from paceline.observe.page.drawing.html_tables import table
-from paceline.observe.page.drawing.plots import Curve, Numbers, Plot, draw, finite, swatch
+from paceline.observe.page.drawing.html_tables import folded, table
+from paceline.observe.page.drawing.plots import Curve, Numbers, Plot, draw, finite, smoothed, swatch
 from paceline.observe.page.drawing.scales import Scale, Words
 from paceline.observe.page.markup import Markup, element, join
 from paceline.observe.page.subjects import setup
+from paceline.observe.page.subjects.loss import SMOOTHED
+from paceline.observe.page.subjects.overview import badge
 from paceline.observe.page.subjects.time import WORDS as PART_WORDS
 from paceline.observe.page.subjects.traffic import WORDS as SENT_WORDS
 from paceline.session.record.folder import PARTS, SENT
@@ -25,7 +27,7 @@ def overview(datas: Datas) -> Markup:
     head = ("run", "loss", "steps", "a step", "samples/s", "time", "compute", "sent in a step")
     rows = (
         (
-            join(swatch(at), " ", label),
+            join(swatch(at), " ", label, *([] if data["ended"] else [" ", badge(data)])),
             figure(data, ("final_loss",), scales.plain),
             figure(data, ("steps",), scales.whole),
             summed(data, ("step_seconds",), scales.seconds),
@@ -36,12 +38,14 @@ def overview(datas: Datas) -> Markup:
         )
         for at, (label, data) in enumerate(zip(labels(datas), datas, strict=True))
     )
-    verdicts = (
-        element("li", None, element("b", None, label), ": ", " ".join(data["verdict"]))
-        for label, data in zip(labels(datas), datas, strict=True)
-    )
+    verdicts = (element("li", None, element("b", None, label), *_verdict(data)) for label, data in zip(labels(datas), datas, strict=True))
     title = element("h1", None, f"{len(datas)} runs compared")
     return join(title, table(head, _marked(rows), "The runs"), element("ul", {"class": "verdicts"}, verdicts))
+
+
+def _verdict(data: Mapping[str, Any]) -> Iterator[str]:
+    yield ": " if data["ended"] else f" {data['standing']['words']}. "
+    yield " ".join(data["verdict"])
 
 
 def labels(datas: Datas) -> list[str]:
@@ -57,9 +61,9 @@ def _marked(rows: Iterator[tuple[Markup, ...]]) -> list[Sequence[Markup]]:
 
 def loss(datas: Datas) -> Markup | None:
     """Draw the loss of each run against steps, seconds and bytes; None where none was logged by one name in all of them."""
-    name = _common(datas)
-    if name is None:
+    if not (common := _common(datas)):
         return None
+    name, *others = common
     between = any(number(data, "bytes_sent", "between") for data in datas)
     sent = "between" if between else "within"
     ways: Sequence[tuple[str, str, Words]] = (
@@ -68,16 +72,17 @@ def loss(datas: Datas) -> Markup | None:
         (sent, f"bytes that all workers have sent {SENT_WORDS[sent]}", scales.nbytes),
     )
     drawn = (_against(datas, name, field, title, words) for field, title, words in ways)
-    return join(element("p", None, f"{name}, the mean of each stretch of steps") if name != "loss" else None, *drawn)
+    more = (_against(datas, other, "step", "steps", scales.short, head=f"{other} against steps") for other in others)
+    return join(element("p", None, f"{name}, the mean of each stretch of steps") if name != "loss" else None, *drawn, *more)
 
 
-def _common(datas: Datas) -> str | None:
-    """Return the first name that all runs have logged: loss, where that is one."""
+def _common(datas: Datas) -> list[str]:
+    """Return the names that all runs have logged, such as those of validation: loss first, where that is one."""
     first, *others = (list(data["values"]) for data in datas)
-    return next((name for name in first if all(name in names for names in others)), None)
+    return [name for name in first if all(name in names for names in others)]
 
 
-def _against(datas: Datas, name: str, field: str, title: str, words: Words) -> Markup | None:
+def _against(datas: Datas, name: str, field: str, title: str, words: Words, *, head: str = "") -> Markup | None:
     curves = [
         Curve(label, data["values"][name][field], data["values"][name]["mean"], kind=at)
         for at, (label, data) in enumerate(zip(labels(datas), datas, strict=True))
@@ -88,9 +93,9 @@ def _against(datas: Datas, name: str, field: str, title: str, words: Words) -> M
         return None
     x = scales.scale(0.0, most, words, 6, zero=True)
     y = _heights([curve.y for curve in curves])
-    return join(
-        element("h3", None, f"against {title}"), draw(Plot(f"{name} against {title}", curves, x, y, title if field == "step" else ""))
-    )
+    plot = Plot(f"{name} against {title}", curves, x, y, title if field == "step" else "")
+    more = folded(SMOOTHED, draw(smoothed(plot))) if field == "step" else None
+    return join(element("h3", None, head or f"against {title}"), draw(plot), more)
 
 
 def _heights(columns: Sequence[Numbers]) -> Scale:

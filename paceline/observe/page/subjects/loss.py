@@ -8,10 +8,11 @@ from typing import Any
 from paceline.formatting import counted
 from paceline.observe.page.drawing import scales
 from paceline.observe.page.drawing.html_tables import folded, table
-from paceline.observe.page.drawing.plots import Curve, Plot, draw, finite
+from paceline.observe.page.drawing.plots import Curve, Plot, draw, finite, smoothed
 from paceline.observe.page.markup import Markup, element, join
 from paceline.observe.page.subjects import axes
 
+SMOOTHED = "Smoothed, on a logarithmic axis"
 ROWS = 20  # of the table, at most
 
 
@@ -21,19 +22,20 @@ def section(data: Mapping[str, Any]) -> Markup | None:
     if not values:
         return None
     first, *others = values
-    small = (element("div", None, element("h3", None, name), _plot(data, name, high=130)) for name in others)
+    small = (element("div", None, element("h3", None, name), draw(_plot(data, name, high=130))) for name in others)
     more = element("div", {"class": "columns"}, small) if others else None
-    return join(_plot(data, first), *_bad(values), more, folded("As a table", _table(data)))
+    main = _plot(data, first)
+    return join(draw(main), folded(SMOOTHED, draw(smoothed(main))), *_bad(values), more, folded("As a table", _table(data)))
 
 
-def _plot(data: Mapping[str, Any], name: str, high: int = 220) -> Markup:
+def _plot(data: Mapping[str, Any], name: str, high: int = 220) -> Plot:
     found = data["values"][name]
     every = finite([found["low"], found["high"]])
     y = scales.scale(min(every, default=0.0), max(every, default=1.0), scales.plain, 5 if high > 150 else 4)
     varies = found["low"] != found["high"]
     curve = Curve(name, found["step"], found["mean"], found["low"] if varies else (), found["high"] if varies else ())
     x = axes.of_steps(found["step"], many=high > 150)
-    return draw(Plot(f"{name} over steps", [curve], x, y, "step", axes.marks(data), axes.clock(data), high))
+    return Plot(f"{name} over steps", [curve], x, y, "step", axes.marks(data), axes.clock(data), high)
 
 
 def _bad(values: Mapping[str, Any]) -> Iterator[Markup]:

@@ -12,13 +12,20 @@ from paceline.observe.page.markup import Child, Markup, element, join
 
 
 def section(data: Mapping[str, Any]) -> Markup:
-    """Write the verdict, the advice and the figures of one run."""
-    words = "ended" if data["ended"] else "failed" if find(data, "live", "state") == "failed" else "has not ended"
-    head = element("h1", None, data["name"], " ", element("span", {"class": "state ended" if data["ended"] else "state"}, words))
-    why = find(data, "live", "why")
+    """Write the verdict, the advice and the figures of one run; not what the moment of a live page says (`beside_now`)."""
     verdict = element("p", {"class": "verdict"}, " ".join(data["verdict"]))
-    failed = element("p", {"class": "warning"}, f"It has failed: {why}") if why and not data["ended"] else None
-    return join(head, failed, verdict, _advice(data), element("dl", {"class": "tiles"}, _tiles(data)))
+    if data.get("beside_now"):
+        return join(verdict, _advice(data))
+    head = element("h1", None, data["name"], " ", badge(data))
+    words = data["standing"]["words"]
+    standing = None if data["standing"]["state"] in ("ended", "running") else element("p", {"class": "warning"}, f"It {words}.")
+    return join(head, standing, verdict, _advice(data), element("dl", {"class": "tiles"}, _tiles(data)))
+
+
+def badge(data: Mapping[str, Any]) -> Markup:
+    """Write how a run stands in a word."""
+    state = data["standing"]["state"]
+    return element("span", {"class": f"state {state}"}, {"open": "has not ended", "gone": "broken off"}.get(state, state))
 
 
 def _advice(data: Mapping[str, Any]) -> Markup | None:

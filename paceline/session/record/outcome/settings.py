@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -19,6 +18,7 @@ from paceline.cluster.discover import Place
 from paceline.data.loader import ShareLoader
 from paceline.formatting import spell
 from paceline.session.prepare.registry import Prepared
+from paceline.session.record.folder import script
 
 HIDDEN: Final = "..."  # in the place of what is nobody's business
 _SECRET = re.compile(r"key|token|secret|passw", re.IGNORECASE)
@@ -28,7 +28,7 @@ def settings(place: Place, device: torch.device, seed: int, prepared: Prepared) 
     """Return the settings of a run as plain data; what wasn't asked for is left out."""
     parameters = [parameter for _, model in prepared.models for parameter in model.parameters()]
     found = {
-        "script": Path(sys.argv[0]).name if sys.argv else "",
+        "script": script(),
         "arguments": disclosed(sys.argv[1:]),
         "seed": seed,
         "cut": [spell(cut) for cut in prepared.cuts.applied],

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
+
+import pytest
 
 from paceline.observe.page.drawing import scales
-from paceline.observe.page.drawing.plots import WIDE, Curve, Mark, Plot, draw, finite, line
+from paceline.observe.page.drawing.plots import WIDE, Curve, Mark, Plot, draw, finite, line, smoothed
 from tests.harness.pages import tree
 
 HIGH = 220
@@ -64,3 +68,15 @@ def test_curves_of_other_places_share_their_read_outs() -> None:
 
 def test_finite() -> None:
     assert finite([[1.0, None], [float("inf"), 2.0]]) == [1.0, 2.0]
+
+
+def test_smoothed_over_faint_curves_on_a_logarithmic_axis() -> None:
+    x, y = [1.0, 2.0, 3.0, 4.0], [100.0, 1.0, None, 1.0]
+    drawn = plot(Curve("loss", x, y))
+    found = smoothed(drawn)
+    faint, firm = found.curves
+    assert list(faint.y) == [2.0, 0.0, None, 0.0] and faint.faint and not firm.faint
+    assert firm.y[0] == 2.0 and firm.y[1] == pytest.approx(math.log10(90.1)) and firm.y[2] is None
+    assert found.read == drawn.curves and (found.y.low, found.y.high) == (0.0, 2.0) and found.y.ticks[-1][1] == "100"
+    below = smoothed(replace(drawn, curves=[Curve("gain", x, [-1.0, 1.0, 1.0, 1.0])]))
+    assert (below.y.low, below.y.high) == (-1.0, 1.0)

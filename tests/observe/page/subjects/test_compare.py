@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from paceline.formatting import sized
 from paceline.observe.page.data import page_data
 from paceline.observe.page.subjects import compare
+from paceline.session.record.folder import RunFolder
+from paceline.session.record.live import LiveRecord
 from tests.harness.finished_runs import finished
+from tests.harness.live_runs import facts
 from tests.harness.page_runs import whole
 from tests.harness.pages import tree
 
@@ -20,9 +24,11 @@ def test_losses_against_steps_seconds_and_bytes(tmp_path: Path) -> None:
         "against steps",
         "against seconds",
         "against bytes that all workers have sent between hosts",
+        "val/accuracy against steps",
     ]
     lines = [path.get("class") for path in made.iter("path")]
-    assert lines == ["line c0 d0", "line c1 d1"] * 3  # by colour and by dashes
+    pair, faint = ["line c0 d0", "line c1 d1"], ["line c0 d0 faint", "line c1 d1 faint"]
+    assert lines == [*pair, *faint, *pair, *pair * 2, *pair, *faint, *pair]  # by colour and by dashes; smoothed ones over faint ones
     assert datas[0]["values"]["loss"]["between"][-1] == pytest.approx(60 * 400_000)
 
 
@@ -49,6 +55,15 @@ def test_a_run_under_way(tmp_path: Path) -> None:
     assert "Settings of run (1) are known once the run has ended." in compare.differences(
         [page_data(folder), page_data(whole(tmp_path / "b"))]
     )
+
+
+def test_a_run_that_has_failed_says_so_beside_its_name(tmp_path: Path) -> None:
+    folder = whole(tmp_path / "a")
+    (folder / "summary.json").unlink()
+    LiveRecord(RunFolder(folder), lambda: True, lambda: facts(live={"step": 40}), print).fail(ValueError, ValueError("no"))
+    text = compare.overview([page_data(folder), page_data(whole(tmp_path / "b"))])
+    assert sized(600_000) in text and "0 bytes" not in text  # sent in a step, as its metrics say
+    assert "failed at step 40: ValueError: no" in text and text.count(">failed<") == 1
 
 
 def test_bytes_of_runs_that_sent_none(tmp_path: Path) -> None:

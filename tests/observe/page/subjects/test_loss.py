@@ -19,7 +19,10 @@ def made(data: Any) -> Any:
 def test_curves(tmp_path: Path) -> None:
     found = made(page_data(whole(tmp_path)))
     assert [each.text for each in found.iter("h3")] == ["val/accuracy"]
-    assert [path.get("class") for path in found.iter("path")] == ["line c0 d0"] * 2  # without a band: each point is a step
+    assert [path.get("class") for path in found.iter("path")] == [
+        *("line c0 d0", "line c0 d0 faint", "line c0 d0"),  # without a band: each point is a step; then smoothed, over a faint one
+        "line c0 d0",
+    ]
     rows = [[cell.text for cell in row] for row in found.iter("tr")]
     assert rows[0] == ["step", "time", "loss", "val/accuracy"] and rows[-1] == ["60", "6 s", "0.3873", "0.9833"] and len(rows) == 21
 

@@ -7,7 +7,10 @@ from pathlib import Path
 
 from paceline.observe.page.data import page_data
 from paceline.observe.page.subjects import overview
+from paceline.session.record.folder import RunFolder
+from paceline.session.record.live import LiveRecord
 from tests.harness.finished_runs import finished
+from tests.harness.live_runs import facts
 from tests.harness.page_runs import whole
 from tests.harness.pages import tree
 
@@ -32,9 +35,17 @@ def test_a_quiet_run_has_none(tmp_path: Path) -> None:
 
 def test_a_run_that_has_failed(tmp_path: Path) -> None:
     folder = whole(tmp_path)
-    live = json.loads((folder / "summary.json").read_text()) | {"live": {"state": "failed", "why": "ValueError: <no>"}}
+    live = json.loads((folder / "summary.json").read_text())
     (folder / "summary.json").unlink()
     assert ">has not ended<" in overview.section(page_data(folder))
-    (folder / "live.json").write_text(json.dumps(live))
-    text = overview.section(page_data(folder))
-    assert ">failed<" in text and "It has failed: ValueError: &lt;no&gt;" in text
+    for state, badge, words in (("failed", "failed", "failed at step 40: ValueError: &lt;no&gt;"), ("running", "running", "")):
+        record = LiveRecord(RunFolder(folder), lambda: True, lambda: facts(**live, live={"step": 40}), print)
+        record.update() if state == "running" else record.fail(ValueError, ValueError("<no>"))
+        text = overview.section(page_data(folder))
+        assert f">{badge}<" in text and words in text and "has not ended" not in text
+
+
+def test_what_the_moment_of_a_live_page_says_is_not_said_again(tmp_path: Path) -> None:
+    data = page_data(whole(tmp_path))
+    text = overview.section({**data, "beside_now": True})
+    assert data["verdict"][0] in text.replace("&#x27;", "'") and "tiles" not in text and "<h1" not in text
