@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from paceline.errors import UsageError
 from paceline.parallel.cut import CutContext
 from paceline.parallel.initialise import GENERATORS
 from paceline.parallel.placement import Range, chunk
-from paceline.parallel.tensor import peers
+from paceline.parallel.tensor import peers, uncut
 from paceline.parallel.tensor.functions import TensorAxis
 from paceline.parallel.tensor.layers import (
     Column,
@@ -61,9 +62,10 @@ class _ParameterCut:
         return [(part * length + first, part * length + last) for part in range(self.parts)]
 
 
-def cut(model: nn.Module, layers: Mapping[str, Style], divide: Sequence[str], context: CutContext) -> None:
+def cut(model: nn.Module, layers: Mapping[str, Style], divide: Sequence[str], context: CutContext, *, compare: bool = True) -> None:
     """Leave this worker its part of the layers that `layers` names. Collective along the axis `tensor`.
 
+    `compare`: compare modules with what they return uncut, in their first call.
     Raises `UsageError` before anything is changed where the model can't be cut so.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile
@@ -85,6 +87,7 @@ def cut(model: nn.Module, layers: Mapping[str, Style], divide: Sequence[str], co
     group = context.groups.along(AXIS)
     axis = TensorAxis(group, context.groups.meter(AXIS))
     _equal_random_numbers(axis)
+    before = {name: dict(vars(part)) for name, part in model.named_modules()}
     for wanted in cuts:
         _narrow(wanted, context, group.rank)
     for module, name, value in divided:
@@ -97,6 +100,10 @@ def cut(model: nn.Module, layers: Mapping[str, Style], divide: Sequence[str], co
     whole_ones = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in cut_ids]
     columns = [each.name for each in found if isinstance(each.style, column)]
     model.register_forward_hook(peers.comparer(axis, columns, whole_ones))
+    if compare:
+        partial = [each.name for each in found if isinstance(each.style, column) and not each.style.gather]
+        rows = [each.name for each in found if isinstance(each.style, row) and not each.style.split]
+        uncut.watch_pairs(model, axis, partial, rows, {name: _divided_since(before[name], part) for name, part in model.named_modules()})
 
 
 # ---- what is named
@@ -270,6 +277,11 @@ def _divided(model: nn.Module, patterns: Sequence[str], size: int) -> Iterator[t
             yield module, attribute, value // size
 
 
+def _divided_since(before: Mapping[str, Any], module: nn.Module) -> dict[str, int]:
+    """Return the whole numbers of a module that are others now, as they were."""
+    return {key: value for key, value in before.items() if isinstance(value, int) and vars(module)[key] != value}
+
+
 def _narrow(wanted: _ParameterCut, context: CutContext, rank: int) -> None:
     """Leave a parameter its local part, in the object that it is: optimizers and ties keep it."""
     parameter, size = wanted.parameter, context.mesh.extent(AXIS)
@@ -294,17 +306,18 @@ def _become(each: _Found, axis: TensorAxis, regions: Mapping[int, _Found]) -> No
     region = regions.get(id(module))
     dim = region.style.dim if region is not None and isinstance(region.style, sequence) else None
     kind = _kind(module)
+    dims = {wanted.name.rpartition(".")[2]: wanted.dim for wanted in (() if isinstance(style, sequence | summed) else _of_layer(each))}
     match style:
         case column():
-            become(module, Column, LayerCut(axis, name, parts=style.parts, gather=style.gather, sequence=dim))
+            become(module, Column, LayerCut(axis, name, parts=style.parts, gather=style.gather, sequence=dim, dims=dims))
             _resize(module, kind, 0, axis.size)
         case row():
-            become(module, RowConv1D if kind == "Conv1D" else RowLinear, LayerCut(axis, name, split=style.split, sequence=dim))
+            become(module, RowConv1D if kind == "Conv1D" else RowLinear, LayerCut(axis, name, split=style.split, sequence=dim, dims=dims))
             _resize(module, kind, 1, axis.size)
         case vocab():
             weight = module._parameters["weight"]
             words = 0 if weight is None else len(weight) * axis.size
-            become(module, VocabEmbedding if kind == "Embedding" else VocabHead, LayerCut(axis, name, vocabulary=words))
+            become(module, VocabEmbedding if kind == "Embedding" else VocabHead, LayerCut(axis, name, vocabulary=words, dims=dims))
         case sequence():
             become(module, SequenceRegion, LayerCut(axis, name, sequence=dim))
 

@@ -9,8 +9,8 @@ A layer stays the object that it is, with its hooks and the parameters that are 
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -26,7 +26,8 @@ from paceline.parallel.tensor.vocab import VocabLogits
 class LayerCut:
     """How one layer is cut: the workers that do it, the layer's name, and what is special.
 
-    `sequence`: the dimension that its region cuts; `vocabulary`: the number of words of all workers.
+    `sequence`: the dimension that its region cuts; `vocabulary`: the number of words of all workers; `dims`: the dimension that each of its
+    parameters is cut along.
     """
 
     axis: TensorAxis
@@ -36,6 +37,7 @@ class LayerCut:
     split: bool = False
     sequence: int | None = None
     vocabulary: int = 0
+    dims: Mapping[str, int] = field(default_factory=dict)
 
     def into(self, x: Tensor) -> Tensor:
         """Take the input of a layer that is cut by columns."""

@@ -42,9 +42,9 @@ def comparer(axis: TensorAxis, columns: Sequence[str], parameters: Sequence[tupl
 
 def _compare_outputs(axis: TensorAxis, columns: Sequence[str], model: nn.Module, out: object) -> None:
     tensors = [leaf for leaf in _pytree.tree_leaves(out) if isinstance(leaf, Tensor) and not isinstance(leaf, VocabLogits)]
-    mine = [[list(leaf.shape), _sampled(leaf)] for leaf in tensors if leaf.is_floating_point() and leaf.numel()]
+    mine = [sample(leaf) for leaf in tensors if leaf.is_floating_point() and leaf.numel()]
     for other in axis.objects(mine, "output of the model"):
-        if not _alike(mine, other):
+        if not alike(mine, other):
             hint = f"; {columns[-1]} is the last one cut by column(): row() has to follow it, or column(gather=True)" if columns else ""
             raise UsageError(f"tensor: what {type(model).__name__} returns differs between workers that have the same samples{hint}")
 
@@ -68,12 +68,14 @@ def _compare_parameters(axis: TensorAxis, parameters: Sequence[tuple[str, Parame
             )
 
 
-def _sampled(x: Tensor) -> list[str]:
+def sample(x: Tensor) -> list[Any]:
+    """Return the shape of a tensor and some of its elements, in text."""
     flat = x.detach().reshape(-1)
-    return [repr(value) for value in flat[:: max(1, len(flat) // SAMPLE)][:SAMPLE].double().tolist()]
+    return [list(x.shape), [repr(value) for value in flat[:: max(1, len(flat) // SAMPLE)][:SAMPLE].double().tolist()]]
 
 
-def _alike(mine: Sequence[Any], other: Sequence[Any]) -> bool:
+def alike(mine: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether samples of tensors have the same shapes and about the same elements."""
     if [shape for shape, _ in mine] != [shape for shape, _ in other]:
         return False
     for (_, one), (_, two) in zip(mine, other, strict=True):
