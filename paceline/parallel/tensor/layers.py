@@ -26,8 +26,8 @@ from paceline.parallel.tensor.vocab import VocabLogits
 class LayerCut:
     """How one layer is cut: the workers that do it, the layer's name, and what is special.
 
-    `sequence`: the dimension that its region cuts; `vocabulary`: the number of words of all workers; `dims`: the dimension that each of its
-    parameters is cut along.
+    `sequence`: the dimension that its region cuts; `vocabulary`: the number of words of all workers; `dims`: along which
+    dimension each of its parameters is cut, and in how many parts.
     """
 
     axis: TensorAxis
@@ -37,7 +37,7 @@ class LayerCut:
     split: bool = False
     sequence: int | None = None
     vocabulary: int = 0
-    dims: Mapping[str, int] = field(default_factory=dict)
+    dims: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def into(self, x: Tensor) -> Tensor:
         """Take the input of a layer that is cut by columns."""
@@ -109,14 +109,21 @@ class RowConv1D(RowLinear):
         return self.tensor_cut.sum(x @ self.weight, self._bias())
 
 
-class VocabEmbedding(TensorCutModule):
+class Experts(TensorCutModule):
+    """Experts of a mixture, of each of which a worker has some of the inner features."""
+
+    def forward(self, *args: Tensor) -> Tensor:
+        cut = self.tensor_cut
+        out = super().forward(*(cut.axis.copy(x, cut.name) if x.is_floating_point() else x for x in args))
+        cut.axis.forget()
+        return cut.axis.total(out, cut.name)
+
+
+class VocabEmbedding(TensorCutModule, nn.Embedding):
     """An embedding of which each worker has some of the rows: others are zeros, and the sum over workers is the row."""
 
-    weight: Tensor
-    padding_idx: int | None
-
-    def forward(self, index: Tensor) -> Tensor:
-        cut, rows = self.tensor_cut, self.weight.shape[0]
+    def forward(self, input: Tensor) -> Tensor:
+        cut, rows, index = self.tensor_cut, self.weight.shape[0], input
         first = cut.axis.rank * rows
         _in_range(index, cut)
         local = index - first
@@ -182,9 +189,19 @@ def become(module: nn.Module, kind: type[TensorCutModule], cut: LayerCut) -> Non
     module.tensor_cut = cut  # type: ignore[assignment]
 
 
+def uncut_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before it was cut."""
+    kinds: Any = type(module).__bases__ if isinstance(module, TensorCutModule) else [type(module)]
+    found: type[nn.Module] = next(kind for kind in kinds if not issubclass(kind, TensorCutModule))
+    return found
+
+
 @functools.cache
 def _derived(kind: Any, of: Any) -> type[nn.Module]:
-    found: type[nn.Module] = type(f"{kind.__name__}{of.__name__}" if of.__name__ not in kind.__name__ else kind.__name__, (kind, of), {})
+    name = f"{kind.__name__}{of.__name__}" if of.__name__ not in kind.__name__ else kind.__name__
+    # What an embedding's own class does, such as to scale the rows, is done to what `kind` looks up.
+    bases = (of, kind) if issubclass(of, nn.Embedding) and of is not nn.Embedding else (kind, of)
+    found: type[nn.Module] = type(name, bases, {})
     return found
 
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from paceline.cluster.machine import memory_size
 from paceline.errors import PacelineError, UsageError
 from paceline.parallel.tensor.functions import TensorAxis, eager
-from paceline.parallel.tensor.layers import SequenceRegion, TensorCutModule
+from paceline.parallel.tensor.layers import SequenceRegion, TensorCutModule, uncut_class
 from paceline.parallel.tensor.peers import alike, sample
 from paceline.parallel.tensor.vocab import VocabLogits
 
@@ -34,13 +34,15 @@ SAME, AROUND, UNKNOWN, OTHER = range(4)  # what comes of a comparison; AROUND: t
 Settings = Mapping[str, Mapping[str, int]]
 
 
-def watch_pairs(model: nn.Module, axis: TensorAxis, columns: Sequence[str], rows: Sequence[str], settings: Settings) -> None:
-    """Compare the smallest modules of a model that have one of `columns` and of `rows`, in their first calls.
+def watch(model: nn.Module, axis: TensorAxis, pairs: tuple[Sequence[str], Sequence[str]], whole: Sequence[str], settings: Settings) -> None:
+    """Compare modules of a model in their first calls: the smallest with one of each of `pairs`, and those of `whole`.
 
     `settings`: whole numbers of modules that a cut has divided, as they were.
     """
     comparison = _Comparison(model, axis, settings)
-    for names, others in ((columns, rows), (rows, columns)):
+    for name in whole:
+        comparison.watch(name)
+    for names, others in (pairs, pairs[::-1]):
         having = {around for other in others for around in _around(other)}
         for name in names if having else ():
             comparison.watch(next(around for around in _around(name) if around in having))
@@ -91,9 +93,8 @@ class _Comparison:
             with torch.no_grad(), _set_back(module):
                 outcome = self._run_twice(name, module, args, options)
         if outcome == OTHER:
-            kind = type(module).__bases__[1] if isinstance(module, TensorCutModule) else type(module)
             raise UsageError(
-                f"tensor: {name or 'the model'} ({kind.__name__}) returns other numbers cut than whole: "
+                f"tensor: {name or 'the model'} ({uncut_class(module).__name__}) returns other numbers cut than whole: "
                 "between column() and row() something works over features of which each worker has a "
                 "part, such as a norm, softmax, mean or chunk; say column(parts=2) for a fused "
                 "projection, divide= for numbers of heads, column(gather=True) and row(split=True) "
@@ -132,11 +133,11 @@ class _Comparison:
         """Put the parts of all workers side by side, and let layers be what they were."""
         for inner, part in module.named_modules(prefix=name):
             if isinstance(part, TensorCutModule):
-                for attribute, dim in part.tensor_cut.dims.items():
-                    mine = part._parameters[attribute].unflatten(dim, (part.tensor_cut.parts, -1))  # type: ignore[union-attr]
+                for attribute, (dim, parts) in part.tensor_cut.dims.items():
+                    mine = part._parameters[attribute].unflatten(dim, (parts, -1))  # type: ignore[union-attr]
                     whole = self._axis.side_by_side(mine, dim + 1, f"{attribute} of {part.tensor_cut.name}").flatten(dim, dim + 1)
                     part._parameters[attribute] = Parameter(whole, requires_grad=False)
-                part.__class__ = type(part).__bases__[1]
+                part.__class__ = uncut_class(part)  # type: ignore[assignment]
             vars(part).update(self._settings.get(inner, {}))
 
 
