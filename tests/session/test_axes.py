@@ -186,11 +186,26 @@ def stepped(run: Run) -> None:
     run.prepare(model, optimizer, cut=columns())
 
 
+def two_models(run: Run) -> None:
+    run.prepare(network(), nn.Linear(3, 3), cut=LINEARS)
+
+
 REFUSED: list[tuple[str, Callable[[Run], Any], Any, str]] = [
     ("tensor=2", prepared(), None, r"the mesh \(tensor=2\) has the axis `tensor`, and nothing is cut along it: its workers would all"),
     ("data=2", prepared(columns()), None, r"cut=columns\(\) is along `tensor`, and the mesh \(data=2\) doesn't have that: say pl.start"),
     ("tensor=2", prepared("columns"), None, "cut='columns' is no cut; write e.g. cut="),
     ("tensor=2", prepared(3), None, "cut=3 is no cut; write e.g. cut="),
+    ("shard=2", prepared(pl.shard), None, r"cut=shard is the class itself; call it: cut=pl.shard\(\.\.\.\)"),
+    ("tensor=2", prepared(pl.tensor), None, "cut=tensor is the class itself"),
+    ("stage=2", prepared(pl.pipeline), None, "cut=pipeline is the class itself"),
+    ("shard=2", lambda run: run.prepare(network(), cut=pl.shard(3)), None, r"shard\(3\): what comes first are patterns .*shard\(zero=3\)"),  # type: ignore[arg-type]
+    (
+        "stage=2",
+        lambda run: run.prepare(network(), cut=pl.pipeline(split="auto", loss=nn.MSELoss)),
+        None,
+        r"loss=MSELoss is the class .*MSELoss\(\)",
+    ),
+    ("tensor=2", two_models, None, r"no module is called '0'.* That is the Linear: cut= is for each of the 2 models of this call"),
     ("tensor=2", lambda run: run.prepare(batches(), readers="host"), None, 'readers="host" can\'t be had yet where the mesh'),
     ("tensor=2", lambda run: run.prepare(batches(), shard="mine"), None, 'shard="mine" has each rank read samples of its own, and workers'),
     ("tensor=2", prepared(), pl.ParameterServer(), r"ParameterServer\(\): servers keep whole parameters, and the mesh cuts along tensor"),

@@ -101,7 +101,7 @@ def cut(model: nn.Module, layers: Mapping[str, Style], divide: Sequence[str], co
     cut_ids = {id(one.parameter) for one in cuts}
     whole_ones = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in cut_ids]
     columns = [each.name for each in found if isinstance(each.style, column)]
-    model.register_forward_hook(peers.comparer(axis, columns, whole_ones))
+    peers.watch(model, axis, columns, whole_ones)
     if compare:
         partial = [each.name for each in found if isinstance(each.style, column) and not each.style.gather]
         rows = [each.name for each in found if isinstance(each.style, row) and not each.style.split]

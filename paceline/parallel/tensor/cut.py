@@ -47,9 +47,10 @@ class tensor:
     compare: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.layers != "auto" and (isinstance(self.layers, str) or not self.layers):
+        if self.layers != "auto" and (not isinstance(self.layers, Mapping) or not self.layers):
             raise UsageError(
-                f'tensor({self.layers!r}) has no layers; give {{"blocks.*.up": column(), ...}}, or "auto" for a model with a plan'
+                f"tensor({self.layers!r}) names no layers with styles; "
+                'give {"blocks.*.up": column(), ...}, or "auto" for a model with a plan'
             )
         if isinstance(self.divide, str):
             raise UsageError(f"divide={self.divide!r} is one text; give a list, divide=[{self.divide!r}]")

@@ -30,7 +30,8 @@ from paceline.parallel.tensor.vocab import VocabLogits
 LIMITS = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2}  # of a difference, relative to the mean size of an element
 LOOSE, FEW = 5e-2, 0.01  # the limit for other dtypes, and how many elements may be beyond it: a token may choose another expert
 SAMPLED = 1 << 16  # elements of an output
-SAME, AROUND, UNKNOWN, OTHER = range(4)  # what comes of a comparison; AROUND: the module around has to be compared instead
+# What comes of a comparison. AROUND: the module around has to be compared instead; FAILED: what is cut raises, and what is whole doesn't.
+SAME, AROUND, UNKNOWN, OTHER, FAILED = range(5)
 Settings = Mapping[str, Mapping[str, int]]
 
 
@@ -44,8 +45,8 @@ def watch(model: nn.Module, axis: TensorAxis, pairs: tuple[Sequence[str], Sequen
         comparison.watch(name)
     for names, others in (pairs, pairs[::-1]):
         having = {around for other in others for around in _around(other)}
-        for name in names if having else ():
-            comparison.watch(next(around for around in _around(name) if around in having))
+        for name in names:
+            comparison.watch(next((around for around in _around(name) if around in having), name.rpartition(".")[0]))
 
 
 def _around(name: str) -> Iterator[str]:
@@ -88,13 +89,19 @@ class _Comparison:
         found = axis.objects([self._fits(name, module), inputs], f"input of {name}")
         if not all(fits for fits, _ in found):
             return
-        outcome = AROUND
+        outcome, error = AROUND, None
         if all(alike(inputs, other) for _, other in found):
             with torch.no_grad(), _set_back(module):
-                outcome = self._run_twice(name, module, args, options)
+                outcome, error = self._run_twice(name, module, args, options)
+        where = f"tensor: {name or 'the model'} ({uncut_class(module).__name__})"
+        if outcome == FAILED:
+            raise UsageError(
+                f"{where} works whole, and fails cut ({str(error).partition(chr(10))[0]}): a layer gets the features of "
+                "this worker alone; cut it by row(), say column(gather=True) before it, or divide= numbers of heads"
+            ) from error
         if outcome == OTHER:
             raise UsageError(
-                f"tensor: {name or 'the model'} ({uncut_class(module).__name__}) returns other numbers cut than whole: "
+                f"{where} returns other numbers cut than whole: "
                 "between column() and row() something works over features of which each worker has a "
                 "part, such as a norm, softmax, mean or chunk; say column(parts=2) for a fused "
                 "projection, divide= for numbers of heads, column(gather=True) and row(split=True) "
@@ -111,23 +118,24 @@ class _Comparison:
         free = memory_size().free // size if device is None else torch.cuda.mem_get_info(device)[0]
         return here and (not free or 2 * size * sum(parameter.nbytes for parameter in parameters.values()) < free)
 
-    def _run_twice(self, name: str, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> int:
-        """Return what all workers find."""
+    def _run_twice(self, name: str, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[int, Exception | None]:
+        """Return what all workers find, and how it fails cut."""
         devices = {parameter.device for parameter in module.parameters() if parameter.is_cuda}
         before = _random_states(devices)
         cut = _try_run(module, args, options)
         drawn = not all(map(torch.equal, before, _random_states(devices)))  # perhaps for the part of each worker
-        outcome: int = max(self._axis.objects(AROUND if cut is None else UNKNOWN if drawn else SAME, f"{name} as it is cut"))
-        if outcome == SAME:
+        error = cut if isinstance(cut, Exception) else None
+        found: list[int] = self._axis.objects(UNKNOWN if drawn else AROUND if error else SAME, f"{name} as it is cut")
+        outcome = max(found)
+        if found[0] != UNKNOWN and len(set(found)) == 1:
             self._make_whole(name, module)
-            whole = _try_run(module, args, options)
-            outcome = max(self._axis.objects(_outcome(module, cut or [], whole or []), f"{name} uncut"))
+            outcome = max(self._axis.objects(_outcome(module, cut, _try_run(module, args, options)), f"{name} uncut"))
         for state, device in zip(before, (None, *devices), strict=True):
             if drawn and device is not None:
                 torch.cuda.set_rng_state(state, device)
             elif drawn:
                 torch.set_rng_state(state)
-        return outcome
+        return outcome, error
 
     def _make_whole(self, name: str, module: nn.Module) -> None:
         """Put the parts of all workers side by side, and let layers be what they were."""
@@ -187,19 +195,21 @@ def _copied(value: Any) -> Any:
         return copy.deepcopy(value)
 
 
-def _try_run(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> list[Tensor] | None:
-    """Return the tensors of a forward with copies of the arguments, without the hooks of the module itself; None where it fails."""
+def _try_run(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> list[Tensor] | Exception:
+    """Return the tensors of a forward with copies of the arguments, without the hooks of the module itself, or why it fails."""
     try:
         args, options = _copied((args, options))
         leaves = tree_leaves(module.forward(*args, **options))
         return [leaf.whole() if isinstance(leaf, VocabLogits) else leaf for leaf in leaves if isinstance(leaf, Tensor)]
     except PacelineError:
         raise
-    except Exception:  # noqa: BLE001  a script's module may raise anything where it is called once more, or with other sizes
-        return None
+    except Exception as error:  # noqa: BLE001  a script's module may raise anything where it is called once more, or with other sizes
+        return error
 
 
-def _outcome(module: nn.Module, cut: Sequence[Tensor], whole: Sequence[Tensor]) -> int:
+def _outcome(module: nn.Module, cut: list[Tensor] | Exception, whole: list[Tensor] | Exception) -> int:
+    if isinstance(cut, Exception) or isinstance(whole, Exception):
+        return AROUND if isinstance(whole, Exception) else FAILED
     pairs = [(one, two) for one, two in zip(cut, whole, strict=False) if one.shape == two.shape and one.is_floating_point()]
     if not pairs or len(cut) != len(whole):  # parts of features are handed on
         return AROUND
