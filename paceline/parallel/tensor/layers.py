@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from paceline.errors import UsageError
 from paceline.parallel.tensor.functions import TensorAxis, eager
@@ -112,9 +113,10 @@ class RowConv1D(RowLinear):
 class Experts(TensorCutModule):
     """Experts of a mixture, of each of which a worker has some of the inner features."""
 
-    def forward(self, *args: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         cut = self.tensor_cut
-        out = super().forward(*(cut.axis.copy(x, cut.name) if x.is_floating_point() else x for x in args))
+        floating = tree_map_only(Tensor, lambda x: cut.axis.copy(x, cut.name) if x.is_floating_point() else x, (args, kwargs))
+        out = super().forward(*floating[0], **floating[1])
         cut.axis.forget()
         return cut.axis.total(out, cut.name)
 
