@@ -24,7 +24,7 @@ from paceline.formatting import spell, unknown
 from paceline.parallel.cut import CutContext
 from paceline.parallel.dealing.repeated_split import RepeatedSplit, SplitMeasurement
 from paceline.parallel.dealing.stages import StageDealer
-from paceline.parallel.pipelining.batches import Loss
+from paceline.parallel.pipelining.batches import Loss, refuse_class
 from paceline.parallel.pipelining.chain import LayerGraph, own_parameters, trace_layers
 from paceline.parallel.pipelining.model import PipelinedModel, PipelineTerms, StageSplit
 from paceline.parallel.pipelining.profiler import PipelineProfiler
@@ -113,6 +113,7 @@ class pipeline:
 
 def check_loss(cut: str, loss: Loss | None, split: Sequence[int] | str) -> None:
     """Raise `UsageError` for a loss that nothing would measure, or that is none."""
+    refuse_class(cut, loss)
     if loss is not None and (split != "auto" or not callable(loss)):
         raise UsageError(
             f"{cut}(loss=...) is a function of the output and the target, which split='auto' measures: say {cut}(split='auto', "

@@ -247,7 +247,9 @@ def _refuse_hooks(model: nn.Module, layers: Sequence[str]) -> None:
             "a model is cut into layers once, before anything else takes its forward's place"
         )
     for name, module in model.named_modules():
-        if name and not is_whole(name, layers) and (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks):
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *module._backward_hooks.values()]
+        of_scripts = [hook for hook in hooks if not str(getattr(hook, "__module__", None)).startswith("paceline.")]
+        if name and not is_whole(name, layers) and of_scripts:
             raise UsageError(
                 f"{name} has a hook, but isn't called where layers inside of it are; put the hook on these, or name {name} itself"
             )

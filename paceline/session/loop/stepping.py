@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from paceline.data.spec import Weigh
 from paceline.errors import UsageError
 from paceline.parallel.containers import tree_leaves
-from paceline.parallel.pipelining.batches import Loss, Share
+from paceline.parallel.pipelining.batches import Loss, Share, refuse_class
 from paceline.session.balance.memory import is_out_of_memory
 from paceline.session.loop.ghost import buffers, put_back
 from paceline.session.loop.halving import HalvedSteps, OtherLeaves, StepBatch, leaves
@@ -43,6 +43,7 @@ class SteppedModels:
 
     def step(self, model: nn.Module, given: tuple[Any, ...], options: Mapping[str, Any], loss: Loss | None, weigh: Weigh | None) -> Tensor:
         """Go forward with all of `given` but the last, and back from `loss(output, last)`; return that."""
+        refuse_class("run.step", loss)
         if not callable(loss):
             raise UsageError("run.step needs a loss, a function of the output and the target: run.step(model, x, y, loss=F.cross_entropy)")
         if not given:
