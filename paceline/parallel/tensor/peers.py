@@ -64,15 +64,16 @@ def _compare_parameters(axis: TensorAxis, parameters: Sequence[tuple[str, Parame
     here = [(name, p) for name, p in parameters if p.untyped_storage().nbytes() >= p.nbytes]  # others are gathered while they are used
     kind = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
     numbers = [f"{number:x}" for number in checksums([p.detach() for _, p in here])]
-    found = axis.objects([kind, numbers, _draws(axis)], "whole parameters")
-    if any(other != kind for other, _, _ in found):  # then the last bits may differ
+    found = axis.objects([kind, numbers], "whole parameters")
+    if any(other != kind for other, _ in found):  # then the last bits may differ
         return
-    for rank, (_, theirs, _) in enumerate(found):
+    for rank, (_, theirs) in enumerate(found):
         wrong = [name for (name, _), one, two in zip(here, theirs, found[0][1], strict=True) if one != two]
         if wrong:
             one, two = axis.group.global_rank(0), axis.group.global_rank(rank)
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            _refuse_draws([draws for _, _, draws in found], f"{wrong[0]}{more}")
+            # asked for when all have come here: none is in the middle of drawing numbers of its own
+            _refuse_draws(axis.objects(_draws(axis), "random numbers"), f"{wrong[0]}{more}")
             if len(wrong) < sum(parameter.requires_grad for _, parameter in here):  # clipping leaves none as it was
                 module = wrong[0].rpartition(".")[0]
                 raise ReplicasDiffer(
