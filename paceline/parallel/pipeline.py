@@ -17,6 +17,8 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import _SpectralNorm  # private: another name ends the import
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from paceline.comm.pairs import pairs
 from paceline.errors import UsageError
@@ -92,6 +94,8 @@ class pipeline:
         count = PER_WORKER * group.size if self.micro_batches is None else self.micro_batches
         chunks = check(self.schedule, group.size, count, self.chunks)
         schedule = make_schedule(self.schedule, group.size, count, self.chunks)
+        if count > 1:
+            _refuse_power_iterations(model)
         graph = trace_layers(model, self.layers, trace=self.trace, inputs=self.inputs)
         measurement = SplitMeasurement(graph, schedule, context)
         asked = _measured(measurement, self.loss) if self.split == "auto" and len(graph.layers) >= schedule.stages else self.split
@@ -109,6 +113,16 @@ class pipeline:
             context.repeated.append(RepeatedSplit(made, dealer, measurement, messages, self.loss))
         context.pipelines.append((model, made))
         context.endings.append(made.close)
+
+
+def _refuse_power_iterations(model: nn.Module) -> None:
+    """Raise `UsageError` for weights whose estimate moves on in each forward: it would once for each micro-batch."""
+    for name, module in model.named_modules():
+        if isinstance(module, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values()):
+            raise UsageError(
+                f"the spectral_norm of {name.partition('.parametrizations')[0]} steps its power iteration in "
+                "each forward, so once for each micro-batch: say micro_batches=1, or leave it out"
+            )
 
 
 def check_loss(cut: str, loss: Loss | None, split: Sequence[int] | str) -> None:
