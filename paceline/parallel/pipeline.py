@@ -26,6 +26,7 @@ from paceline.formatting import spell, unknown
 from paceline.parallel.cut import CutContext
 from paceline.parallel.dealing.repeated_split import RepeatedSplit, SplitMeasurement
 from paceline.parallel.dealing.stages import StageDealer
+from paceline.parallel.following.graph import follow_layers
 from paceline.parallel.pipelining.batches import Loss
 from paceline.parallel.pipelining.chain import LayerGraph, own_parameters, trace_layers
 from paceline.parallel.pipelining.model import PipelinedModel, PipelineTerms, StageSplit
@@ -34,6 +35,7 @@ from paceline.parallel.pipelining.schedule import PipelineSchedule
 from paceline.parallel.pipelining.schedules import ScheduleName, check, make_schedule
 from paceline.parallel.pipelining.split import LayerCost, SplitProblem, best_split, check_split, fastest_slowest
 from paceline.parallel.pipelining.split_table import describe_split
+from paceline.parallel.pipelining.tracing import Untraceable
 
 Split = Literal["even", "auto"]
 PER_WORKER = 4  # micro-batches for each worker along `stage`, where the script doesn't say
@@ -96,7 +98,7 @@ class pipeline:
         schedule = make_schedule(self.schedule, group.size, count, self.chunks)
         if count > 1:
             _refuse_power_iterations(model)
-        graph = trace_layers(model, self.layers, trace=self.trace, inputs=self.inputs)
+        graph = self._find_layers(model, context)
         measurement = SplitMeasurement(graph, schedule, context)
         asked = _measured(measurement, self.loss) if self.split == "auto" and len(graph.layers) >= schedule.stages else self.split
         split = StageSplit(stage_bounds(model, graph, asked, schedule, chunks), schedule.placed)
@@ -113,6 +115,15 @@ class pipeline:
             context.repeated.append(RepeatedSplit(made, dealer, measurement, messages, self.loss))
         context.pipelines.append((model, made))
         context.endings.append(made.close)
+
+    def _find_layers(self, model: nn.Module, context: CutContext) -> LayerGraph:
+        try:
+            return trace_layers(model, self.layers, trace=self.trace, inputs=self.inputs)
+        except Untraceable as error:
+            graph = follow_layers(model, self.layers)
+            beside = f"; in no layer, and so on all stages, are {', '.join(graph.beside)}" if graph.beside else ""
+            context.announce(f"each stage runs the forward of {type(model).__name__} itself, as {error.reason}{beside}")
+            return graph
 
 
 def _refuse_power_iterations(model: nn.Module) -> None:

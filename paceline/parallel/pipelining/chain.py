@@ -55,7 +55,7 @@ class StagePart:
         """Run these layers on the values that they take, by name; return those that they give. `after` is told each operation's place."""
         if missing := [name for name in self.takes if name not in values]:
             raise UsageError(f"the stage of {self.modules[0]} takes {', '.join(self.takes)}, and was not given {missing[0]}")
-        known = {name: tree_map_only(Tensor, _enter, values[name]) for name in self.takes}
+        known = {name: tree_map_only(Tensor, enter, values[name]) for name in self.takes}
         for name in self._dtypes.intersection(self.takes):
             known[name] = getattr(torch, values[name])
         for place, (operation, drops) in enumerate(zip(self.operations, self._drops, strict=True)):
@@ -218,7 +218,7 @@ def _refuse_unused(model: nn.Module, operations: Sequence[Operation], *, trace: 
         raise UsageError(f"no layer has the parameters {names}: {why}")
 
 
-def _enter(x: Tensor) -> Tensor:
+def enter(x: Tensor) -> Tensor:
     """Let layers change what they are given in place, as they may in the model: autograd forbids it for tensors that begin a graph."""
     if not (x.requires_grad and x.is_leaf and torch.is_grad_enabled()):
         return x
