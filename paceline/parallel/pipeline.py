@@ -57,6 +57,7 @@ class pipeline:
     worker). `chunks`: stages on each worker, for interleaved. `split`: layers of each stage, "even" for about as many parameters each, or
     "auto": each worker measures all layers on samples of the loader that is prepared with the model, and the split is that by which the
     schedule takes least, on workers of any speed.
+    A forward that can't be traced runs on each stage as it is, with the layers of other stages stood in for.
     `trace=False` calls the layers one after the other, and not as the model's forward does. `inputs`: those arguments of the forward that a
     batch gives, where it isn't those without a default. `loss`: what run.step will be given, so that split="auto" measures it as well; it
     counts where it takes long, as over a large vocabulary. `again`: measure at the end of each epoch, too, with the loss of the steps, and

@@ -139,6 +139,7 @@ class _Calls:
 
     def __init__(self, graph: FollowedGraph, start: int, stop: int, values: Mapping[str, Any], after: Callable[[int], None] | None) -> None:
         self._graph, self._start, self._stop, self._after, self._next = graph, start, stop, after, 0
+        self._crossing = graph.crossing(stop) if stop < len(graph.layers) else set[int]()
         self._came = tree_map_only(Tensor, enter, values.get(RETURNED, {}))
         self._shapes: dict[str, Any] = dict(values.get(SHAPES, {}))
         self._returned = dict[str, tuple[Any, list[int]]]()  # with the versions of tensors, which tell of changes in place
@@ -171,7 +172,10 @@ class _Calls:
         if place < self._start and name not in self._came:
             return tree_map(self._stand_in, self._shapes[name])
         output = self._came[name] if place < self._start else self._run(place, call, args, kwargs)
-        self._returned[name] = output, _versions(output)
+        if place in self._crossing:
+            self._returned[name] = output, _versions(output)
+        else:
+            self._shapes[name] = tree_map(_shape, output)
         if recorder:
             recorder.leave(place, output)
         if self._next == self._stop < len(self._graph.layers):
@@ -179,33 +183,22 @@ class _Calls:
         return output
 
     def _run(self, place: int, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if recorder := self._graph.recorder:
-            recorder.enter(place, (args, kwargs))
-            recorder.paused = True
-        try:
-            output = call(*args, **kwargs)
-        finally:
-            if recorder:
-                recorder.paused = False
+        recorder = self._graph.recorder
+        output = recorder.call(place, call, args, kwargs) if recorder else call(*args, **kwargs)
         if self._after:
             self._after(place - self._start)
         return output
 
     def gives(self) -> dict[str, Any]:
         """Return what layers have returned, for the next stage: whole if one after it uses it, or else of which shape it is."""
-        crossing, gives = self._graph.crossing(self._stop), dict[str, dict[str, Any]]({RETURNED: {}, SHAPES: {}})
-        for place, name in enumerate(self._graph.layers[: self._stop]):
-            if place not in crossing:
-                gives[SHAPES][name] = self._shapes[name] if name in self._shapes else tree_map(_shape, self._returned[name][0])
-                continue
-            output, versions = self._returned[name]
+        for name, (output, versions) in self._returned.items():
             if versions != _versions(output):
                 raise UsageError(
                     f"the forward changes in place what {name} returned, which later stages use as it was: let it make another tensor, or "
                     f"name one layer that holds {name} and the change"
                 )
-            gives[RETURNED][name] = output
-        return gives
+        returned = {name: output for name, (output, _) in self._returned.items()}
+        return {RETURNED: returned, SHAPES: {name: shape for name, shape in self._shapes.items() if name not in returned}}
 
     def end(self) -> None:
         """Raise `UsageError` if the forward ended before all layers were called."""
@@ -247,10 +240,14 @@ def follow_layers(model: nn.Module, names: str | Sequence[str]) -> FollowedGraph
     layers = find_layers(model, names).names
     modules = [model.get_submodule(name) for name in layers]
     within = {id(inner) for module in modules for inner in module.modules()}
-    held = {id(parameter) for module in modules for parameter in module.parameters()}
     if twice := next((name for name, module in zip(layers, modules, strict=True) if modules.count(module) > 1), ""):
         raise UsageError(f"{twice} is one module under two names, and a pipeline calls each layer once: name what holds both calls")
-    for name, module in model.named_modules():
-        if isinstance(module, _NormBase) and module.track_running_stats and id(module) not in within:
-            raise UsageError(f"{name} keeps running statistics between layers, which only one stage can keep: name it as a layer")
-    return FollowedGraph(model, layers, [name for name, parameter in model.named_parameters() if id(parameter) not in held])
+    outside = [(name, module) for name, module in model.named_modules() if id(module) not in within]
+    if kept := next((name for name, module in outside if isinstance(module, _NormBase) and module.track_running_stats), ""):
+        raise UsageError(f"{kept} keeps running statistics between layers, which only one stage can keep: name it as a layer")
+    return FollowedGraph(model, layers, [".".join(filter(None, (name, key))) for name, module in outside for key in own(module)])
+
+
+def own(module: nn.Module) -> list[str]:
+    """Return the names of parameters that are a module's own, and not those of one inside."""
+    return [key for key, parameter in module._parameters.items() if parameter is not None]

@@ -7,7 +7,7 @@ h = block(h, mask)      block uses {embed, position}; h: {block}
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,9 +27,9 @@ class UseRecorder(TorchDispatchMode):
     def __init__(self, model: nn.Module, places: Iterable[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.uses: dict[int, set[Source]] = {place: set() for place in (EVERY, *places)}
-        self.paused = False
+        self._inside = False  # of a layer, where nothing is noted
         state = (*model.named_parameters(), *model.named_buffers())
-        self._state = {tensor.untyped_storage()._cdata: name for name, tensor in state}
+        self._state = {(storage := tensor.untyped_storage())._cdata: (storage, name) for name, tensor in state}
         self._sources = dict[int, tuple[torch.UntypedStorage, set[Source]]]()  # by storage, which is held so that no other takes its place
         self._drawn = (0, 0)
 
@@ -47,6 +47,15 @@ class UseRecorder(TorchDispatchMode):
         """Note that a layer uses these values."""
         self.uses[layer] |= self._of(_tensors(values))
 
+    def call(self, layer: int, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a layer, and note what it uses."""
+        self.enter(layer, (args, kwargs))
+        self._inside = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._inside = False
+
     def leave(self, layer: int, values: Any) -> None:
         """Note that a layer has returned these values."""
         self._drawn = (layer + 1, 0)
@@ -57,7 +66,7 @@ class UseRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if self.paused:
+        if self._inside:
             return func(*args, **kwargs)
         taken, written = list(_tensors((args, kwargs))), list(_written(func, args, kwargs))
         self._refuse_state(taken, written)
@@ -85,7 +94,8 @@ class UseRecorder(TorchDispatchMode):
 
     def _name(self, tensors: Iterable[Tensor]) -> str:
         """Return what the model calls the first of these that it has; "" if there is none."""
-        return next((name for tensor in tensors if (name := self._state.get(tensor.untyped_storage()._cdata))), "")
+        found = (self._state.get(tensor.untyped_storage()._cdata) for tensor in tensors)
+        return next((each[1] for each in found if each), "")
 
     def _of(self, tensors: Iterable[Tensor]) -> set[Source]:
         return {source for tensor in tensors for source in self._sources.get(tensor.untyped_storage()._cdata, (None, ()))[1]}

@@ -26,7 +26,7 @@ from paceline.parallel.pipelining.boundaries import place_boundaries
 from paceline.parallel.pipelining.flow import ValueFlow
 from paceline.parallel.pipelining.layer_names import LayerNames, find_layers
 from paceline.parallel.pipelining.operations import OUTPUT, Operation, Ref, find, foreign
-from paceline.parallel.pipelining.tracing import trace_operations
+from paceline.parallel.pipelining.tracing import Untraceable, trace_operations
 from paceline.parallel.pipelining.values import PLAIN
 
 CHAINED = ("*args", "**keywords")  # the inputs where nothing is traced
@@ -169,6 +169,10 @@ def trace_layers(model: nn.Module, names: str | Sequence[str], *, trace: bool = 
     found = find_layers(model, names)
     if trace:
         given = tuple(_inputs(model) if inputs is None else inputs)
+        if not given:
+            raise Untraceable(
+                f"all arguments of the forward of {type(model).__name__} have defaults, and it isn't known which a batch gives"
+            )
         operations = trace_operations(model, found.names, given)
         layers = _in_order(found, operations)
     else:

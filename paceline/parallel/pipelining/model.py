@@ -393,8 +393,10 @@ class _StageForward:
 
 
 def _alike(one: Any, two: Any) -> bool:
-    pairs = zip(tree_leaves(one), tree_leaves(two), strict=True)
-    return all(torch.allclose(x, y, rtol=1e-3, equal_nan=True) for x, y in pairs if isinstance(x, Tensor))
+    """Whether two outputs are the same but for rounding: what stands in for values that didn't come is no number."""
+    found = [[x.double() for x in tree_leaves(each) if isinstance(x, Tensor) and x.is_floating_point()] for each in (one, two)]
+    pairs = [(x, y, (x - y).nan_to_num().norm() <= 0.01 * x.nan_to_num().norm()) for x, y in zip(*found, strict=True)]
+    return all(bool(near) and torch.equal(x.isnan(), y.isnan()) for x, y, near in pairs)
 
 
 def _buffers(model: nn.Module, part: StagePart) -> Iterator[Tensor]:

@@ -4,50 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import paceline as pl
 from paceline.cluster.mesh import read
 from paceline.errors import UsageError
 from paceline.session.run import Run
-from tests.harness.models import fill
+from tests.harness.causal_models import LAYERS, MODELS, OF_GPT2, build, next_tokens
+from tests.harness.jobs import Jobs
 from tests.harness.runs import alone, workers
 from tests.harness.sharded import put_together
 
-transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
-
-SMALL = {"vocab_size": 30, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
-SIZES = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "max_position_embeddings": 16, **SMALL}
-LLAMA = {"intermediate_size": 24, "num_key_value_heads": 1, **SIZES}
-GPT2 = {"n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 16, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **SMALL}
-OPT = {"ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0, **SIZES}
-LAYERS = "model.embed_tokens, model.layers.*, model.norm, lm_head"
-OF_GPT2 = "transformer.wte, transformer.wpe, transformer.h.*, transformer.ln_f, lm_head"  # whose head is tied to its first layer
-OF_OPT = "model.decoder.embed_tokens, model.decoder.embed_positions, model.decoder.layers.*, model.decoder.final_layer_norm, lm_head"
-
-MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "gpt2": ("GPT2", GPT2, OF_GPT2),
-    "llama": ("Llama", LLAMA, LAYERS),
-    "llama, tied": ("Llama", LLAMA | {"tie_word_embeddings": True}, LAYERS),
-    "qwen3": ("Qwen3", LLAMA | {"head_dim": 8}, LAYERS),
-    "mistral": ("Mistral", LLAMA | {"sliding_window": 3}, LAYERS),
-    "mixtral": ("Mixtral", LLAMA | {"num_local_experts": 4, "experts_implementation": "eager"}, LAYERS),
-    "opt": ("OPT", OPT, OF_OPT),
-    "gpt-neox": ("GPTNeoX", {"intermediate_size": 24, "hidden_dropout": 0.0, "attention_dropout": 0.0, **SIZES}, "auto"),
-}
-
-
-def build(name: str, **options: Any) -> nn.Module:
-    kind, sizes, _ = MODELS[name]
-    model = getattr(transformers, f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")
-    return fill(model(getattr(transformers, f"{kind}Config")(**sizes | options)).double())
 
 
 class Padded(Dataset[Any]):
@@ -64,10 +38,6 @@ class Padded(Dataset[Any]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {"input_ids": self.tokens[index] * self.mask[index], "attention_mask": self.mask[index]}
-
-
-def next_tokens(out: Any, y: Tensor) -> Tensor:
-    return F.cross_entropy(out.logits[:, :-1].flatten(0, 1), y[:, 1:].flatten())
 
 
 def trained(name: str, cut: Any, prepare: Callable[[Any], Any] = lambda model: None, *, labels: bool = False) -> Callable[[Run], Any]:
@@ -132,19 +102,57 @@ def test_layers_may_be_computed_again_and_the_model_may_have_its_own_loss() -> N
     same("llama", "stage=2", pl.pipeline(LAYERS, micro_batches=1), labels=True)
 
 
-def test_a_dropout_between_layers_is_drawn_by_the_stage_that_uses_it() -> None:
-    def body(run: Run) -> tuple[list[float], Tensor]:
-        model = build("gpt2", embd_pdrop=0.5, resid_pdrop=0.5)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        run.prepare(model, optimizer, cut=pl.pipeline(OF_GPT2, micro_batches=2))
-        x = torch.arange(12).view(2, 6)
-        losses = []
-        for _ in range(3):
-            losses.append(float(run.step(model, x, x, loss=next_tokens)))
-        return losses, torch.rand(())
+DROPOUT = """
+from tests.harness.causal_models import OF_GPT2, build, next_tokens
 
-    (one, rest), (two, other) = workers(2, body, mesh="stage=2")
+model = build("gpt2", embd_pdrop=0.5, resid_pdrop=0.5)
+with pl.start() as run:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.prepare(model, optimizer, cut=pl.pipeline(OF_GPT2, micro_batches=2))
+    x = torch.arange(12).view(2, 6)
+    losses = [float(run.step(model, x, x, loss=next_tokens)) for _ in range(3)]
+    torch.save((losses, torch.rand(())), f"rank{run.rank}.pt")
+"""
+
+
+def test_a_dropout_between_layers_is_drawn_by_the_stage_that_uses_it(job: Jobs, tmp_path: Path) -> None:
+    ended = job.run(DROPOUT, 2, "--mesh", "stage=2").end()
+    assert ended.code == 0, ended.err
+    (one, rest), (two, other) = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
     assert one == two and len(set(one)) == 3 and torch.equal(rest, other)
+
+
+def test_an_encoder_and_a_decoder_share_words_on_all_stages() -> None:
+    layers = "encoder.block.*, encoder.final_layer_norm, decoder.block.*, decoder.final_layer_norm, lm_head"
+
+    def body(run: Run, cut: Any) -> tuple[list[float], Tensor]:
+        model = build("t5")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        run.prepare(model, optimizer, cut=cut)
+        numbers, losses = torch.Generator().manual_seed(1), list[float]()
+        for length in (6, 4):
+            x, y = (torch.randint(3, 30, (4, size), generator=numbers) for size in (length, 5))
+            optimizer.zero_grad()
+            losses.append(float(run.step(model, x, y, decoder_input_ids=y, loss=next_tokens)))
+            optimizer.step()
+        return losses, put_together(model, run.group, run._prepared.cuts.placements, run._prepared.cuts.trained)
+
+    losses, values = alone(lambda run: body(run, None))
+    for found, parameters in workers(3, lambda run: body(run, pl.pipeline(layers, micro_batches=2)), mesh="stage=3"):
+        assert found == pytest.approx(losses, abs=1e-9) and float((parameters - values).abs().max()) < 1e-9
+
+
+def test_what_is_saved_is_the_model(tmp_path: Path) -> None:
+    def body(run: Run) -> str:
+        model = build("gpt2")
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), cut=pl.pipeline(OF_GPT2, micro_batches=2))
+        run.step(model, *[torch.arange(12).view(2, 6)] * 2, loss=next_tokens)
+        run.save()
+        return str(run.folder.path)
+
+    saved, whole = pl.state_dict(workers(2, body, mesh="stage=2", folder=tmp_path)[0]), build("gpt2")
+    assert saved.keys() == whole.state_dict().keys()
+    whole.load_state_dict(saved)
 
 
 def test_what_stages_cannot_know_of_each_other_is_refused() -> None:
