@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 from paceline.errors import UsageError
 from paceline.parallel.following.recorder import EVERY, Source, UseRecorder
@@ -38,7 +38,7 @@ class FollowedGraph(LayerGraph):
     def __init__(self, model: nn.Module, layers: Sequence[str], beside: Sequence[str]) -> None:
         self.model, self.layers, self.inputs, self.beside = model, tuple(layers), CHAINED, tuple(beside)
         self.recorder: UseRecorder | None = None
-        self._uses = dict[bool, dict[int, set[Source]]]()  # in training and in evaluation
+        self._uses = dict[str, dict[int, set[Source]]]()  # by kind of call
 
     def part(self, start: int, stop: int) -> StagePart:
         """Return the program of the layers from `start` to before `stop`."""
@@ -53,9 +53,15 @@ class FollowedGraph(LayerGraph):
         self._refuse_shared_draws(starts)
         return super().users(starts)
 
-    def crossing(self, place: int) -> set[int]:
+    def kind(self, values: Mapping[str, Any]) -> str:
+        """Put in words what a forward on these inputs depends on, but for numbers: another kind may use other values."""
+        leaves, spec = tree_flatten([values[name] for name in CHAINED])
+        flags = [leaf if isinstance(leaf, bool | str) or leaf is None else type(leaf).__name__ for leaf in leaves]
+        return f"{'training' if self.model.training else 'evaluation'} with {spec} of {flags}"
+
+    def crossing(self, place: int, kind: str) -> set[int]:
         """Return the layers whose results the stages from layer `place` on have to be given; all of them before that is known."""
-        uses = None if self.recorder else self._uses.get(self.model.training)
+        uses = None if self.recorder else self._uses.get(kind)
         if uses is None:
             return set(range(place))
         later = {source for layer, sources in uses.items() if layer >= place or layer == EVERY for source in sources}
@@ -71,16 +77,17 @@ class FollowedGraph(LayerGraph):
             self.recorder = None
 
     def rehearse(self, values: Mapping[str, Any]) -> None:
-        """Find out what layers use where all of them are here, if that isn't known in this mode."""
-        if self.model.training not in self._uses:
+        """Find out what layers use where all of them are here, if that isn't known."""
+        kind = self.kind(values)
+        if kind not in self._uses:
             with torch.no_grad(), self.recording() as recorder:
                 for place in range(len(self.layers)):
                     values = {**values, **self.part(place, place + 1).run(values)}
-            self.learn([recorder.plain], [0])
+            self.learn(kind, [recorder.plain], [0])
 
-    def learn(self, recorded: Iterable[Uses], starts: Sequence[int]) -> None:
-        """Take what all stages have noted, in this mode of the model."""
-        uses = self._uses[self.model.training] = dict[int, set[Source]]()
+    def learn(self, kind: str, recorded: Iterable[Uses], starts: Sequence[int]) -> None:
+        """Take what all stages have noted of calls of this kind."""
+        uses = self._uses[kind] = dict[int, set[Source]]()
         for layer, *sources in (row for rows in recorded for row in rows):
             uses.setdefault(layer, set()).update(sources)
         self._refuse_shared_draws(starts)
@@ -139,7 +146,7 @@ class _Calls:
 
     def __init__(self, graph: FollowedGraph, start: int, stop: int, values: Mapping[str, Any], after: Callable[[int], None] | None) -> None:
         self._graph, self._start, self._stop, self._after, self._next = graph, start, stop, after, 0
-        self._crossing = graph.crossing(stop) if stop < len(graph.layers) else set[int]()
+        self._crossing = graph.crossing(stop, graph.kind(values)) if stop < len(graph.layers) else set[int]()
         self._came = tree_map_only(Tensor, enter, values.get(RETURNED, {}))
         self._shapes: dict[str, Any] = dict(values.get(SHAPES, {}))
         self._returned = dict[str, tuple[Any, list[int]]]()  # with the versions of tensors, which tell of changes in place

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_structure
 
 from paceline.errors import UsageError
 
@@ -50,11 +50,16 @@ class UseRecorder(TorchDispatchMode):
     def call(self, layer: int, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a layer, and note what it uses."""
         self.enter(layer, (args, kwargs))
-        self._inside = True
+        self._inside, before = True, tree_structure((args, kwargs))
         try:
-            return function(*args, **kwargs)
+            returned = function(*args, **kwargs)
         finally:
             self._inside = False
+        if tree_structure((args, kwargs)) != before:
+            raise UsageError(
+                "a layer changes a list or dict that it is given, which layers on other stages wouldn't see: let it return one"
+            )
+        return returned
 
     def leave(self, layer: int, values: Any) -> None:
         """Note that a layer has returned these values."""

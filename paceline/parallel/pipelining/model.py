@@ -145,7 +145,7 @@ class PipelinedModel:
         model.forward = _StageForward(self._inside)
         self._zone, self._drawn = RandomZone(group.rank), False
         self.steps = 0
-        self._followed = set[bool]()  # the modes in which it is known what stages of a model that isn't traced need of each other
+        self._followed = set[str]()  # kinds of calls of a model that isn't traced, for which it is known what stages need of each other
 
     def hold(self, holding: StageHolding) -> None:
         """Have these stages from now on."""
@@ -214,7 +214,7 @@ class PipelinedModel:
         with self._profiler.step(len(batches), train=False):
             return self._executor.run(schedule or self.terms.of(self._group.size, len(batches)), batches, None, None, where=where)
 
-    def _follow(self, graph: FollowedGraph, batches: Sequence[MicroBatch], where: str) -> None:
+    def _follow(self, graph: FollowedGraph, kind: str, batches: Sequence[MicroBatch], where: str) -> None:
         """Find out what each stage needs of others, by a forward in which they give each other everything. Collective."""
         outputs = list[Any]()
         for recording in (graph.recording(), contextlib.nullcontext()):  # the second shows whether what was found is all
@@ -223,13 +223,13 @@ class PipelinedModel:
             torch.clear_autocast_cache()  # else the step would find weights there that were cast without gradients
             if uses is not None:
                 told = self._group.agree(msgpack.packb(uses.plain))
-                graph.learn(map(msgpack.unpackb, told), self.split.bounds[:-1])
+                graph.learn(kind, map(msgpack.unpackb, told), self.split.bounds[:-1])
         if b"-" in self._group.agree(b"+" if _alike(*outputs) else b"-"):
             raise UsageError(
                 f"the forward of {type(self._model).__name__} uses what layers have returned in a way that can't be followed (it may go "
                 "through numpy, or lists of numbers): name one layer that holds both ends"
             )
-        self._followed.add(self._model.training)
+        self._followed.add(kind)
 
     def _tell(self, output: Any, where: str) -> Any:
         """Send the output from the worker of the last stage to all others."""
@@ -246,21 +246,22 @@ class PipelinedModel:
     def _begin(self, share: Share, *, train: bool, why: str) -> tuple[list[MicroBatch], str]:
         """Agree with the other stages on what was given. Raises on all of them, where one can't go on or has another batch."""
         where = f"{why} {self.steps}"
-        wrong, batches, rows = list[PacelineError](), list[MicroBatch](), 0
+        wrong, batches, rows, kind = list[PacelineError](), list[MicroBatch](), 0, ""
         try:
             rows = share.rows
             bind = self._graph.bind if self.has_first or isinstance(self._graph, FollowedGraph) else None
             batches = cut_batch(share, self.terms.count(rows), bind)
+            kind = self._graph.kind(batches[0].inputs) if isinstance(self._graph, FollowedGraph) else kind
         except PacelineError as error:
             wrong.append(error)
-        told = msgpack.packb([where, train, rows, self._model.training, str(wrong[0])[:TOLD] if wrong else None])
+        told = msgpack.packb([where, train, rows, kind, str(wrong[0])[:TOLD] if wrong else None])
         answers = [msgpack.unpackb(answer) for answer in self._group.agree(told)]
         if wrong:
             raise wrong[0]
         for rank, (*_, told_by) in enumerate(answers):
             if told_by is not None:
                 raise DataError(f"{why}: rank {self._group.global_rank(rank)}: {told_by}")
-        for place, what in enumerate(("step", "gradients", "rows", "modes of training")):
+        for place, what in enumerate(("step", "gradients", "rows", "arguments")):
             found = [answer[place] for answer in answers]
             other = next((rank for rank, value in enumerate(found) if value != found[0]), None)
             if other is not None:
@@ -269,8 +270,8 @@ class PipelinedModel:
                     f"{why}: ranks {one} and {two} have other stages of the same model, and got different {what} ({found[0]} and "
                     f"{found[other]}): give all workers along `stage` the same batch in the same call"
                 )
-        if isinstance(self._graph, FollowedGraph) and self._model.training not in self._followed:
-            self._follow(self._graph, batches[:1], where)
+        if isinstance(self._graph, FollowedGraph) and kind not in self._followed:
+            self._follow(self._graph, kind, batches[:1], where)
         self.steps += 1
         return batches, where
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -47,6 +48,14 @@ class Reversed(torch.autograd.Function):
 rounded = Rounded.apply
 
 
+class Keeping(nn.Linear):
+    """A layer that leaves what it has returned in a list."""
+
+    def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:
+        kept.append(super().forward(x))
+        return kept[-1]
+
+
 class Net(nn.Module):
     """Four layers, and between them what a test wants: `way`."""
 
@@ -56,10 +65,13 @@ class Net(nn.Module):
         self.head, self.scale = nn.Linear(6, 2), nn.Parameter(torch.ones(6))
         self.register_buffer("count", torch.zeros(()))
         self.way, self.drop = way, nn.Dropout(dropout)
+        if way == "filling":
+            self.two = Keeping(6, 6)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, far: bool = False) -> Tensor:
         first = self.one(x)
-        return getattr(self, self.way)(x, first) if first.shape[0] else first  # a branch on what is known when it runs
+        found: Tensor = getattr(self, self.way)(x, first) if first.shape[0] else first  # a branch on what is known when it runs
+        return found + first[:, :2] if far else found
 
     def estimator(self, x: Tensor, h: Tensor) -> Tensor:
         return self.head(self.four(self.three(rounded(self.two(h) * 4))))
@@ -95,6 +107,12 @@ class Net(nn.Module):
 
     def twice(self, x: Tensor, h: Tensor) -> Tensor:
         return self.head(self.four(self.three(self.two(self.two(h)))))
+
+    def filling(self, x: Tensor, h: Tensor) -> Tensor:
+        kept = list[Tensor]()
+        for layer in (self.two, self.three, self.four):
+            h = layer(h, kept=kept) if isinstance(layer, Keeping) else layer(h)
+        return self.head(h + sum(kept))
 
     def other(self, x: Tensor, h: Tensor) -> Tensor:
         return self.head(self.three(self.four(self.two(h))))
@@ -148,6 +166,7 @@ def recorded(way: str, *, known: bool) -> tuple[FollowedGraph, dict[str, Any]]:
     for place, name in enumerate(graph.layers):
         values = {**values, **graph.part(place, place + 1).run(values)}
         given[name] = values
+    graph.crossing = functools.partial(graph.crossing, kind=graph.kind(values))
     assert torch.equal(given["head"][OUTPUT], model(x))
     return graph, given
 
@@ -194,6 +213,7 @@ def failing(way: str, cut: Any, dropout: float = 0.0) -> PacelineError:
         ("borrowing", "uses one.weight between layers"),
         ("twice", "calls two where three was to follow"),
         ("other", "calls four where three was to follow: name the layers in the order"),
+        ("filling", "changes a list or dict that it is given"),
         ("leaving", "in a way that can't be followed"),
     ],
 )
@@ -227,6 +247,18 @@ def test_layers_that_are_followed_are_measured() -> None:
 
     one, two = workers(2, held, mesh="stage=2")
     assert one == two and one[0] == 0 and one[-1] == 5
+
+
+def test_what_travels_depends_on_the_arguments_of_a_call() -> None:
+    def body(run: Run) -> list[Tensor]:
+        model = branching("length")
+        run.prepare(model, cut=pl.pipeline(LAYERS, micro_batches=2))
+        return [run.forward(model, x, **options) for options in ({}, {"far": True}, {"far": False})]
+
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
+    wanted = [branching("length")(x, far=far).detach() for far in (False, True, False)]
+    for found in workers(2, body, mesh="stage=2"):
+        assert all(torch.allclose(one, two, atol=1e-12, rtol=0) for one, two in zip(found, wanted, strict=True))
 
 
 def test_a_model_runs_in_training_and_in_evaluation() -> None:
