@@ -24,6 +24,7 @@ from paceline.parallel.following.recorder import EVERY, Source, UseRecorder
 from paceline.parallel.pipelining.chain import CHAINED, LayerGraph, StagePart, enter
 from paceline.parallel.pipelining.layer_names import find_layers
 from paceline.parallel.pipelining.operations import OUTPUT
+from paceline.parallel.pipelining.tracing import refuse_hooks
 from paceline.parallel.pipelining.values import PLAIN
 
 RETURNED, SHAPES = "what layers returned", "shapes of what layers returned"  # values that go from stage to stage, by name of layer
@@ -245,6 +246,7 @@ def _versions(values: Any) -> list[int]:
 def follow_layers(model: nn.Module, names: str | Sequence[str]) -> FollowedGraph:
     """Find the layers of a model by names and patterns in the order of its forward, which is followed when it runs."""
     layers = find_layers(model, names).names
+    refuse_hooks(model, layers)
     modules = [model.get_submodule(name) for name in layers]
     within = {id(inner) for module in modules for inner in module.modules()}
     if twice := next((name for name, module in zip(layers, modules, strict=True) if modules.count(module) > 1), ""):
@@ -252,9 +254,8 @@ def follow_layers(model: nn.Module, names: str | Sequence[str]) -> FollowedGraph
     outside = [(name, module) for name, module in model.named_modules() if id(module) not in within]
     if kept := next((name for name, module in outside if isinstance(module, _NormBase) and module.track_running_stats), ""):
         raise UsageError(f"{kept} keeps running statistics between layers, which only one stage can keep: name it as a layer")
-    return FollowedGraph(model, layers, [".".join(filter(None, (name, key))) for name, module in outside for key in own(module)])
-
-
-def own(module: nn.Module) -> list[str]:
-    """Return the names of parameters that are a module's own, and not those of one inside."""
-    return [key for key, parameter in module._parameters.items() if parameter is not None]
+    return FollowedGraph(
+        model,
+        layers,
+        [".".join(filter(None, (name, key))) for name, module in outside for key, own in module._parameters.items() if own is not None],
+    )

@@ -171,7 +171,7 @@ def trace_layers(model: nn.Module, names: str | Sequence[str], *, trace: bool = 
         given = tuple(_inputs(model) if inputs is None else inputs)
         if not given:
             raise Untraceable(
-                f"all arguments of the forward of {type(model).__name__} have defaults, and it isn't known which a batch gives"
+                f"all arguments of the forward of {type(model).__name__} have defaults, and inputs=[...] doesn't say which a batch gives"
             )
         operations = trace_operations(model, found.names, given)
         layers = _in_order(found, operations)

@@ -47,7 +47,7 @@ class Untraceable(UsageError):
 
 def trace_operations(model: nn.Module, layers: Sequence[str], inputs: Sequence[str]) -> list[Operation]:
     """Take down what the forward of a model does, given these of its arguments; `layers` are called whole."""
-    _refuse_hooks(model, layers)
+    refuse_hooks(model, layers)
     with TRACING:
         training, evaluation, again = (_trace(model, layers, inputs, training=mode) for mode in (True, False, True))
     _refuse_changes(model, training, again)
@@ -251,10 +251,11 @@ def _refuse_assignments(before: Mapping[str, Mapping[str, Any]], after: Mapping[
                 raise UsageError(f"the forward sets the attribute {path}, which layers on other workers wouldn't see; {INSTEAD}")
 
 
-def _refuse_hooks(model: nn.Module, layers: Sequence[str]) -> None:
+def refuse_hooks(model: nn.Module, layers: Sequence[str]) -> None:
+    """Raise `UsageError` for what would be called in the place of, or beside, forwards that stages run a part of."""
     if "forward" in vars(model):
         raise UsageError(
-            f"the forward of this {type(model).__name__} was set on the object, over that of its class, which is what can be traced: "
+            f"the forward of this {type(model).__name__} was set on the object, over that of its class, which is what stages run: "
             "a model is cut into layers once, before anything else takes its forward's place"
         )
     for name, module in model.named_modules():

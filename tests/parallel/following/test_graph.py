@@ -274,3 +274,10 @@ def test_a_model_runs_in_training_and_in_evaluation() -> None:
     ((wanted, again),) = workers(1, lambda run: body(run, None))
     for found, other in workers(2, lambda run: body(run, pl.pipeline(LAYERS, micro_batches=2)), mesh="stage=2"):
         assert torch.allclose(found, wanted, atol=1e-12, rtol=0) and torch.allclose(other, again, atol=1e-12, rtol=0)
+
+
+def test_a_forward_that_was_set_on_the_model_is_refused() -> None:
+    model = branching("length")
+    model.forward = lambda x: x  # type: ignore[method-assign]
+    with pytest.raises(UsageError, match="was set on the object"):
+        follow_layers(model, LAYERS)
