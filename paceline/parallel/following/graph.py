@@ -58,7 +58,7 @@ class FollowedGraph(LayerGraph):
         """Put in words what a forward on these inputs depends on, but for numbers: another kind may use other values."""
         leaves, spec = tree_flatten([values[name] for name in CHAINED])
         flags = [leaf if isinstance(leaf, bool | str) or leaf is None else type(leaf).__name__ for leaf in leaves]
-        return f"{'training' if self.model.training else 'evaluation'} with {spec} of {flags}"
+        return f"{'training' if self.model.training else 'evaluation'} with {' '.join(str(spec).split())} of {flags}"
 
     def crossing(self, place: int, kind: str) -> set[int]:
         """Return the layers whose results the stages from layer `place` on have to be given; all of them before that is known."""
@@ -200,7 +200,7 @@ class _Calls:
     def gives(self) -> dict[str, Any]:
         """Return what layers have returned, for the next stage: whole if one after it uses it, or else of which shape it is."""
         for name, (output, versions) in self._returned.items():
-            if versions != _versions(output):
+            if versions != _versions(output) and not self._graph.recorder:  # else it isn't known yet whether any stage uses it
                 raise UsageError(
                     f"the forward changes in place what {name} returned, which later stages use as it was: let it make another tensor, or "
                     f"name one layer that holds {name} and the change"

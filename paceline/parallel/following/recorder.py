@@ -7,6 +7,7 @@ h = block(h, mask)      block uses {embed, position}; h: {block}
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ class UseRecorder(TorchDispatchMode):
         state = (*model.named_parameters(), *model.named_buffers())
         self._state = {(storage := tensor.untyped_storage())._cdata: (storage, name) for name, tensor in state}
         self._sources = dict[int, tuple[torch.UntypedStorage, set[Source]]]()  # by storage, which is held so that no other takes its place
-        self._drawn = (0, 0)
+        self._drawn, self._python = (0, 0), random.getstate()
 
     @property
     def plain(self) -> list[list[Source]]:
@@ -41,11 +42,13 @@ class UseRecorder(TorchDispatchMode):
     def begin(self) -> None:
         """Begin a forward."""
         self._sources.clear()
-        self._drawn = (0, 0)
+        self._drawn, self._python = (0, 0), random.getstate()
 
     def enter(self, layer: int, values: Any) -> None:
         """Note that a layer uses these values."""
         self.uses[layer] |= self._of(_tensors(values))
+        if random.getstate() != self._python:
+            self.uses[EVERY].add("random numbers of Python")
 
     def call(self, layer: int, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a layer, and note what it uses."""
@@ -54,7 +57,7 @@ class UseRecorder(TorchDispatchMode):
         try:
             returned = function(*args, **kwargs)
         finally:
-            self._inside = False
+            self._inside, self._python = False, random.getstate()
         if tree_structure((args, kwargs)) != before:
             raise UsageError(
                 "a layer changes a list or dict that it is given, which layers on other stages wouldn't see: let it return one"

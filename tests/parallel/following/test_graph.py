@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from typing import Any
 
 import pytest
@@ -93,6 +94,14 @@ class Net(nn.Module):
         y = self.drop(self.two(h))
         return self.head(y + self.four(self.three(y)))
 
+    def scaled(self, x: Tensor, h: Tensor) -> Tensor:
+        h.mul_(0.5)
+        return self.head(self.four(self.three(self.two(h))))
+
+    def skipping(self, x: Tensor, h: Tensor) -> Tensor:
+        h = self.two(h) * (random.random() > 0.5)
+        return self.head(self.four(self.three(h)))
+
     def changing(self, x: Tensor, h: Tensor) -> Tensor:
         y = self.two(h)
         h.mul_(2)
@@ -130,8 +139,8 @@ def branching(way: str, dropout: float = 0.0) -> nn.Module:
     return fill(Net(way, dropout).double())
 
 
-@pytest.mark.alike(4)
-@pytest.mark.parametrize("way", ["estimator", "reversal", "length", "skips"])
+@pytest.mark.alike(5)
+@pytest.mark.parametrize("way", ["estimator", "reversal", "length", "skips", "scaled"])
 @pytest.mark.parametrize(
     ("mesh", "schedule"), [("stage=2", "1f1b"), ("stage=3", "zero-bubble"), ("stage=2", "zbv"), ("data=2, stage=2", "gpipe")]
 )
@@ -209,6 +218,7 @@ def failing(way: str, cut: Any, dropout: float = 0.0) -> PacelineError:
     ("way", "words"),
     [
         ("changing", "changes in place what one returned"),
+        ("skipping", "draws random numbers between layers"),
         ("counting", "changes count between layers"),
         ("borrowing", "uses one.weight between layers"),
         ("twice", "calls two where three was to follow"),
