@@ -29,7 +29,7 @@ import msgpack
 import torch
 
 from paceline.cluster.discover import timings as environment_timings
-from paceline.cluster.launcher.janitor import sockets
+from paceline.cluster.launcher.janitor import place_of_sockets, sockets
 from paceline.cluster.launcher.worker import preparation
 from paceline.comm.rpc import RpcMessage, RpcServer, keys
 from paceline.errors import PacelineError
@@ -182,7 +182,7 @@ def main() -> None:
         prepare()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     _warm_up()
-    folder = tempfile.mkdtemp(prefix=sockets(os.environ.get("PACELINE_JOB", "")))
+    folder = tempfile.mkdtemp(prefix=sockets(os.environ.get("PACELINE_JOB", "")), dir=place_of_sockets())
     poll = select.poll()
     poll.register(sys.stdin.fileno() if "parent" in asked else os.pidfd_open(asked["launcher"]), select.POLLIN | select.POLLHUP)
     try:
