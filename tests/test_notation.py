@@ -106,14 +106,15 @@ def test_repr_is_the_notation(value: object, written: str) -> None:
     assert parse(written, WORDS) == value
 
 
-leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+WHOLE = st.integers(1 - (1 << 63), (1 << 63) - 1)
+leaves = st.none() | st.booleans() | WHOLE | st.floats(allow_nan=False) | st.text()
 values = st.recursive(
     leaves,
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.lists(inner, max_size=3).map(tuple)
         | st.builds(Outer, st.floats(allow_nan=False), st.floats(allow_nan=False))
-        | st.builds(Local, st.integers(), inner)
+        | st.builds(Local, WHOLE, inner)
     ),
     max_leaves=8,
 )

@@ -17,6 +17,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from paceline.cluster import network
 from paceline.comm.p2p.connection import CallerCrowd
 from paceline.errors import UsageError
+from paceline.formatting import printable
 from paceline.session.logged.media import MediaItem
 from paceline.session.trackers.tracker import TrackedEnd, TrackedEvent, TrackedRun, TrackedStep
 
@@ -139,7 +140,7 @@ class PrometheusTracker:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         assert self._run is not None
-        run = self._run.name
+        run = printable(self._run.name)
 
         def counter(name: str, text: str, values: Mapping[Any, float], *labels: str) -> Any:
             family = CounterMetricFamily(name, text, labels=["run", *labels])
@@ -158,7 +159,7 @@ class PrometheusTracker:
             seconds = {(part,): value for part, value in self._seconds.items()}
             late = {(str(worker), cause): value for (worker, cause), value in self._late.items()}
             logged = {(name,): value for name, value in self._logged.items()}
-        settings = {name: str(value) for name, value in self._run.settings.items()}
+        settings = {name: printable(str(value)) for name, value in self._run.settings.items()}
         yield gauge("paceline_run_info", "What runs here: always 1.", {tuple(settings.values()): 1.0}, *settings)
         for name, text in (("steps", "Steps taken."), ("samples", "Samples trained on."), ("events", "Events of the run.")):
             yield counter(f"paceline_{name}", text, {(): float(counts[name])})
@@ -174,6 +175,7 @@ def _address(detail: str) -> tuple[str, int]:
     """Read PORT or HOST:PORT; an IPv6 address is in brackets."""
     host, _, port = detail.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") or LOOPBACK
-    if detail and not (port.isdigit() and int(port) < 1 << 16):
+    number = network.port(port) if detail else PORT
+    if number is None:
         raise UsageError(f"report_to='prometheus:{detail}' has no port; write prometheus:PORT or prometheus:HOST:PORT, such as 9464")
-    return host, int(port) if detail else PORT
+    return host, number

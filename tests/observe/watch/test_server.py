@@ -104,8 +104,8 @@ def test_with_it_the_page_is_there() -> None:
     served(body, token=TOKEN)
 
 
-GOOD = "localhost localhost:80 127.0.0.1:99 [::1]:8080 [::1]".split()
-EVIL = "evil.example [::1].evil [::1]evil:80 localhost:80@evil localhost:evil 127.0.0.1%evil [::1%evil] [::1 :80".split()
+GOOD = ["localhost", "localhost:80", "127.0.0.1:99", "[::1]:8080", "[::1]"]
+EVIL = ["evil.example", "[::1].evil", "[::1]evil:80", "localhost:80@evil", "localhost:evil", "127.0.0.1%evil", "[::1%evil]", "[::1", ":80"]
 
 
 @pytest.mark.parametrize(("host", "status"), [*((host, 200) for host in GOOD), *((host, 403) for host in ("", *EVIL))])
