@@ -140,6 +140,5 @@ def _checkpoints(facts: RunFacts) -> str:
 
 def _events(facts: RunFacts) -> str:
     head = "Events:" if len(facts.events) <= LISTED else f"Events, the last {LISTED} of {len(facts.events):,}; all are in summary.json:"
-    return (
-        "\n".join([head, *(f"  {spoken(event['time']):>7}  {event['what']}" for event in facts.events[-LISTED:])]) if facts.events else ""
-    )
+    lines = [f"  {spoken(event['time']):>7}  {event['what']}" for event in facts.events[-LISTED:]]
+    return "\n".join([head, *lines]) if lines else ""
