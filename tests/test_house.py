@@ -41,7 +41,6 @@ UNTESTED = {  # modules without a test file of their name so far: tests of their
     "data/stream_access",
     "errors",
     "lab/enter",
-    "observe/facts",
     "server/endpoints",
     "server/scheduler_rpc",
     "session/elastic/adapter",
