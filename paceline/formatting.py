@@ -57,6 +57,11 @@ def _same(one: object, other: object) -> bool:
     return one is other or (type(one) is type(other) and bool(one == other))
 
 
+def printable(text: str) -> str:
+    """Write a text for a terminal: signs that can't be printed, such as those that move its cursor, become what Python calls them."""
+    return "".join(sign if sign.isprintable() or sign == "\n" else sign.encode("unicode_escape").decode() for sign in text)
+
+
 def choices(found: str, possible: Iterable[str]) -> str:
     """Write the end of a message about an unknown name: the possible ones, and the one that was perhaps meant.
 

@@ -11,9 +11,11 @@ import importlib
 import inspect
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import partial
+from itertools import accumulate
 from types import NoneType, UnionType
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -65,17 +67,27 @@ VOCABULARY: Final[Vocabulary] = _Words()
 NUMBERS: Final = {"inf": math.inf}  # names that are literals here: repr(math.inf) is "inf"
 
 
+LONGEST: Final = 20_000  # characters of a text
+DEEPEST: Final = 50  # brackets in each other
+LARGEST: Final = 1 << 63  # what a whole number has to stay below
+
 _KINDS: Final[dict[Any, str]] = {int: "a whole number", float: "a number", str: "a text", bool: "True or False", NoneType: "None"}
 
 
 @dataclass(frozen=True)
 class NotationCall:
-    """A call that was read and not made yet; `text` is how it was written."""
+    """A call that was read and not made yet, from a part of `source`."""
 
     word: str
     positional: tuple[Any, ...]
     named: dict[str, Any]
-    text: str
+    node: ast.expr
+    source: str
+
+    @property
+    def text(self) -> str:
+        """How it was written."""
+        return _segment(self.node, self.source)
 
 
 def parse(text: str, vocabulary: Vocabulary = VOCABULARY) -> Any:
@@ -153,6 +165,12 @@ def text(obj: object, vocabulary: Vocabulary = VOCABULARY) -> str:
 
 
 def _tree(text: str, vocabulary: Vocabulary) -> ast.expr:
+    depth = max(accumulate((sign in "([{") - (sign in ")]}") for sign in text[:LONGEST]), default=0)
+    if len(text) > LONGEST or depth > DEEPEST:
+        found = f"{len(text):,} characters" if len(text) > LONGEST else f"{depth} brackets in each other"
+        raise NotationError(
+            f"{_short(text)} can't be read: it has {found}, and may have {LONGEST:,}, {DEEPEST} deep. Make what is so large in Python"
+        )
     try:
         tree = ast.parse(text.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -165,6 +183,8 @@ def _tree(text: str, vocabulary: Vocabulary) -> ast.expr:
 def _read(node: ast.expr, text: str, vocabulary: Vocabulary) -> Any:
     """Read a literal as its value, a call as a `NotationCall`; everything else is refused."""
     match node:
+        case ast.Constant(value=int(value)) if value >= LARGEST:
+            raise NotationError(f"{_short(hex(value), 20)} in {_short(text)} is too large a number: give one below 2 ** 63")
         case ast.Constant(value=value) if value is None or isinstance(value, bool | int | float | str):
             return value
         case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=ast.Constant() | ast.Name() as operand):
@@ -175,7 +195,7 @@ def _read(node: ast.expr, text: str, vocabulary: Vocabulary) -> Any:
             return tuple(_read(item, text, vocabulary) for item in items)
         case ast.List(elts=items):
             return [_read(item, text, vocabulary) for item in items]
-        case ast.Dict(keys=[*keys], values=values) if vocabulary is CUTS and None not in keys:
+        case ast.Dict(keys=[*keys], values=values) if vocabulary is CUTS and all(isinstance(key, ast.Constant) for key in keys):
             read = partial(_read, text=text, vocabulary=vocabulary)
             return {read(key): read(value) for key, value in zip(keys, values, strict=True) if key is not None}
         case ast.Name(id=word) if word in NUMBERS:
@@ -196,15 +216,14 @@ def _read(node: ast.expr, text: str, vocabulary: Vocabulary) -> Any:
 
 def _call(node: ast.Call, word: str, text: str, vocabulary: Vocabulary) -> NotationCall:
     _known(word, vocabulary)
-    segment = _segment(node, text)
     if any(isinstance(argument, ast.Starred) for argument in node.args) or any(keyword.arg is None for keyword in node.keywords):
-        raise NotationError(f"{segment} has * or **, which the notation doesn't know: write the arguments out")
-    twice = {keyword.arg for keyword in node.keywords if [other.arg for other in node.keywords].count(keyword.arg) > 1}
+        raise NotationError(f"{_segment(node, text)} has * or **, which the notation doesn't know: write the arguments out")
+    twice = {name for name, count in Counter(keyword.arg for keyword in node.keywords).items() if count > 1}
     if twice:
-        raise NotationError(f"{segment} gives {', '.join(sorted(map(str, twice)))} twice: leave one out")
+        raise NotationError(f"{_segment(node, text)} gives {', '.join(sorted(map(str, twice)))} twice: leave one out")
     positional = tuple(_read(argument, text, vocabulary) for argument in node.args)
     named = {keyword.arg or "": _read(keyword.value, text, vocabulary) for keyword in node.keywords}
-    return NotationCall(word, positional, named, segment)
+    return NotationCall(word, positional, named, node, text)
 
 
 def _known(word: str, vocabulary: Vocabulary) -> None:

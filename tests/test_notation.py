@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import notation
-from paceline.errors import NotationError, UsageError
+from paceline.cluster import mesh, topology_file
+from paceline.cluster.launcher.request import meeting_point
+from paceline.cluster.topology import HostRanks, Topology
+from paceline.errors import NotationError, PacelineError, UsageError
 from paceline.formatting import choices, spell
 from paceline.notation import check, parse, prove, text
+from paceline.observe.watch.address import WatchAddress
+from paceline.session.trackers import catalogue
 
 
 @dataclass(frozen=True)
@@ -106,14 +111,15 @@ def test_repr_is_the_notation(value: object, written: str) -> None:
     assert parse(written, WORDS) == value
 
 
-leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+WHOLE = st.integers(1 - (1 << 63), (1 << 63) - 1)
+leaves = st.none() | st.booleans() | WHOLE | st.floats(allow_nan=False) | st.text()
 values = st.recursive(
     leaves,
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.lists(inner, max_size=3).map(tuple)
         | st.builds(Outer, st.floats(allow_nan=False), st.floats(allow_nan=False))
-        | st.builds(Local, st.integers(), inner)
+        | st.builds(Local, WHOLE, inner)
     ),
     max_leaves=8,
 )
@@ -227,7 +233,10 @@ def test_a_proof_leaves_no_torch_here_and_has_the_same_words() -> None:
     """As in a launcher, which stays small."""
     code = """
 import sys
-from paceline.errors import NotationError, UsageError
+from paceline.cluster import mesh, topology_file
+from paceline.cluster.launcher.request import meeting_point
+from paceline.cluster.topology import HostRanks, Topology
+from paceline.errors import NotationError, PacelineError, UsageError
 from paceline.notation import prove
 
 for number, text in enumerate(sys.argv[1:]):
@@ -270,3 +279,60 @@ def test_choices() -> None:
     assert choices("rnig", ["tree", "ring"]) == "possible: ring, tree; did you mean ring?"
     assert choices("zzz", ["tree"]) == "possible: tree"
     assert choices("x", []) == "there are none to choose from"
+
+
+# Texts too long, too deep or too large ---------------------------------------------------------------------------------------------------
+
+COUNTS = (49, 300, 5000, 50_000)
+READERS: dict[str, Callable[[str], object]] = {
+    "sync": notation.strategy,
+    "cut": notation.cuts,
+    "shares": lambda text: notation.shares(text, 2),
+    "mesh": lambda text: mesh.lay_out(mesh.read(text), Topology((HostRanks("a", (0, 1), "10.0.0.1"),))),
+    "join": meeting_point,
+    "watch": lambda text: WatchAddress.parse(text, "--watch"),
+    "report-to": lambda text: catalogue.make(catalogue.read(text)),
+    "cluster.json": topology_file.load,
+}
+
+
+def hostile_texts() -> Iterator[str]:
+    for count in COUNTS:
+        for left, right in ("()", "[]", "{}", ("shard(", ")"), ("AllReduce(codec=", ")"), ("tensor({'a':", "})"), ('{"a":', "}")):
+            yield from (left * count + right * count, left * count)
+        for word in ("-", "not ", "lambda: ", "1+", "a.", ",", ":", "data=2,", "shard('a'),", "prometheus,", "9", "²", "a", "\n"):
+            yield from (word * count, word * count + "1")
+        for call in ("Sequence({})", "AllReduce({})", "LocalSGD({})", "tensor({{{}}})"):
+            yield from (call.format(", ".join([part] * count)) for part in ("AllReduce()", "a=1", "'a': column()", "1"))
+        digits = "9" * count
+        for number in (
+            "LocalSGD({})",
+            "LocalSGD(-{})",
+            "ParameterServer(staleness={})",
+            "AllReduce(codec=topk({}))",
+            "shard('a', zero={})",
+        ):
+            yield from (number.format(each) for each in (digits, f"0x{digits}", f"{digits}.0", "1e999", "inf"))
+        yield from (before + digits for before in ("data=", "localhost:", "localhost:-", "prometheus:", "prometheus:x:", ":", "[::1]:"))
+    yield from (
+        "\0",
+        "\ud800",
+        "",
+        "\t(",
+        "1j",
+        "tensor({[]: column()})",
+        "tensor({column(): column()})",
+        "Sequence((1,),(2,))",
+        "prometheus:²",
+    )
+
+
+@pytest.mark.parametrize("option", READERS)
+def test_any_text_of_an_option_is_read_or_refused(option: str) -> None:
+    refused = 0
+    for written in hostile_texts():
+        try:
+            READERS[option](written)
+        except PacelineError:
+            refused += 1
+    assert refused > len([*hostile_texts()]) / 3

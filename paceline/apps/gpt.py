@@ -29,6 +29,7 @@ class GPTShape:
     tied: bool = False
 
 
+LARGEST = 1 << 32  # parameters of a model that a file describes
 SMALL = GPTShape()  # 0.9 M parameters
 MEDIUM = GPTShape(d=512, layers=6, heads=8)  # 19 M parameters
 
@@ -206,8 +207,14 @@ class GPT(nn.Module):
 
 
 def maker(fields: Mapping[str, Any]) -> Callable[[], GPT]:
-    """Return what makes the GPT that these fields of a `GPTShape` describe, as a run's folder has them."""
+    """Return what makes the GPT that these fields of a `GPTShape` describe, as a run's folder has them. Raises ValueError, or TypeError."""
     shape = GPTShape(**fields)
+    kinds = {name: (int, float) if name == "dropout" else (type(usual),) for name, usual in vars(SMALL).items()}
+    odd = [name for name, value in vars(shape).items() if type(value) not in kinds[name] or value < 0]
+    if odd or not all((shape.d, shape.layers, shape.heads, shape.context, shape.vocab)) or shape.d % shape.heads or not shape.dropout < 1:
+        raise ValueError(f"no GPT is {shape}")
+    if (12 * shape.layers * shape.d + shape.context + shape.vocab) * shape.d > LARGEST:
+        raise ValueError(f"{shape} has more parameters than the {LARGEST:,} that programs here train")
     return lambda: GPT(shape)
 
 

@@ -122,9 +122,12 @@ def choose(asked: str, topology: Topology, *, survives: bool) -> Mesh:
 
 def read(text: str) -> dict[str, int | None]:
     """Read a mesh as users write it: `data=2, tensor=2`, or `data, tensor=2`, where the size of `data` is what remains."""
+    if not isinstance(text, str):
+        example = ", ".join(f"{name}={size}" for name, size in text.items()) if isinstance(text, Mapping) else "data=2, tensor=2"
+        raise UsageError(f"mesh={text!r} is a {type(text).__name__}, and has to be text: mesh={example!r}")
     found: dict[str, int | None] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
-        match = re.fullmatch(r"(\w+)\s*(?:=\s*(-?\d+))?", part)
+        match = re.fullmatch(r"(\w+)\s*(?:=\s*(-?[0-9]{1,9}))?", part)
         if match is None:
             raise UsageError(f"mesh={text!r} can't be read at {part!r}; write names and sizes, e.g. mesh='data=2, tensor=2'")
         if match[1] in found:

@@ -6,6 +6,7 @@ import array
 import errno
 import fcntl
 import ipaddress
+import re
 import socket
 import struct
 import sys
@@ -92,6 +93,12 @@ def literal(host: str) -> bool:
         return loopback(host)
     except ValueError:
         return False
+
+
+def port(text: str) -> int | None:
+    """Return the number of a port that is written in digits; None for any other text."""
+    found = int(text) if re.fullmatch("[0-9]{1,5}", text) else 1 << 16
+    return found if found < 1 << 16 else None
 
 
 def local(address: str) -> bool:

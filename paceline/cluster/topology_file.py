@@ -6,13 +6,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
 
 from paceline.cluster.topology import Device, DeviceSpeed, HostLink, HostRanks, Interface, Topology
 from paceline.errors import UsageError
 
 FORM: Final = "paceline cluster"
 VERSION: Final = 1
+LARGEST: Final = 1e30  # of numbers
 T = TypeVar("T")
 
 
@@ -25,7 +26,7 @@ def load(text: str, source: str = "the text") -> Topology:
     """Read what `dump` has written. Raises `UsageError` for anything else."""
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{source} is no JSON ({error}): measure the cluster with `paceline probe`, which writes such a file") from error
     if not isinstance(content, dict) or content.get("form") != FORM:
         raise UsageError(f"{source} is no measured cluster: `paceline probe` writes one")
@@ -36,8 +37,13 @@ def load(text: str, source: str = "the text") -> Topology:
         )
     try:
         hosts = tuple(_host(each) for each in content["hosts"])
-        return Topology(hosts, tuple(_made(HostLink, each) for each in content["links"]))
-    except (KeyError, TypeError, AttributeError) as error:
+        topology = Topology(hosts, tuple(_made(HostLink, each) for each in content["links"]))
+        if sorted(rank for host in hosts for rank in host.ranks) != [*range(topology.size)] or not all(host.ranks for host in hosts):
+            raise ValueError("its ranks are not those of a job")
+        if any(len(host.devices) not in (0, len(host.ranks)) for host in hosts):
+            raise ValueError("its workers have other devices")
+        return topology
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"{source} isn't whole ({type(error).__name__}: {error}): measure again with `paceline probe`") from error
 
 
@@ -82,4 +88,18 @@ def _made(kind: type[T], given: Mapping[str, Any]) -> T:
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     if set(given) != names:
         raise KeyError(*sorted(set(given) ^ names))
+    for name, wanted in get_type_hints(kind).items():
+        if not _suits(given[name], wanted):
+            raise TypeError(f"{name} can't be {repr(given[name])[:40]}")
     return kind(**given)
+
+
+def _suits(value: Any, wanted: Any) -> bool:
+    """Whether a value is of the kind that a field is annotated with, and, if it is a number, one that may be measured."""
+    if get_origin(wanted) is tuple:
+        return all(_suits(each, get_args(wanted)[0]) for each in value)
+    if get_args(wanted):
+        return any(_suits(value, part) for part in get_args(wanted))
+    if type(value) in (int, float):
+        return wanted in (int, float) and isinstance(value, int if wanted is int else (int, float)) and 0 <= value < LARGEST
+    return type(value) is wanted

@@ -41,6 +41,7 @@ HEAD_BYTES = 1 << 16
 FRAME = 1 << 16  # bytes of a frame between hosts
 DEPTH = 6  # of lists and maps in a header
 WAITING = 16  # messages of each side that wait to be read; with more the sender waits
+UNREAD = 4000  # answers that wait for a worker to read them: as many as it may ask for at a time
 REFUSED = "refused"  # the kind of an answer that says why there is no other
 _DOMAIN = "paceline"
 _COVER = 1 << 10  # bytes that encryption adds to a frame, and more
@@ -160,7 +161,7 @@ class RpcServer:
         self._context: zmq.Context[Any] = zmq.Context()
         self._timings = timings
         self._say, self._said, self._largest = say, 0, largest
-        self._heard: dict[tuple[bytes, int], int] = {}  # the last number of each sender, over each connection
+        self._heard: dict[bytes, tuple[int, int]] = {}  # by connection: who speaks there, and the last number
         self._guard = ConnectionGuard(self._context, keys.worker[0], self._refuse)
         self.nbytes = 0  # bytes of all messages received
         self.sent = 0  # bytes of all answers
@@ -194,7 +195,7 @@ class RpcServer:
         self._sockets.append(socket)
         _tune(socket, largest, self._timings)
         socket.router_mandatory = True
-        socket.sndhwm = 0  # answers are as many as was asked, and their tensors are not copied: none may be dropped
+        socket.sndhwm = UNREAD  # answers are as many as was asked, and their tensors are not copied: no worker's may be dropped
         self._poller.register(socket, zmq.POLLIN)
         return socket
 
@@ -214,10 +215,13 @@ class RpcServer:
             self._refuse(f"a message was refused: {error}")
             return None
         self.nbytes += sum(len(frame) for frame in frames)
-        last = self._heard.pop((way, message.sender), 0)  # and put in again: the first is the one silent for the longest
-        self._heard[way, message.sender] = max(message.number, last)
+        sender, last = self._heard.pop(way, (message.sender, 0))  # and put in again: the first is the one silent for the longest
+        self._heard[way] = sender, max(message.number, last)
         if len(self._heard) > _SENDERS:
             del self._heard[next(iter(self._heard))]
+        if message.sender != sender:  # or one worker could have something kept for any number of them
+            self._refuse(f"a message was refused: {message.sender} speaks over the connection of {sender}")
+            return None
         if message.number <= last:
             self._refuse(f"a message was refused: number {message.number} of {message.sender} has come before")
             return None
@@ -236,7 +240,10 @@ class RpcServer:
         frames = said.dump(self._frame(message.route))
         try:
             self._sockets[message.route[0]].send_multipart([message.route[1:], *frames], zmq.DONTWAIT, copy=False)
-        except (zmq.Again, zmq.ZMQError):
+        except zmq.Again:
+            self._refuse(f"an answer to {message.sender} was dropped: it has not read {UNREAD} others")
+            return False
+        except zmq.ZMQError:
             return False
         self.sent += sum(memoryview(frame).nbytes for frame in frames)
         return True

@@ -24,8 +24,8 @@ from paceline.errors import CheckpointError
 from paceline.fault import disk
 from paceline.fault.file_layout import NAMES, FileLayout, image
 from paceline.formatting import choices
-from paceline.state.blocks import BlockIndex, Box, StoredBlock, StoredTensor, overlap, sizes, whole, within
-from paceline.state.snapshot import DTYPES, SAFE, Snapshot, lift
+from paceline.state.blocks import BlockIndex, Box, StoredBlock, StoredTensor, form, overlap, sizes, whole, within
+from paceline.state.snapshot import SAFE, Snapshot, lift
 from paceline.state.versioned import SHOWN
 
 INDEX: Final = "blocks.json"
@@ -162,8 +162,8 @@ def uncut(path: Path, notes: Mapping[str, list[Any]]) -> BlockIndex:
     for key, entry in head.items():
         if key == "__metadata__":
             continue
-        dtype, shape = (DTYPES[notes[key][0]], notes[key][1]) if key in notes else (_STORED[entry["dtype"]], entry["shape"])
-        index[key] = StoredTensor(dtype, tuple(shape), (StoredBlock(whole(shape), path.name, key),))
+        dtype, shape = form(*(notes[key] if key in notes else (str(_STORED[entry["dtype"]]).removeprefix("torch."), entry["shape"])))
+        index[key] = StoredTensor(dtype, shape, (StoredBlock(whole(shape), path.name, key),))
     return index
 
 

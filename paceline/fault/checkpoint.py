@@ -253,7 +253,7 @@ def _index(path: Path, files: Mapping[str, WrittenFile]) -> BlockIndex:
     """Read where the tensors are that were cut; it names no file but those that have been checked."""
     try:
         index = from_json(json.loads((path / INDEX).read_bytes()))
-    except (ValueError, OSError, CheckpointError) as error:
+    except (ValueError, OSError, RecursionError, CheckpointError) as error:
         raise Broken(f"{INDEX} can't be used: {error}") from error
     odd = next((stored.file for tensor in index.values() for stored in tensor.blocks if stored.file not in files), None)
     if odd is not None:

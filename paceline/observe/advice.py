@@ -194,7 +194,7 @@ def links(facts: RunFacts) -> Iterator[Remark]:
     """Advise where a link between hosts became slow."""
     last = facts.links[-1] if facts.links else None
     if last is not None and last.advice:
-        yield Remark(last.advice, None if last.gain is None else 1 - 1 / last.gain)
+        yield Remark(last.advice, 1 - 1 / last.gain if last.gain else None)
 
 
 WHOLE: tuple[Callable[[RunFacts], Iterator[Remark]], ...] = (outside, checkpoints, links, pipelines.advise)

@@ -31,7 +31,7 @@ def _workers(topology: Topology, dtypes: Sequence[str]) -> list[list[str]]:
     relative = topology.speeds(dtypes[0]) if dtypes else ()
     rows = [["rank", "host", "device", "computes with", *(f"{dtype} GFLOP/s" for dtype in dtypes), "of fastest", "copies", "memory free"]]
     for host in topology.hosts:
-        for rank, device in zip(host.ranks, host.devices, strict=True):
+        for rank, device in zip(host.ranks, host.devices, strict=False):
             speeds = [f"{device.flops(dtype) / 1e9:.3g}" for dtype in dtypes]
             part = f"{relative[rank]:.2f}" if relative else "-"
             memory = f"{sized(device.free_bytes)} of {sized(device.memory_bytes)}"

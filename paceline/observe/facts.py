@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,12 +17,15 @@ from paceline.errors import UsageError
 from paceline.observe import serving
 from paceline.observe.metrics import Floats, MetricsReader
 from paceline.observe.watch.now import GONE
-from paceline.session.record.folder import PARTS, RunFolder
+from paceline.session.record.causes import CAUSES
+from paceline.session.record.folder import KINDS, PARTS, RunFolder
 from paceline.session.record.live import alive
 from paceline.session.record.pipeline_profile import PipelineProfile
 
 WARM, TENTHS, FEWEST = 5, 10, 25  # first steps that are left out; stretches that are compared; fewer steps tell nothing for sure
 
+LARGEST = 64 << 20  # bytes of a summary
+MOST = {"workers": 1 << 14, "hosts": 1 << 14, "events": 100_000, "saves": 100_000}  # in a summary
 _AXIS = ("seconds", "within", "between")
 
 
@@ -176,13 +181,48 @@ def read(folder: RunFolder, metrics: MetricsReader | None = None) -> RunFacts:
     raise UsageError(f"{folder.path} is no run folder: it has neither {folder.summary.name} nor {folder.metrics.name}{inside}")
 
 
+def read_fields(path: Path) -> dict[str, Any]:
+    """Read a summary, or what a run under way tells. Raises OSError, and ValueError for what no run of ours has written."""
+    with path.open("rb") as file:
+        text = file.read(LARGEST + 1)
+    if len(text) > LARGEST:
+        raise ValueError(f"it has more than {LARGEST >> 20} MiB")
+    try:
+        found = json.loads(text, parse_float=_finite, parse_int=_finite, parse_constant=_finite)
+    except RecursionError:
+        raise ValueError("it nests too deep") from None
+    if not isinstance(found, dict):
+        raise ValueError("it is no object")
+    for name, most in MOST.items():
+        value = found.get(name, [])
+        if (len(value) if isinstance(value, list) else int(value)) > most:
+            raise ValueError(f"its {name} are more than {most:,}")
+    for each in (*found.get("events", ()), *found.get("saves", ())):
+        _real(each["time"])
+    return found
+
+
+def _finite(text: str) -> float:
+    """Read a number that a run may have measured; `strict_json` writes infinities, and what is no number, as texts."""
+    value = int(text) if text.lstrip("-").isdigit() and len(text) < 20 else float(text)
+    if not abs(value) < 1e100:
+        raise ValueError(f"{text[:40]} is no number that a run measures")
+    return value
+
+
+def _real(value: Any) -> float:
+    if type(value) not in (int, float):
+        raise TypeError(f"{repr(value)[:40]} is no number of seconds")
+    return float(value)
+
+
 def so_far(folder: RunFolder) -> dict[str, Any]:
     """Read the fields of a summary that a run under way tells; none where it doesn't, or is of another version."""
     try:
-        found = json.loads(folder.live.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = read_fields(folder.live)
+    except (OSError, ValueError, TypeError, LookupError):
         return {}
-    return found if isinstance(found, dict) and "sync" in found else {}
+    return found if "sync" in found else {}
 
 
 def standing(told: Mapping[str, Any]) -> Standing:
@@ -221,7 +261,7 @@ def steadied(seconds: Floats) -> SteadyTimes | None:
 
 def _from_summary(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
     try:
-        fields = json.loads(folder.summary.read_text(encoding="utf-8"))
+        fields = read_fields(folder.summary)
         saved = fields.get("checkpoints") or {"count": 0, "stall_seconds": 0.0, "write_seconds": 0.0}
         each = max(int(saved["count"]), 1)
         dealt = fields.get("loader")
@@ -232,22 +272,22 @@ def _from_summary(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
             samples=int(fields["samples"]),
             final_loss=_number(fields["final_loss"]),
             step_seconds={part: float(fields["step_seconds"][part]) for part in PARTS},
-            seconds=float(fields["seconds"]),
+            seconds=_real(fields["seconds"]),
             sync=str(fields["sync"]),
             workers=int(fields["workers"]),
             hosts=int(fields["hosts"]),
             work=tuple(OwnWork(float(rank["seconds"]), float(rank["late"])) for rank in fields.get("rank_work", [])),
             late=_late(fields),
             links=tuple(map(_link, fields.get("links", []))),
-            untold=tuple(map(str, fields.get("untold", []))),
+            untold=tuple(cause for cause in fields.get("untold", []) if cause in CAUSES),
             dealing=DealingFacts(int(dealt["num_workers"]), tuple(map(int, dealt["shares"]))) if dealt else None,
             bytes_sent={where: float(fields["bytes_sent"][where]) for where in ("within", "between")},
             mesh=_mesh(fields),
             axes=tuple(AxisFacts(axis, *(float(one[key]) for key in _AXIS)) for axis, one in fields.get("axes", {}).items()),
-            memory=tuple(MemoryFacts(dict(one["predicted"]), dict(one["measured"]), int(one["peak"])) for one in fields.get("memory", [])),
+            memory=tuple(map(_memory, fields.get("memory", []))),
             pipelines=tuple(map(PipelineProfile.read, fields.get("pipelines", []))),
             codecs=[str(codec["words"]) for codec in fields.get("codecs", [])],
-            events=[{"time": float(event["time"]), "what": str(event["what"])} for event in fields["events"]],
+            events=[{"time": _real(event["time"]), "what": str(event["what"])} for event in fields["events"]],
             saves=int(saved["count"]),
             best=(str(saved["best"]["checkpoint"]), float(saved["best"]["metric"])) if "best" in saved else None,
             stall=float(saved["stall_seconds"]) / each,
@@ -257,7 +297,7 @@ def _from_summary(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
         )
     except KeyError as error:
         raise UsageError(f"{folder.summary} lacks {error}: it is not a summary of this version of paceline") from error
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, ArithmeticError, IndexError) as error:
         raise UsageError(f"{folder.summary} is damaged ({error}); remove it, and the report is made of {folder.metrics.name}") from error
     if not folder.metrics.is_file():
         return facts
@@ -274,6 +314,11 @@ def _late(fields: Mapping[str, Any]) -> tuple[dict[str, float], ...]:
     ranks = [None if member["rank"] is None else int(member["rank"]) for member in members]
     there = sorted((rank, at) for at, rank in enumerate(ranks) if rank is not None)
     return tuple(late[at] for _, at in there)
+
+
+def _memory(fields: Mapping[str, Any]) -> MemoryFacts:
+    predicted = {kind: None if fields["predicted"][kind] is None else int(fields["predicted"][kind]) for kind in KINDS}
+    return MemoryFacts(predicted, {kind: int(fields["measured"][kind]) for kind in KINDS}, int(fields["peak"]))
 
 
 def _link(fields: Mapping[str, Any]) -> LinkFacts:
@@ -293,6 +338,8 @@ def _mesh(fields: Mapping[str, Any]) -> Mesh | None:
     sizes, places = fields.get("mesh"), fields.get("places")
     if not sizes or not places:
         return None
+    if len(places) != math.prod(map(int, sizes.values())) or len(places) != int(fields["workers"]):
+        raise ValueError("its mesh is not that of its workers")
     by_place = sorted(range(len(places)), key=lambda rank: [int(places[rank][axis]) for axis in sizes])
     return Mesh(tuple((str(axis), int(size)) for axis, size in sizes.items()), tuple(by_place))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.formatting import counted, sized, spoken
+from paceline.formatting import counted, printable, sized, spoken
 from paceline.observe import pipelines, serving
 from paceline.observe.advice import LEAST, advise
 from paceline.observe.facts import RunFacts, read
@@ -12,6 +12,7 @@ from paceline.observe.tables import aligned, seconds
 from paceline.session.record.causes import CAUSES, WORDS
 from paceline.session.record.folder import KINDS, PARTS, RunFolder
 
+LISTED = 200  # events
 TOLD = 5e-5  # seconds of a step that show in a table
 _MEANING = {
     "compute": "forward, backward and the optimizer",
@@ -28,11 +29,11 @@ def report(folder: Path) -> str:
     """
     facts = read(RunFolder(folder))
     if facts.steps == 0:
-        return f"{_title(facts)}\n\nNo step was finished, so there is nothing to tell about time."
+        return f"{printable(_title(facts))}\n\nNo step was finished, so there is nothing to tell about time."
     served = serving.tell(facts.servers, facts.seconds or 0.0, facts.samples)
     exchanged = (_late(facts), _links(facts), _traffic(facts), _axes(facts), pipelines.tell(facts), *facts.codecs, served, _memory(facts))
     blocks = [_title(facts), _times(facts), *exchanged, _checkpoints(facts), advise(facts), _events(facts)]
-    return "\n\n".join(block for block in blocks if block)
+    return printable("\n\n".join(block for block in blocks if block))
 
 
 # Telling ----------------------------------------------------------------------------------------------------------------------
@@ -138,4 +139,6 @@ def _checkpoints(facts: RunFacts) -> str:
 
 
 def _events(facts: RunFacts) -> str:
-    return "\n".join(["Events:", *(f"  {spoken(event['time']):>7}  {event['what']}" for event in facts.events)]) if facts.events else ""
+    head = "Events:" if len(facts.events) <= LISTED else f"Events, the last {LISTED} of {len(facts.events):,}; all are in summary.json:"
+    lines = [f"  {spoken(event['time']):>7}  {event['what']}" for event in facts.events[-LISTED:]]
+    return "\n".join([head, *lines]) if lines else ""

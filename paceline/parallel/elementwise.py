@@ -29,7 +29,8 @@ def elementwise(kind: Kind) -> Kind:
 
     >>> @pl.elementwise
     ... class Lion(torch.optim.Optimizer): ...
-    >>> pl.elementwise(other_library.AdEMAMix)  # returns the class
+
+    A class of another library is vouched for by a call, which returns the class.
 
     No norm, mean or maximum of a parameter or its gradient may go into the step. It holds for this class alone, not for its subclasses.
 

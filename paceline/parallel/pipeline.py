@@ -17,6 +17,8 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import _SpectralNorm  # private: another name ends the import
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from paceline.comm.pairs import pairs
 from paceline.errors import UsageError
@@ -24,7 +26,8 @@ from paceline.formatting import spell, unknown
 from paceline.parallel.cut import CutContext
 from paceline.parallel.dealing.repeated_split import RepeatedSplit, SplitMeasurement
 from paceline.parallel.dealing.stages import StageDealer
-from paceline.parallel.pipelining.batches import Loss
+from paceline.parallel.following.graph import follow_layers
+from paceline.parallel.pipelining.batches import Loss, refuse_class
 from paceline.parallel.pipelining.chain import LayerGraph, own_parameters, trace_layers
 from paceline.parallel.pipelining.model import PipelinedModel, PipelineTerms, StageSplit
 from paceline.parallel.pipelining.profiler import PipelineProfiler
@@ -32,6 +35,7 @@ from paceline.parallel.pipelining.schedule import PipelineSchedule
 from paceline.parallel.pipelining.schedules import ScheduleName, check, make_schedule
 from paceline.parallel.pipelining.split import LayerCost, SplitProblem, best_split, check_split, fastest_slowest
 from paceline.parallel.pipelining.split_table import describe_split
+from paceline.parallel.pipelining.tracing import Untraceable
 
 Split = Literal["even", "auto"]
 PER_WORKER = 4  # micro-batches for each worker along `stage`, where the script doesn't say
@@ -53,6 +57,7 @@ class pipeline:
     worker). `chunks`: stages on each worker, for interleaved. `split`: layers of each stage, "even" for about as many parameters each, or
     "auto": each worker measures all layers on samples of the loader that is prepared with the model, and the split is that by which the
     schedule takes least, on workers of any speed.
+    A forward that can't be traced runs on each stage as it is, with the layers of other stages stood in for.
     `trace=False` calls the layers one after the other, and not as the model's forward does. `inputs`: those arguments of the forward that a
     batch gives, where it isn't those without a default. `loss`: what run.step will be given, so that split="auto" measures it as well; it
     counts where it takes long, as over a large vocabulary. `again`: measure at the end of each epoch, too, with the loss of the steps, and
@@ -92,7 +97,9 @@ class pipeline:
         count = PER_WORKER * group.size if self.micro_batches is None else self.micro_batches
         chunks = check(self.schedule, group.size, count, self.chunks)
         schedule = make_schedule(self.schedule, group.size, count, self.chunks)
-        graph = trace_layers(model, self.layers, trace=self.trace, inputs=self.inputs)
+        if count > 1:
+            _refuse_power_iterations(model)
+        graph = self._find_layers(model, context)
         measurement = SplitMeasurement(graph, schedule, context)
         asked = _measured(measurement, self.loss) if self.split == "auto" and len(graph.layers) >= schedule.stages else self.split
         split = StageSplit(stage_bounds(model, graph, asked, schedule, chunks), schedule.placed)
@@ -110,9 +117,29 @@ class pipeline:
         context.pipelines.append((model, made))
         context.endings.append(made.close)
 
+    def _find_layers(self, model: nn.Module, context: CutContext) -> LayerGraph:
+        try:
+            return trace_layers(model, self.layers, trace=self.trace, inputs=self.inputs)
+        except Untraceable as error:
+            graph = follow_layers(model, self.layers)
+            beside = f"; in no layer, and so on all stages, are {', '.join(graph.beside)}" if graph.beside else ""
+            context.announce(f"each stage runs the forward of {type(model).__name__} itself, as {error.reason}{beside}")
+            return graph
+
+
+def _refuse_power_iterations(model: nn.Module) -> None:
+    """Raise `UsageError` for weights whose estimate moves on in each forward: it would once for each micro-batch."""
+    for name, module in model.named_modules():
+        if isinstance(module, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values()):
+            raise UsageError(
+                f"the spectral_norm of {name.partition('.parametrizations')[0]} steps its power iteration in "
+                "each forward, so once for each micro-batch: say micro_batches=1, or leave it out"
+            )
+
 
 def check_loss(cut: str, loss: Loss | None, split: Sequence[int] | str) -> None:
     """Raise `UsageError` for a loss that nothing would measure, or that is none."""
+    refuse_class(cut, loss)
     if loss is not None and (split != "auto" or not callable(loss)):
         raise UsageError(
             f"{cut}(loss=...) is a function of the output and the target, which split='auto' measures: say {cut}(split='auto', "

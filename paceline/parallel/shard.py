@@ -59,6 +59,11 @@ class shard:
     __repr__ = spell
 
     def __post_init__(self) -> None:
+        if not all(isinstance(each, str) for each in (self.units if isinstance(self.units, str | tuple | list) else [self.units])):
+            raise UsageError(
+                f"shard({self.units!r}): what comes first are patterns of names of modules, shard('blocks.*'); "
+                "the stage of ZeRO has a name: shard(zero=3)"
+            )
         if self.zero not in get_args(Zero):
             raise UsageError(f"zero={self.zero!r} is no stage of ZeRO; say 1 (optimizer state), 2 (gradients too) or 3 (parameters too)")
         for name, value, kind in (("params", self.params, Half), ("reduce", self.reduce, Reduce)):

@@ -29,7 +29,7 @@ import msgpack
 import torch
 
 from paceline.cluster.discover import timings as environment_timings
-from paceline.cluster.launcher.janitor import sockets
+from paceline.cluster.launcher.janitor import place_of_sockets, sockets
 from paceline.cluster.launcher.worker import preparation
 from paceline.comm.rpc import RpcMessage, RpcServer, keys
 from paceline.errors import PacelineError
@@ -49,7 +49,7 @@ WRONG = (  # the errors that a senseless message causes
     *(LookupError, TypeError, ValueError, ArithmeticError, RuntimeError),
     *(AttributeError, AssertionError, MemoryError, BufferError, struct.error),
 )
-LATER = 10_000  # messages that are put off
+LATER, LATER_EACH = 10_000, 2000  # messages that are put off: in all, and of each connection
 SPANS = 5000  # of what it has done last, for the timeline
 
 
@@ -107,11 +107,12 @@ class Server:
             self._waiting.append((now, len(self._later)))
 
     def _put_off(self, message: RpcMessage, request: Request[Any]) -> None:
-        if len(self._later) < LATER:
+        of_it = sum(late.route == message.route for late, _ in self._later) if len(self._later) >= LATER_EACH else 0
+        if len(self._later) < LATER and of_it < LATER_EACH:
             self._later.append((message, request))
             self._most = max(self._most, len(self._later))
         else:
-            self._receiver.refuse(message, f"{LATER} messages wait here for something that has not come")
+            self._receiver.refuse(message, f"{of_it or LATER} messages wait here for something that has not come")
 
     def _read(self, message: RpcMessage) -> Request[Any] | None:
         """Return the request in a message; None if it was refused."""
@@ -182,7 +183,7 @@ def main() -> None:
         prepare()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     _warm_up()
-    folder = tempfile.mkdtemp(prefix=sockets(os.environ.get("PACELINE_JOB", "")))
+    folder = tempfile.mkdtemp(prefix=sockets(os.environ.get("PACELINE_JOB", "")), dir=place_of_sockets())
     poll = select.poll()
     poll.register(sys.stdin.fileno() if "parent" in asked else os.pidfd_open(asked["launcher"]), select.POLLIN | select.POLLHUP)
     try:

@@ -18,6 +18,8 @@ from paceline.server.protocol.message import Acknowledged, Handlers
 from paceline.server.protocol.rows import RowGradient
 from paceline.server.table import RowsBefore, TableShard, TableSpec
 
+TABLES, STEPS = 1000, 1000  # on a server; of a table in a turn
+
 
 class RowStep(NamedTuple):
     """A step that may be undone."""
@@ -99,10 +101,15 @@ class TableService:
         spec, settings = TableSpec(**request.spec), dict(request.settings)
         found = self._shelves.get(request.table)
         if found is None:
-            self._shelves[request.table] = ServedTable(TableShard(spec, settings, server=request.server, servers=request.servers))
+            self._put(request.table, ServedTable(TableShard(spec, settings, server=request.server, servers=request.servers)))
         elif found.table.spec != spec or found.table.settings != settings:
             raise UsageError(f"workers have prepared different tables: {found.table.spec} and {spec}")
         return Acknowledged()
+
+    def _put(self, number: int, shelf: ServedTable) -> None:
+        if len(self._shelves) >= TABLES and number not in self._shelves:
+            raise Mismatch(f"{TABLES} tables are here, and table {number} would be one more than a model may have")
+        self._shelves[number] = shelf
 
     def _pull(self, worker: int, request: rows.PullRows) -> rows.Rows | None:
         shelf = self._at_step(worker, request)
@@ -188,8 +195,10 @@ class TableService:
                 raise Mismatch(f"step {step.step} of table {step.table} can't be made: {shelf.step} have been taken")
             if any(other not in shelf.given for other in request.workers):
                 return None  # losses are not survived yet
-            before = self._step(step.table, shelf, request.workers, undo=True)
             shelf.made = [made for made in shelf.made if made.step > step.floor]
+            if len(shelf.made) >= STEPS:
+                raise Mismatch(f"table {step.table} has made {STEPS} steps in a turn, and keeps no more of them to be undone")
+            before = self._step(step.table, shelf, request.workers, undo=True)
             shelf.made.append(RowStep(step.step, request.calls, before))
         return Acknowledged()
 
@@ -212,7 +221,7 @@ class TableService:
         state = request.state
         table = TableShard(TableSpec(**state.spec), dict(state.settings), server=request.server, servers=request.servers)
         table.count = state.count
-        self._shelves[request.table] = ServedTable(table, state.step, discarded=state.discarded)
+        self._put(request.table, ServedTable(table, state.step, discarded=state.discarded))
         return Acknowledged()
 
     # ---- state

@@ -26,6 +26,7 @@ from torch import nn
 from paceline.cluster.discover import environment
 from paceline.cluster.launcher.janitor import folders_of_answers
 from paceline.errors import UsageError
+from paceline.fault import disk
 from paceline.parallel.cut import ModelCut
 from paceline.parallel.meta import meta
 from paceline.session.prepare.cuts import Asked
@@ -144,10 +145,10 @@ def _described(folder: Path) -> _Program:
     if path is None:
         raise UsageError(f"{folder} doesn't say which model it has: give load(folder, model), the model or a function that makes it")
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(disk.read(path, 1 << 16))
         module: Any = importlib.import_module(PROGRAMS[found["program"]])
         return _Program(module.maker(found["fields"]), module.cuts)
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise UsageError(f"{path} is not what a program of this paceline writes; give load(folder, model)") from error
 
 

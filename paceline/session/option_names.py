@@ -23,7 +23,7 @@ _OTHERS: Final = {  # what Lightning, Fabric, Accelerate, DeepSpeed and torch ca
     "mesh": ("device_mesh", "mesh_shape"),
     "seed": ("random_seed", "manual_seed"),
     "total_steps": ("max_steps", "num_training_steps"),
-    "run.prepare(accumulate=...)": ("accumulate", "accumulate_grad_batches", "gradient_accumulation_steps"),
+    "run.step(micro_batches=...)": ("accumulate", "accumulate_grad_batches", "gradient_accumulation_steps"),
     "run.prepare(cut=...)": ("cut", "fsdp_plugin", "zero_stage"),
     "torch.autocast in the script": ("precision", "mixed_precision", "fp16", "bf16"),
     "paceline run --workers N": ("workers", "num_workers", "devices", "num_processes", "world_size", "nproc_per_node"),

@@ -10,16 +10,22 @@ A logical tensor is what one process would have. Workers that cut it keep rectan
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
 import torch
 
 from paceline.errors import CheckpointError
 from paceline.state.snapshot import DTYPES, Json
 
+MOST_BLOCKS: Final = 1 << 15  # of a tensor
+MOST_DIMS: Final = 64  # as torch has
+_DENSE: Final = re.compile(r"b?(float|complex|int|uint)(8|16|32|64|128)(_\w+)?|bool")  # dtypes of whole bytes that memory can be made of
 Box = tuple[tuple[int, int], ...]  # where a rectangle begins and ends along each dim
 
 
@@ -79,12 +85,14 @@ def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> str:
     outside = [box for box in kept if overlap(box, frame) != box]
     if outside:
         return f"the block {outside[0]} is outside of {list(shape)}"
+    edges = np.array(kept, dtype=np.int64).reshape(len(kept), len(frame), 2)
+    first = [box[0][0] for box in kept if box]
     for place, box in enumerate(kept):
-        for other in kept[place + 1 :]:
-            if box and other[0][0] >= box[0][1]:
-                break  # they are in the order of their first dim: no later one begins inside of this
-            if overlap(box, other) is not None:
-                return f"the blocks {box} and {other} overlap"
+        stop = bisect_left(first, box[0][1]) if box else len(kept)  # they are in the order of their first dim: no later one begins inside
+        if len(later := edges[place + 1 : stop]):
+            crossing = (later[..., 0] < edges[place, :, 1]) & (edges[place, :, 0] < later[..., 1])
+            if len(found := np.flatnonzero(crossing.all(axis=1))):
+                return f"the blocks {box} and {kept[place + 1 + int(found[0])]} overlap"
     there = sum(prod(sizes(box)) for box in kept)
     return "" if there == prod(shape) else f"its blocks have {there} of {prod(shape)} elements"
 
@@ -137,9 +145,11 @@ def from_json(found: Json, *, partial: bool = False) -> BlockIndex:
     index: BlockIndex = {}
     for path, entry in found.items():
         try:
-            shape = tuple(map(_count, entry["shape"]))
+            dtype, shape = form(entry["dtype"], entry["shape"])
+            if len(entry["blocks"]) > MOST_BLOCKS:
+                raise ValueError(f"it is in {len(entry['blocks'])} blocks, and {MOST_BLOCKS} are possible")
             blocks = tuple(StoredBlock(_box(block["box"]), _text(block["file"]), _text(block["key"])) for block in entry["blocks"])
-            tensor = StoredTensor(DTYPES[entry["dtype"]], shape, blocks)
+            tensor = StoredTensor(dtype, shape, blocks)
             why = "" if partial else uncovered(shape, (block.box for block in blocks))
         except (LookupError, TypeError, ValueError) as error:
             raise CheckpointError(f"what it says of {path} can't be read ({type(error).__name__}: {error})") from error
@@ -149,9 +159,19 @@ def from_json(found: Json, *, partial: bool = False) -> BlockIndex:
     return index
 
 
+def form(dtype: Any, shape: Any) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Read the dtype and shape of a tensor, of which nothing is believed. Raises ValueError, TypeError or LookupError."""
+    found = tuple(map(_count, shape))
+    if len(found) > MOST_DIMS or prod(max(1, size) for size in found) >= 1 << 60:  # torch counts strides of what is empty, too
+        raise ValueError(f"no tensor has the shape {str(found)[:80]}")
+    if not _DENSE.fullmatch(dtype):
+        raise ValueError(f"no tensor that is kept is {dtype[:40]!r}")
+    return DTYPES[dtype], found
+
+
 def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no size")
+    if type(value) is not int or not 0 <= value < 1 << 60:
+        raise ValueError(f"{repr(value)[:40]} is no size")
     return value
 
 

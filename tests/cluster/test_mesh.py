@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -89,9 +90,11 @@ def test_the_order_in_which_axes_are_written_does_not_matter() -> None:
         ("data=2, data=4", "has the axis data twice"),
         ("data=two", "can't be read at 'data=two'"),
         ("", "doesn't fit 8 workers; what fits is data=8"),
+        ({"shard": 2}, "is a dict, and has to be text: mesh='shard=2'"),
+        (["shard=2"], "is a list, and has to be text"),
     ],
 )
-def test_what_does_not_fit_says_what_would(text: str, words: str) -> None:
+def test_what_does_not_fit_says_what_would(text: Any, words: str) -> None:
     with pytest.raises(UsageError, match="mesh=") as caught:
         lay_out(read(text), cluster(tuple(range(8))))
     assert words in str(caught.value)

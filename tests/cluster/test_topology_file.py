@@ -9,7 +9,10 @@ import pytest
 
 from paceline.cluster.topology import Device, DeviceSpeed, HostLink, HostRanks, Interface, Topology
 from paceline.cluster.topology_file import check_target, dump, load, read, write
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
+from paceline.observe.cluster import describe
+from paceline.session.probe.cluster_file import ClusterFile
+from tests.harness.strangers import made_up
 
 DEVICE = Device(
     "cpu", 0, "some", 8, 4, 2, (DeviceSpeed("float32", 1e9, 0.1), DeviceSpeed("bfloat16", 3e9)), 2e9, 1.9, 2e9, 3e9, "performance"
@@ -59,3 +62,15 @@ def test_places_where_nothing_can_be_written(tmp_path: Path) -> None:
         write(tmp_path / "no" / "x.json", MEASURED)
     with pytest.raises(UsageError, match="can't be read"):
         read(tmp_path / "no.json")
+
+
+def test_a_measured_cluster_that_is_made_up_is_used_or_refused() -> None:
+    for text in made_up(json.loads(dump(MEASURED)), 1000):
+        try:
+            found = load(text)
+            describe(found)
+            found.speeds()
+            ClusterFile(found, "x.json").check(MEASURED)
+            ClusterFile(found, "x.json").facts(MEASURED)
+        except PacelineError:
+            continue

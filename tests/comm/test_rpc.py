@@ -19,6 +19,7 @@ import zmq
 from torch import Tensor
 
 from paceline.cluster.secret import derive
+from paceline.comm import rpc
 from paceline.comm.rpc import HEAD_BYTES, WAITING, MalformedMessage, RpcClient, RpcKeys, RpcMessage, RpcServer, keys
 from paceline.comm.wire_format import DTYPES
 from paceline.errors import DeadlineExceeded, Mismatch, ViewChanged
@@ -55,10 +56,10 @@ def call(serve: Any) -> Iterator[Callable[..., RpcClient]]:
         caller.close()
 
 
-def plain(server: Server) -> zmq.Socket[Any]:
-    """A socket with the right keys that sends whatever it likes."""
+def plain(server: Server, *, room: int = 1000) -> zmq.Socket[Any]:
+    """A socket with the right keys that sends whatever it likes, with room for so many answers."""
     found = zmq.Context.instance().socket(zmq.DEALER)
-    found.linger = 0
+    found.linger, found.rcvhwm = 0, room
     found.curve_serverkey, (found.curve_publickey, found.curve_secretkey) = KEYS.server[0], KEYS.worker
     found.connect(server.receiver.addresses[0])
     return found
@@ -332,6 +333,26 @@ class TestRubbish:
         assert [message.number for message in server.heard] == [1, 2, 3]
         assert "number 2 of 9 has come before" in server.said[0]
         bad.close()
+
+    def test_a_connection_speaks_for_one_worker(self, serve: Any) -> None:
+        """Or one could have something kept for any number of workers."""
+        server = serve()
+        bad = plain(server)
+        for number, sender in ((1, 9), (2, 8), (3, 9), (4, 7)):
+            bad.send_multipart(RpcMessage("k", number, sender).dump())
+        until(lambda: len(server.heard) == 2 and server.receiver.refused == 2)
+        assert [message.sender for message in server.heard] == [9, 9] and "8 speaks over the connection of 9" in server.said[0]
+        bad.close()
+
+    def test_answers_to_who_reads_none_are_dropped_at_last(self, serve: Any, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(rpc, "UNREAD", 20)
+        server = serve(act=lambda receiver, message: receiver.answer(message, "k", {}, (torch.zeros(1 << 16),)))
+        deaf, good = plain(server, room=1), call(server)
+        for number in range(1, 200):
+            deaf.send_multipart(RpcMessage("k", number, 9).dump())
+        until(lambda: any("an answer to 9 was dropped: it has not read 20 others" in said for said in server.said))
+        assert good.call("k", seconds=SECONDS).kind == "k"
+        deaf.close()
 
     def test_frames_that_are_too_large_cut_their_sender_off(self, serve: Any, call: Any) -> None:
         server = serve(largest=1 << 20)

@@ -20,10 +20,13 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, UsageError
 from paceline.fault import disk
+from paceline.fault.block_files import BlockReader, LocalBlocks, plan
 from paceline.fault.catalogue import newest
-from paceline.fault.checkpoint import load, save
+from paceline.fault.checkpoint import WrittenBlocks, load, save, write
+from paceline.fault.export import state_dict
+from paceline.fault.file_layout import image
 from paceline.fault.manifest import sealed
 from paceline.state.snapshot import Snapshot, loads, pack
 from paceline.state.versioned import Versioned
@@ -388,3 +391,146 @@ def test_any_bytes_that_come_are_a_snapshot_or_refused() -> None:
             loads(bytes(hurt_ones)).unpack()
             read += 1
     assert 50 < read < 1450
+
+
+# Files of blocks --------------------------------------------------------------------------------------------------------------------
+
+FULL = torch.arange(24.0).view(4, 6)
+
+
+def cut(folder: Path, step: int) -> Path:
+    """A checkpoint of two workers that have the left and the right of a weight."""
+    state = pack({"model": {"weight": FULL, "bias": torch.ones(4), "mark": torch.ones(2, dtype=torch.uint16)}}, version=step)
+    rest = {name: tensor for name, tensor in state.tensors.items() if name != "model/weight"}
+
+    def blocks(place: Path) -> list[WrittenBlocks]:
+        layouts = []
+        for number, columns in enumerate(((0, 2), (2, 6))):
+            piece = (((0, 4), columns), FULL[:, slice(*columns)])
+            layouts.append(plan(number, {"model/weight": LocalBlocks(FULL.dtype, (4, 6), (piece,))}))
+        return [WrittenBlocks({each.file: disk.write(place / each.file, each.layout.parts())}, each.index) for each in layouts]
+
+    return write(folder, image(Snapshot(step, state.tree, rest)), step, own={}, keep=3, blocks=blocks)
+
+
+def index(change: Callable[[dict[str, Any]], object]) -> Damage:
+    """Another `blocks.json`, with the right hash."""
+
+    def damage(path: Path) -> None:
+        found = json.loads((path / "blocks.json").read_bytes())
+        change(found)
+        (path / "blocks.json").write_text(json.dumps(found))
+        note(path, "blocks.json")
+
+    return damage
+
+
+def text(written: str) -> Damage:
+    def damage(path: Path) -> None:
+        (path / "blocks.json").write_text(written)
+        note(path, "blocks.json")
+
+    return damage
+
+
+def form(**fields: Any) -> Damage:
+    return index(lambda found: found["model/weight"].update(fields))
+
+
+def more(dtype: Any, shape: Any) -> Damage:
+    """Another tensor, of which no block is there."""
+    return index(lambda found: found.update(more={"dtype": dtype, "shape": shape, "blocks": []}))
+
+
+def many(rows: int, columns: int) -> Damage:
+    """A tensor in a grid of blocks, all of the same bytes."""
+    grid = [[[row, row + 1], [column, column + 1]] for row in range(rows) for column in range(columns)]
+    blocks = [{"file": "blocks-00000.safetensors", "key": "model/weight@0", "box": box} for box in grid]
+
+    def damage(path: Path) -> None:
+        index(lambda found: found.update(more={"dtype": "uint8", "shape": [rows, columns], "blocks": blocks}))(path)
+        (path / "blocks-00000.safetensors").write_bytes((path / "blocks-00000.safetensors").read_bytes() + bytes(rows * columns))
+        note(path, "blocks-00000.safetensors")
+
+    return damage
+
+
+WRONG_BLOCKS: dict[str, Damage] = {
+    "a thousand levels": text(deep(990)),
+    "a hundred thousand levels": text(deep(100_000)),
+    "a hundred thousand objects": text('{"a":' * 100_000 + "}" * 100_000),
+    "a number of many digits": text('{"a": ' + "9" * 9000 + "}"),
+    "a list": text("[1]"),
+    "a tensor that is a list": index(lambda found: found.update(more=[])),
+    "a shape below zero": form(shape=[-4, -6]),
+    "a shape beyond all numbers": form(shape=[4, 1 << 70]),
+    "an empty shape beyond all numbers": more("float32", [0, 1 << 70]),
+    "an empty shape of too many": more("float32", [0, 1 << 40, 1 << 40]),
+    "a shape of a thousand dims": more("float32", [0] * 1000),
+    "a shape in a text": form(shape="46"),
+    "a dtype of quarters of bytes": more("quint4x2", [0]),
+    "a dtype of bits": more("bits8", [0]),
+    "a dtype in a list": form(dtype=[]),
+    "a dtype that is a function": form(dtype="load"),
+    "boxes that are numbers": form(blocks=[{"file": "blocks-00000.safetensors", "key": "model/weight@0", "box": 5}]),
+    "boxes of three": form(blocks=[{"file": "blocks-00000.safetensors", "key": "model/weight@0", "box": [[0, 4, 6]]}]),
+    "a thousand blocks that say the same": form(blocks=[{"file": "x", "key": "k", "box": [[0, 1], [0, 1]]}] * 1000),
+    "sixty thousand columns": many(1, 60_000),
+    "sixty thousand in a grid": many(240, 250),
+}
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("kind", WRONG_BLOCKS)
+def test_blocks_that_are_made_up_are_passed_over(tmp_path: Path, kind: str, *, lazy: bool) -> None:
+    cut(tmp_path, 1)
+    WRONG_BLOCKS[kind](cut(tmp_path, 2))
+    said: list[str] = []
+    assert load(tmp_path, say=said.append, lazy=lazy).step == 1
+    assert len(said) == 1 and "\n" not in said[0] and said[0].startswith("step-00000002: blocks.json can't be used"), said
+
+
+@pytest.mark.parametrize("shape", [[1 << 70], [-1], [0, 1 << 70], [0] * 1000, "ab", None, [1.5], [True]], ids=str)
+def test_a_shape_of_what_is_not_cut_is_refused(tmp_path: Path, shape: Any) -> None:
+    """That of the file, and that of a note on a dtype which safetensors doesn't know."""
+    cut(tmp_path, 1)
+    path = cut(tmp_path, 2)
+    head = json.loads((path / "state.json").read_bytes())
+    head["tensors"]["model/mark"][1] = shape
+    (path / "state.json").write_text(json.dumps(head))
+    note(path, "state.json")
+    for lazy in (False, True):
+        found = load(tmp_path, say=lambda _: None, lazy=lazy)
+        assert found.step == 1 or (shape == [-1] and found.snapshot.unpack()["model"]["mark"].tolist() == [1, 1])
+    data = (path / "tensors.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    found = json.loads(data[8 : 8 + length])
+    found["model/bias"]["shape"] = shape
+    header = json.dumps(found).encode()
+    (path / "tensors.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
+    note(path, "tensors.safetensors")
+    for lazy in (False, True):
+        assert load(tmp_path, say=lambda _: None, lazy=lazy).step == 1
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_any_change_of_blocks_is_used_rightly_or_passed_over(tmp_path: Path, *, lazy: bool) -> None:
+    cut(tmp_path, 1)
+    path, draw, used = cut(tmp_path, 2), random.Random(3), 0
+    clean = {file.name: file.read_bytes() for file in path.iterdir()}
+    for _ in range(400):
+        file = draw.choice(("blocks.json", "blocks.json", "state.json"))
+        head = json.loads(clean[file])
+        mutate(head, draw)
+        (path / file).write_text(json.dumps(head))
+        note(path, file)
+        found = load(tmp_path, say=lambda _: None, lazy=lazy)
+        with contextlib.suppress(CheckpointError), BlockReader(found.path, found.index) as reader:
+            for name in reader.index:
+                reader.read(name)
+        with contextlib.suppress(CheckpointError, UsageError):
+            state_dict(found.path)
+        used += found.step == 2
+        for name, data in clean.items():
+            (path / name).write_bytes(data)
+    assert 20 < used < 380

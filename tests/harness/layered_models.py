@@ -97,6 +97,21 @@ class Made(nn.Module):
         return out
 
 
+class Listed(nn.Module):
+    """Blocks, and parameters in a list and in a dict, which are never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.linspace(0.5, 1.5, 3) * number for number in range(1, 3))
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.shifts = nn.ParameterDict({"end": nn.Parameter(torch.ones(3))})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for scale, block in zip(self.scales, self.blocks, strict=True):
+            x = torch.tanh(block(x * scale))
+        return x + self.shifts["end"]
+
+
 class Masked(nn.Module):
     """Blocks that all use a mask and rows of a buffer, both made at the beginning, as Llama's do; sizes, a device and a dtype too."""
 

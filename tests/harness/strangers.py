@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import resource
@@ -118,3 +119,30 @@ def until(condition: Callable[[], bool], turn: Callable[[], object], seconds: fl
     while not condition():
         assert time.monotonic() < end, "it never came to that"
         turn()
+
+
+NUMBERS_AND_TEXTS: list[Any] = [
+    *(None, True, -1, 0, 1, 0.5, 10**9, 10**18, 1 << 70, 10**400, 1e308, -1e308, float("nan"), float("inf"), "nan", "inf", "", "x"),
+    *("9" * 5000, "1e309", "\x1b[31m", "\ud800", "²", [], {}, [[]], {"a": 1}, [1] * 5, [None], {"step": 1}),
+]
+
+
+def places(node: Any) -> Iterator[tuple[Any, Any]]:
+    """Everything in a tree, with what it lies in."""
+    for key in list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ():
+        yield node, key
+        yield from places(node[key])
+
+
+def made_up(good: dict[str, Any], count: int) -> Iterator[str]:
+    """The same with other things in it somewhere, as JSON."""
+    draw = random.Random(22)
+    for _ in range(count):
+        bad = copy.deepcopy(good)
+        for _ in range(draw.choice((1, 1, 1, 2, 3))):
+            within, key = draw.choice([*places(bad)] or [(bad, "x")])
+            if draw.random() < 0.15:
+                within.pop(key)
+            else:
+                within[key] = copy.deepcopy(draw.choice(NUMBERS_AND_TEXTS))
+        yield json.dumps(bad)

@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrizations, spectral_norm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -129,6 +130,41 @@ def test_a_script_may_unfreeze_layers_while_it_trains(schedule: str) -> None:
     wanted = workers(1, lambda run: body(run, None))[0]
     found = torch.cat(workers(2, lambda run: body(run, pipeline(LAYERS, schedule=schedule, micro_batches=2)), mesh="stage=2"))
     assert torch.allclose(found, wanted, rtol=0, atol=1e-10)
+
+
+class Turned(nn.Module):
+    """Two layers that are each used twice, by turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = torch.tanh(self.two(torch.tanh(self.one(x))))
+        return x
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble", "zbv"])
+def test_a_backward_in_two_halves_goes_through_layers_that_are_used_twice(schedule: str) -> None:
+    def build() -> nn.Module:
+        return fill(nn.Sequential(nn.Linear(6, 6), Turned(), Turned(), nn.Linear(6, 2)).double())
+
+    same("stage=2", pipeline("0, 1, 2, 3", schedule=schedule, micro_batches=4), build=build, data=Numbered, loss=F.mse_loss)
+
+
+@pytest.mark.parametrize("norm", [parametrizations.spectral_norm, spectral_norm])
+def test_norms_that_step_in_each_forward_need_one_micro_batch(norm: Any) -> None:
+    def build() -> nn.Module:
+        model = fill(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)).double())
+        norm(model[0])
+        for vector in model.buffers():
+            vector.copy_(F.normalize(torch.ones_like(vector), dim=0))
+        return model
+
+    with pytest.raises(UsageError, match=r"spectral_norm of 0 .*micro_batches=1"):
+        workers(2, lambda run: run.prepare(build(), cut=pipeline("0, 2", micro_batches=2)), mesh="stage=2")
+    same("stage=2", pipeline("0, 2", micro_batches=1), build=build, data=Numbered, loss=F.mse_loss)
 
 
 class Routed(nn.Module):

@@ -19,6 +19,7 @@ from paceline.comm.rpc import FRAME, RpcMessage, RpcServer
 from paceline.comm.wire_format import MalformedMessage
 from paceline.errors import Mismatch
 from paceline.notation import parse
+from paceline.server import main, table_rpc
 from paceline.server.main import Server
 from paceline.server.protocol import parameters, recovery, rows, samples, service
 from paceline.server.protocol.message import Index, Request
@@ -336,3 +337,51 @@ def test_who_takes_no_turns_decides_nothing() -> None:
     for come in (lambda: scheduler.arrive(9, 0, 1, {"part": 1.0}, 1), lambda: scheduler.gather(9, 0, 1, {"part": 1.0}, bound=1.0, now=0.0)):
         with pytest.raises(Mismatch, match="takes no turns"):
             come()
+
+
+def test_what_waits_is_limited_for_each_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each message that waits is kept with its tensors."""
+    monkeypatch.setattr(main, "LATER_EACH", 5)
+    told = Told()
+    server = Server(told)  # type: ignore[arg-type]
+    server.take(said(rows.OpenTable(TABLE, SPEC, {"lr": 1.0}, 0, 1)))
+    early = said(rows.PullRows(TABLE, 1, "", torch.tensor([1, 2])))
+    for _ in range(9):
+        server.take(replace(early, route=b"one"))
+    assert told.refused == 4 and "5 messages wait here" in told.answers[-1].body["why"]
+    server.take(replace(early, route=b"other"))
+    assert told.refused == 4
+    server.take(said(rows.PushRows(ones(1, 1, 2), (0,), decided=False)))
+    assert told.answers[-1].kind == rows.PullRows.kind and told.refused == 4  # all that waited are answered
+    server.take(replace(said(rows.PullRows(TABLE, 2, "", torch.tensor([1]))), route=b"one"))
+    assert told.refused == 4
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_tables_are_limited(monkeypatch: pytest.MonkeyPatch, *, copied: bool) -> None:
+    monkeypatch.setattr(table_rpc, "TABLES", 3)
+    told = Told()
+    server = Server(told)  # type: ignore[arg-type]
+    for number in range(5):
+        opened = rows.OpenTable(Index(number), SPEC, {"lr": 1.0}, 0, 1)
+        server.take(said(rows.CopyTable(Index(number), 0, 1, STATE) if copied else opened))
+    assert told.refused == 2 and "3 tables are here" in told.answers[-1].body["why"]
+    server.take(said(rows.PullRows(Index(2), int(copied), "", torch.tensor([1]))))
+    assert told.answers[-1].kind == rows.PullRows.kind
+
+
+def test_steps_that_may_be_undone_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is kept with the rows that were before it."""
+    monkeypatch.setattr(table_rpc, "STEPS", 3)
+    told = Told()
+    server = Server(told)  # type: ignore[arg-type]
+    server.take(said(rows.OpenTable(TABLE, SPEC, {"lr": 1.0}, 0, 1)))
+
+    def step(number: int, floor: int) -> str:
+        server.take(said(rows.PushRows(ones(number, 1, 2), (0,), decided=True)))
+        server.take(said(rows.MakeRowSteps((rows.DecidedRowStep(TABLE, number, floor),), (0,), number)))
+        return told.answers[-1].kind
+
+    assert [step(number, 0) for number in (1, 2, 3, 4)] == [rows.MakeRowSteps.kind] * 3 + ["refused"]
+    server.take(said(rows.MakeRowSteps((rows.DecidedRowStep(TABLE, 4, 3),), (0,), 4)))  # of the turn after that
+    assert told.answers[-1].kind == rows.MakeRowSteps.kind

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from tests.harness.runs import Numbered, alone, batches, distance, parameters, w
 from tests.harness.thread_groups import spawn
 
 LINEARS = tensor({"0": column(), "2": row()})
+UNCOMPARED = replace(LINEARS, compare=False)
 ONE_HOST = Topology((HostRanks("here", (0, 1), "127.0.0.1"),))
 
 
@@ -184,11 +186,26 @@ def stepped(run: Run) -> None:
     run.prepare(model, optimizer, cut=columns())
 
 
+def two_models(run: Run) -> None:
+    run.prepare(network(), nn.Linear(3, 3), cut=LINEARS)
+
+
 REFUSED: list[tuple[str, Callable[[Run], Any], Any, str]] = [
     ("tensor=2", prepared(), None, r"the mesh \(tensor=2\) has the axis `tensor`, and nothing is cut along it: its workers would all"),
     ("data=2", prepared(columns()), None, r"cut=columns\(\) is along `tensor`, and the mesh \(data=2\) doesn't have that: say pl.start"),
     ("tensor=2", prepared("columns"), None, "cut='columns' is no cut; write e.g. cut="),
     ("tensor=2", prepared(3), None, "cut=3 is no cut; write e.g. cut="),
+    ("shard=2", prepared(pl.shard), None, r"cut=shard is the class itself; call it: cut=pl.shard\(\.\.\.\)"),
+    ("tensor=2", prepared(pl.tensor), None, "cut=tensor is the class itself"),
+    ("stage=2", prepared(pl.pipeline), None, "cut=pipeline is the class itself"),
+    ("shard=2", lambda run: run.prepare(network(), cut=pl.shard(3)), None, r"shard\(3\): what comes first are patterns .*shard\(zero=3\)"),  # type: ignore[arg-type]
+    (
+        "stage=2",
+        lambda run: run.prepare(network(), cut=pl.pipeline(split="auto", loss=nn.MSELoss)),
+        None,
+        r"loss=MSELoss is the class .*MSELoss\(\)",
+    ),
+    ("tensor=2", two_models, None, r"no module is called '0'.* That is the Linear: cut= is for each of the 2 models of this call"),
     ("tensor=2", lambda run: run.prepare(batches(), shard="mine"), None, 'shard="mine" has each rank read samples of its own, and workers'),
     ("tensor=2", prepared(), pl.ParameterServer(), r"ParameterServer\(\): servers keep whole parameters, and the mesh cuts along tensor"),
     ("tensor=2", prepared(), pl.LocalSGD(pl.adaptive()), "each part of a cut model would find another length; give a number of steps"),
@@ -276,7 +293,11 @@ def test_real_cuts_train_as_one_worker_does(mesh: str, zero: Any) -> None:
 
 @pytest.mark.parametrize(
     ("mesh", "cut", "alone"),
-    [("data=2, tensor=2", LINEARS, 4 * 8 * 8), ("data=2, shard=2", shard("2", zero=3), None), ("shard=2", shard(zero=1), None)],
+    [
+        ("data=2, tensor=2", UNCOMPARED, 4 * 8 * 8),
+        ("data=2, shard=2", shard("2", zero=3), None),
+        ("shard=2", shard(zero=1), None),
+    ],
     ids=["tensor", "zero=3", "zero=1"],
 )
 def test_a_run_tells_what_it_exchanged_along_which_axis(tmp_path: Path, mesh: str, cut: Any, alone: int | None) -> None:

@@ -125,3 +125,24 @@ def test_what_cannot_be_loaded(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"model.json is not what a program of this paceline writes"):
             pl.load(folder)
     alone(lambda run: None)  # nothing of them is in the way of the next run
+
+
+FIELDS = {"d": 16, "layers": 2, "heads": 2, "context": 8, "vocab": 12}
+ODD: list[Any] = [None, True, -1, 0, 3, 0.5, 10**9, 10**12, 1 << 70, "x", [], {}, float("nan")]
+
+
+def test_a_description_that_is_made_up_makes_no_model(tmp_path: Path) -> None:
+    """Before any memory is taken, and nothing that it names is imported."""
+    path, _ = written(tmp_path)
+    wrong = [json.dumps({"program": "gpt", "fields": {**FIELDS, name: odd}}) for name in FIELDS for odd in ODD]
+    wrong += [json.dumps({"program": "gpt", "fields": {**FIELDS, "dropout": odd}}) for odd in ODD]
+    wrong += [json.dumps({"program": odd, "fields": FIELDS}) for odd in ("os", "paceline.apps.gpt", *ODD)]
+    wrong += [json.dumps({"program": "gpt", "fields": odd}) for odd in ODD]
+    wrong += ["[" * 100_000, '{"a":' * 100_000, " " * (1 << 20) + "{}", "5", "", '{"program": "gpt", "fields": {"d": ' + "9" * 9000 + "}}"]
+    for text in wrong:
+        (path / DESCRIPTION).write_text(text)
+        try:
+            pl.load(path).close()
+        except UsageError:
+            continue
+        assert '"context": 3' in text or '"vocab": 3' in text or '"dropout": 0' in text, text

@@ -17,7 +17,7 @@ from paceline.session.option_names import check
         ("loggers", "report_to"),
         ("nmae", "name"),
         ("num_processes", "paceline run --workers N"),
-        ("accumulate_grad_batches", "run.prepare(accumulate=...)"),
+        ("accumulate_grad_batches", "run.step(micro_batches=...)"),
     ],
 )
 def test_start_names_what_was_meant(given: str, meant: str) -> None:

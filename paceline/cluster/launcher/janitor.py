@@ -26,6 +26,7 @@ _PROC = Path("/proc")
 _SHARED = Path("/dev/shm")
 _SERVERS = "paceline-sockets-"
 _READERS = "pymp-"
+_SHORT = 107 - len(f"/{_SERVERS}123456789012-12345678/server")  # bytes that the path of a socket leaves for their folder
 _FOLDERS = (_READERS, _SERVERS)  # how multiprocessing and our servers call the folders that they listen in
 _MARKED = 8  # letters of a job's mark that are in the names of its semaphores
 _UNBRANDED = re.compile(r"sem\.([A-Za-z0-9]{6}|mp-[a-z0-9_]{8})")  # those that are being made, or were before `brand`
@@ -36,6 +37,12 @@ _ROUNDS = 20  # sweeps: a process may fork between two looks
 def sockets(mark: str) -> str:
     """Return the prefix of the folders where a job's servers listen: a killed one's are found by name, as nobody may have seen it."""
     return f"{_SERVERS}{mark[:12]}-"  # not longer: the path of a socket has 107 bytes
+
+
+def place_of_sockets() -> str:
+    """Return where those folders are: /tmp, if the path of the temporary folder leaves no room for the name of a socket."""
+    temporary = tempfile.gettempdir()
+    return temporary if len(os.fsencode(temporary)) <= _SHORT else "/tmp"
 
 
 def folders_of_answers(mark: str) -> str:
@@ -183,8 +190,8 @@ def sweep(mark: str, groups: list[int], held: set[int], *, seconds: float) -> se
         _signal_each(left, signal.SIGKILL)
         clear(folders)
         time.sleep(0.002 * (attempt + 1))
-    temporary = Path(tempfile.gettempdir())
-    clear([found for prefix in (sockets(mark), folders_of_answers(mark)) for found in temporary.glob(prefix + "*")])
+    for place in {tempfile.gettempdir(), place_of_sockets()}:
+        clear([found for prefix in (sockets(mark), folders_of_answers(mark)) for found in Path(place).glob(prefix + "*")])
     until = time.monotonic() + seconds
     while not all(map(_ended, ended)) and time.monotonic() < until:
         time.sleep(0.002)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, get_args
 
-from paceline.cluster import mesh, topology_file
+from paceline.cluster import mesh, network, topology_file
 from paceline.cluster.launcher import hints
 from paceline.cluster.topology import HostRanks, Topology
 from paceline.errors import UsageError
@@ -166,6 +166,7 @@ def meeting_point(join: str) -> tuple[str, int]:
     """Parse HOST and PORT of `--join`; an IPv6 address is in brackets."""
     host, colon, port = join.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+    number = network.port(port)
+    if not colon or not host or not number:
         raise UsageError(f"--join {join} isn't HOST:PORT, such as 10.0.0.1:29400")
-    return host, int(port)
+    return host, number

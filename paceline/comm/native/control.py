@@ -23,12 +23,12 @@ from typing import TypeAlias
 
 from paceline.cluster import network
 from paceline.cluster.store import Store
-from paceline.comm.p2p.connection import Listening, admit, call
+from paceline.comm.p2p.connection import STRANGERS, CallerCrowd, Listening, admit, call
 from paceline.errors import DeadlineExceeded, PlaceError
 
 FRAME = struct.Struct("<IBQ")  # bytes of payload, channel, key
 CHUNK = 1 << 18  # bytes that are read at a time
-TICK = 0.1  # seconds that a wait for a caller may not look up
+TICK = 0.1  # seconds in which a wait for callers looks up
 Payload: TypeAlias = bytes | memoryview
 Key: TypeAlias = tuple[int, int, int]  # sender, channel, key: messages that have the same keep their order
 
@@ -182,6 +182,10 @@ class ControlNetwork:
             connection = call(others[peer], key, ranks, who=f"rank {name}", name=name, deadline=left, check=check)
             self._enter(connection, peer, deadline)
         key, known = store.derive(f"control {self.listening.token}"), range(self.rank + 1, self.size)
+        crowd, news = CallerCrowd(STRANGERS), select.poll()  # callers prove themselves side by side: some may say nothing
+        self._listener.settimeout(TICK)
+        news.register(self._listener, select.POLLIN)
+        news.register(self._woken, select.POLLIN)
         while absent := [peer for peer in known if peer not in self.links]:
             check()
             if time.monotonic() > end:
@@ -189,23 +193,29 @@ class ControlNetwork:
                 raise DeadlineExceeded(
                     f"ranks {list(missing)} have not connected to rank {self.names[self.rank]} in {deadline:g} s", missing
                 )
-            self._answer(key, absent, deadline)
+            for descriptor, _ in news.poll(1000 * TICK):
+                if descriptor == self._woken.fileno():
+                    self._woken.recv(CHUNK)
+                    continue
+                with contextlib.suppress(OSError):  # the caller has hung up
+                    connection = self._listener.accept()[0]
+                    crowd.enter(connection)
+                    threading.Thread(target=self._answer, args=(connection, key, absent, deadline, crowd), daemon=True).start()
 
-    def _answer(self, key: bytes, awaited: Sequence[int], deadline: float) -> None:
-        """Let in the next caller, if it comes soon and is one of the awaited ranks."""
-        self._listener.settimeout(TICK)
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:
-            return  # nobody has called, or the caller has hung up
+    def _answer(self, connection: socket.socket, key: bytes, awaited: Sequence[int], deadline: float, crowd: CallerCrowd) -> None:
+        """Let a caller in, if it proves soon that it is one of the awaited ranks."""
         try:
             peer = admit(connection, key, self.rank, awaited)
         except OSError:
             peer = None
-        if peer is None:
-            connection.close()
-        else:
+        crowd.leave(connection)
+        with self._changed:
+            if peer is None or peer in self.links or self._closed:
+                connection.close()
+                return
             self._enter(connection, peer, deadline)
+            with contextlib.suppress(OSError):
+                self._waker.send(b"x")
 
     def _enter(self, connection: socket.socket, peer: int, deadline: float) -> None:
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # a link that is down may come back until the deadline

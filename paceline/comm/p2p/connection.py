@@ -16,6 +16,7 @@ import hmac
 import secrets as random
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
@@ -39,6 +40,9 @@ WELCOME = b"."  # what the receiver says to a sender that it lets in
 LENGTH = struct.Struct("<I")
 MOST = 64  # pieces of memory that are sent at a time
 RETRY, LONGEST_RETRY = 0.02, 0.5  # seconds between two tries to connect
+STRANGERS = 64  # connections at a time that have proved nothing yet
+ROOM = 0.1  # seconds to wait for one of them to end by itself
+GONE = 1.0  # seconds in which the thread of one that was hung up on lets go of it
 
 
 class Listening(NamedTuple):
@@ -47,6 +51,32 @@ class Listening(NamedTuple):
     address: str
     port: int
     token: str
+
+
+class CallerCrowd:
+    """Connections that each hold a thread, at most `most`: strangers who keep theirs open make no room for others, and are hung up on."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._open, self._changed = most, list[socket.socket](), threading.Condition()
+
+    def enter(self, connection: socket.socket) -> None:
+        """Count a connection, once there is room: if none has left for a moment, all the others are hung up on."""
+        with self._changed:
+            if not self._changed.wait_for(self._has_room, ROOM):
+                for other in self._open:
+                    cut(other)
+                self._changed.wait_for(self._has_room, GONE)
+            self._open.append(connection)
+
+    def leave(self, connection: socket.socket) -> None:
+        """Count a connection no more. Twice is harmless."""
+        with self._changed:
+            if connection in self._open:
+                self._open.remove(connection)
+            self._changed.notify_all()
+
+    def _has_room(self) -> bool:
+        return len(self._open) < self._most
 
 
 def call(

@@ -21,12 +21,11 @@ from torch import Tensor
 from paceline.cluster import network
 from paceline.cluster.store import Store
 from paceline.comm.group import Finished, Work
-from paceline.comm.p2p.connection import Listening, admit, call, cut, frames, has_hung_up, read, send_all, send_some
+from paceline.comm.p2p.connection import STRANGERS, CallerCrowd, Listening, admit, call, cut, frames, has_hung_up, read, send_all, send_some
 from paceline.comm.p2p.inbox import SLICE, PairInbox, ReceiveWork
 from paceline.comm.p2p.memory import MemoryPool
 from paceline.errors import DeadlineExceeded, PacelineError, ViewChanged, WorkerLost
 
-STRANGERS = 64  # connections at a time that have proved nothing yet
 INLINE = 1 << 18  # bytes of a message that its sender writes itself, if the network takes them at once
 RETRY = 0.02  # seconds until the next caller is let in, where no descriptors are left
 GRACE = 1.0  # seconds for a connection of a worker that has left to come to its turn
@@ -196,8 +195,7 @@ class PairNetwork:
         self.ways: dict[int, NetworkWay] = {}
         self._store = store
         self._listener = network.listen(address)
-        self._strangers = 0
-        self._lock = threading.Lock()
+        self._strangers = CallerCrowd(STRANGERS)
         self.listening = Listening(address, self._listener.getsockname()[1], random.token_hex(16))
         store.put(f"listen/{rank}", self.listening)
 
@@ -233,29 +231,18 @@ class PairNetwork:
                 except OSError:
                     time.sleep(0 if self.closed else RETRY)  # no descriptors are left, or the caller has hung up
                     continue
-                with self._lock:
-                    self._strangers += 1
-                    crowd = self._strangers > STRANGERS
-                if crowd:
-                    self._dismiss(connection)
-                else:
-                    threading.Thread(target=self._welcome, args=(connection,), name="paceline from a rank", daemon=True).start()
-
-    def _dismiss(self, connection: socket.socket) -> None:
-        connection.close()
-        with self._lock:
-            self._strangers -= 1
+                self._strangers.enter(connection)
+                threading.Thread(target=self._welcome, args=(connection,), name="paceline from a rank", daemon=True).start()
 
     def _welcome(self, connection: socket.socket) -> None:
         try:
             source = admit(connection, self.key(self.listening.token), self.rank, self.ways)
         except OSError:
             source = None
+        self._strangers.leave(connection)
         if source is None or not self.ways[source].enter(connection):
-            self._dismiss(connection)
+            connection.close()
             return
-        with self._lock:
-            self._strangers -= 1
         self.ways[source].read()
 
     def close(self, end: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, Final
 from paceline.errors import UsageError
 from paceline.observe import serving
 from paceline.observe.advice import quiet, remarks
-from paceline.observe.facts import RunFacts, read, so_far
+from paceline.observe.facts import RunFacts, read, read_fields, so_far
 from paceline.observe.metrics import MetricsReader
 from paceline.observe.page.course import course, looks, values
 from paceline.observe.page.events import kind
@@ -58,10 +57,9 @@ def page_data(folder: Path | RunFolder, metrics: MetricsReader | None = None) ->
 def _summary(folder: RunFolder) -> dict[str, Any]:
     """Return the fields of the summary, which was read before, as strict JSON has them."""
     try:
-        found = plain(json.loads(folder.summary.read_text(encoding="utf-8")))
+        found: dict[str, Any] = plain(read_fields(folder.summary))
     except (OSError, ValueError) as error:
         raise UsageError(f"{folder.summary} can't be read any more ({error})") from error
-    assert isinstance(found, dict), "its facts were read before"
     return found
 
 

@@ -26,9 +26,10 @@ class WatchAddress:
     def parse(cls, text: str, option: str) -> WatchAddress:
         """Read [HOST:]PORT; an IPv6 address is in brackets. Without a host it is loopback. Raises `UsageError`."""
         host, _, port = text.rpartition(":")
-        if not port.isascii() or not port.isdigit() or int(port) >= 1 << 16:
+        number = network.port(port)
+        if number is None:
             raise UsageError(f"{option} {text} isn't [HOST:]PORT, such as 8080 or 0.0.0.0:8080 (port 0 is any that is free)")
-        return cls(host.removeprefix("[").removesuffix("]") or HOME, int(port), option)
+        return cls(host.removeprefix("[").removesuffix("]") or HOME, number, option)
 
     def listen(self) -> socket.socket:
         """Open a socket that listens there. Raises `UsageError` where that can't be."""

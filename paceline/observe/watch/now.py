@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from paceline.observe.facts import read_fields
 from paceline.session.record.folder import PARTS, RunFolder
 from paceline.session.record.live import alive
 
@@ -103,10 +103,9 @@ def _mark(path: Path) -> tuple[int, ...]:
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_fields(path)
+    except (OSError, ValueError, TypeError, LookupError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _parsed(name: str, fields: Mapping[str, Any], *, ended: bool) -> RunNow | None:

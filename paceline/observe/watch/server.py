@@ -18,6 +18,7 @@ import base64
 import hashlib
 import hmac
 import json
+import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Final, Protocol
@@ -31,6 +32,7 @@ LOOK: Final = 1.0  # seconds between two looks at the folder
 ALIVE: Final = 15.0  # seconds after which a reader is sent something in any case, so that it knows that it is still connected
 STALLED: Final = 30.0  # seconds in which a reader takes nothing, after which it is let go
 READERS: Final = 256  # at once
+_HOST: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9.-]+))(?::[0-9]{1,5})?")  # an IPv6 address in brackets, or a name; a port
 HEADERS: Final = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": (
@@ -221,5 +223,6 @@ def _script(text: str) -> str:
 
 
 def _name(host: str) -> str:
-    """Return the name in a Host header, without its port."""
-    return host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
+    """Return the name in a Host header, without its port; empty for a header that is none."""
+    found = _HOST.fullmatch(host)
+    return "" if found is None else found[1] or found[2]

@@ -76,6 +76,12 @@ class Share:
         return tree_map(lambda _: next(joined), outputs[0])
 
 
+def refuse_class(where: str, loss: Any) -> None:
+    """Raise `UsageError` for the class of a loss, such as nn.MSELoss, which a call would make one of."""
+    if isinstance(loss, type):
+        raise UsageError(f"{where}: loss={loss.__name__} is the class itself; make one of it: loss={loss.__name__}()")
+
+
 def one_number(loss: Any, where: str) -> Tensor:
     """Return a loss as it is. Raises `UsageError` where it isn't one number."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:

@@ -26,7 +26,7 @@ from paceline.parallel.pipelining.boundaries import place_boundaries
 from paceline.parallel.pipelining.flow import ValueFlow
 from paceline.parallel.pipelining.layer_names import LayerNames, find_layers
 from paceline.parallel.pipelining.operations import OUTPUT, Operation, Ref, find, foreign
-from paceline.parallel.pipelining.tracing import trace_operations
+from paceline.parallel.pipelining.tracing import Untraceable, trace_operations
 from paceline.parallel.pipelining.values import PLAIN
 
 CHAINED = ("*args", "**keywords")  # the inputs where nothing is traced
@@ -55,7 +55,7 @@ class StagePart:
         """Run these layers on the values that they take, by name; return those that they give. `after` is told each operation's place."""
         if missing := [name for name in self.takes if name not in values]:
             raise UsageError(f"the stage of {self.modules[0]} takes {', '.join(self.takes)}, and was not given {missing[0]}")
-        known = {name: tree_map_only(Tensor, _enter, values[name]) for name in self.takes}
+        known = {name: tree_map_only(Tensor, enter, values[name]) for name in self.takes}
         for name in self._dtypes.intersection(self.takes):
             known[name] = getattr(torch, values[name])
         for place, (operation, drops) in enumerate(zip(self.operations, self._drops, strict=True)):
@@ -169,6 +169,10 @@ def trace_layers(model: nn.Module, names: str | Sequence[str], *, trace: bool = 
     found = find_layers(model, names)
     if trace:
         given = tuple(_inputs(model) if inputs is None else inputs)
+        if not given:
+            raise Untraceable(
+                f"all arguments of the forward of {type(model).__name__} have defaults, and inputs=[...] doesn't say which a batch gives"
+            )
         operations = trace_operations(model, found.names, given)
         layers = _in_order(found, operations)
     else:
@@ -218,7 +222,7 @@ def _refuse_unused(model: nn.Module, operations: Sequence[Operation], *, trace: 
         raise UsageError(f"no layer has the parameters {names}: {why}")
 
 
-def _enter(x: Tensor) -> Tensor:
+def enter(x: Tensor) -> Tensor:
     """Let layers change what they are given in place, as they may in the model: autograd forbids it for tensors that begin a graph."""
     if not (x.requires_grad and x.is_leaf and torch.is_grad_enabled()):
         return x

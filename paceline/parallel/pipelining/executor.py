@@ -186,7 +186,8 @@ class PipelinePass:
             values, entries = batch.inputs, list[Tensor]()
         else:
             head, tensors = self._receive(stage - 1, 2 * (stage - 1), number, f"what stage {stage - 1} gives stage {stage}")
-            values, entries = unpack(head, tensors)
+            came, entries = unpack(head, tensors)
+            values = {**batch.inputs, **came}
         out = self._executor.stage(stage).run(values)
         if stage < schedule.stages - 1:
             head, tensors = pack(out, f"stage {stage} of the pipeline")

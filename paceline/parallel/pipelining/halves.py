@@ -48,7 +48,10 @@ def input_half(outputs: Sequence[Tensor], grads: Sequence[Tensor | None], entrie
     leaves = ((node, getattr(node, "variable", None)) for node in users if node not in begins)
     owners: dict[Node, Parameter] = {node: leaf for node, leaf in leaves if leaf is not None}
     way = _upwards(begins, users, stop=frozenset())[0]
-    branches = _branches({parameter: _upwards([node], users, stop=way)[1] for node, parameter in owners.items()})
+    ends = {node for node in map(_node, outputs) if node not in way}
+    reached = {parameter: _upwards([node], users, stop=way) for node, parameter in owners.items()}
+    # a parameter that an output uses beside the way too has all of its gradient from the first half
+    branches = _branches({parameter: met for parameter, (seen, met) in reached.items() if not ends & seen})
     covered = {id(parameter) for branch in branches for parameter in branch.parameters}
     direct = [parameter for parameter in owners.values() if id(parameter) not in covered]
     hooks = [node.register_prehook(_keep(branch, number)) for branch in branches for number, node in enumerate(branch.nodes)]
@@ -63,6 +66,7 @@ def input_half(outputs: Sequence[Tensor], grads: Sequence[Tensor | None], entrie
 def weight_half(later: Later) -> None:
     """Add the gradients of parameters, in one backward pass that reaches nothing else."""
     found = [(parameter, grad) for parameter, grad in later.direct if grad is not None]
+    crossing = any(len(branch.nodes) > 1 for branch in later.branches)  # one goes through nodes of another: a layer is used twice
     for branch in later.branches:
         edges = [(GradientEdge(branch.nodes[at], slot), grad) for at, row in branch.grads.items() for slot, grad in enumerate(row)]
         there = [(edge, grad) for edge, grad in edges if grad is not None]
@@ -71,7 +75,7 @@ def weight_half(later: Later) -> None:
         try:
             if there:
                 ends, grads = zip(*there, strict=True)
-                mine = torch.autograd.grad(ends, branch.parameters, grads, allow_unused=True)
+                mine = torch.autograd.grad(ends, branch.parameters, grads, retain_graph=crossing, allow_unused=True)
                 found += [(parameter, grad) for parameter, grad in zip(branch.parameters, mine, strict=True) if grad is not None]
         finally:
             for hook in hooks:

@@ -58,8 +58,9 @@ def _matches(entry: str, modules: dict[str, nn.Module]) -> Iterator[str]:
     for name in matched:
         if any(name.startswith(f"{outer}.") for outer in matched):
             continue
-        if isinstance(modules[name], nn.ModuleList | nn.ModuleDict):
-            raise UsageError(f"{name} is a {type(modules[name]).__name__}, which is never called itself; write {name + '.*'!r}")
+        if not _is_called(modules[name]):
+            instead = f"write {name + '.*'!r}" if next(modules[name].children(), None) else "leave it out"
+            raise UsageError(f"{name} is a {type(modules[name]).__name__}, which is never called itself; {instead}")
         yield name
 
 
@@ -79,10 +80,15 @@ def _walk(module: nn.Module, prefix: str, whole: int, *, inside: bool) -> Iterat
     for key, child in module.named_children():
         name = f"{prefix}{key}"
         most = 2 if inside and not isinstance(child, nn.Sequential) else 10  # a sequence can always be taken apart, other forwards rarely
-        if isinstance(child, nn.ModuleList | nn.ModuleDict) or most * max(_contained(child), default=0) > whole:
+        if not _is_called(child) or most * max(_contained(child), default=0) > whole:
             yield from _walk(child, f"{name}.", whole, inside=inside or isinstance(child, CONTAINERS))
         elif _size(child):
             yield name
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether a module has a forward: lists and dicts of modules or parameters have none."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _contained(module: nn.Module) -> Iterator[int]:

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.errors import UsageError
 from paceline.parallel.containers import tree_leaves, tree_map_only
+from paceline.parallel.following.graph import FollowedGraph
 from paceline.parallel.pipelining.chain import LayerGraph, StagePart, own_parameters
 from paceline.parallel.pipelining.operations import find
 from paceline.parallel.pipelining.split import LayerCost
@@ -53,7 +54,9 @@ def measure_layers(
     is measured.
     """
     values = graph.bind(args, kwargs or {})
-    with _untouched(graph.model):
+    with untouched(graph.model):
+        if isinstance(graph, FollowedGraph):
+            graph.rehearse(values)
         found = list(_measure(graph, values, loss, repeats, time.perf_counter, around=around))
     return [_scaled(cost, _slower(found)) for cost, _ in found]
 
@@ -67,6 +70,11 @@ def count_layers(
     """
     if any(not parameter.is_meta for parameter in graph.model.parameters()):
         raise UsageError("count_layers() is for models without memory: build it inside `with pl.meta():`, or say measure_layers()")
+    if isinstance(graph, FollowedGraph):
+        raise UsageError(
+            f"split='auto' counts operations of a model without memory by tracing, which {type(graph.model).__name__} can't be: say "
+            "split=[layers of each stage], or build it with memory"
+        )
     values = tree_map_only(Tensor, lambda x: x.to("meta"), graph.bind(args, kwargs or {}))
     with FlopCounterMode(display=False) as counter:
         found = [cost for cost, _ in _measure(graph, values, loss, 0, lambda: counter.get_total_flops() / OPERATIONS_A_SECOND)]
@@ -101,7 +109,7 @@ def _measure(
         with around(graph.part(at, at + 1)):
             layer = _MeasuredLayer(graph, at, loss if at == len(graph.layers) - 1 else None, clock)
             runs = [layer.run(values) for _ in range(repeats + 1)]  # the first warms up
-        values = runs[-1].gives
+        values = {**({name: values[name] for name in graph.inputs} if isinstance(graph, FollowedGraph) else {}), **runs[-1].gives}
         tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
         timed = runs[1:] or runs
         found = replace(
@@ -207,7 +215,7 @@ def part_buffers(model: nn.Module, part: StagePart) -> Iterator[Tensor]:
 
 
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
+def untouched(model: nn.Module) -> Iterator[None]:
     """Leave the buffers of a model, and the random state of torch, as they are."""
     places = [(module, dict(module._buffers)) for module in model.modules()]
     copies = [(buffer, buffer.detach().clone()) for _, row in places for buffer in row.values() if buffer is not None]

@@ -19,13 +19,16 @@ import msgpack
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves
 
 from paceline.comm.group import Group
 from paceline.comm.pairs import Pairs
 from paceline.errors import DataError, PacelineError, UsageError
+from paceline.parallel.following.graph import FollowedGraph
 from paceline.parallel.pipelining.batches import Loss, Share, cut_batch
 from paceline.parallel.pipelining.chain import LayerGraph, StagePart
 from paceline.parallel.pipelining.executor import MicroBatch, Passes, PipelineExecutor, PipelinePass
+from paceline.parallel.pipelining.measuring import untouched
 from paceline.parallel.pipelining.profiler import PipelineProfiler
 from paceline.parallel.pipelining.schedule import PipelineSchedule
 from paceline.parallel.pipelining.schedules import make_schedule
@@ -142,6 +145,7 @@ class PipelinedModel:
         model.forward = _StageForward(self._inside)
         self._zone, self._drawn = RandomZone(group.rank), False
         self.steps = 0
+        self._followed = set[str]()  # kinds of calls of a model that isn't traced, for which it is known what stages need of each other
 
     def hold(self, holding: StageHolding) -> None:
         """Have these stages from now on."""
@@ -198,13 +202,34 @@ class PipelinedModel:
     def forward(self, share: Share, finish: Callable[[Any], Any] = lambda output: output) -> Any:
         """Go forward through all stages, and return `finish` of the model's output for the whole batch. Collective along `stage`."""
         batches, where = self._begin(share, train=False, why="run.forward")
-        schedule = make_schedule("gpipe", self._group.size, len(batches)) if len(set(self.split.placed)) == len(self.split.placed) else None
-        with torch.no_grad(), self._alone(), self._profiler.step(len(batches), train=False):
-            done = self._executor.run(schedule or self.terms.of(self._group.size, len(batches)), batches, None, None, where=where)
+        with torch.no_grad(), self._alone():
+            done = self._go_forward(batches, where)
             outputs = [output for number, output in sorted(done.outputs.items()) if batches[number].rows or not number]
             own = finish(share.whole(outputs)) if outputs else None
         self._move_on(drawn=self._model.training)
         return self._tell(own, where)
+
+    def _go_forward(self, batches: Sequence[MicroBatch], where: str) -> PipelinePass:
+        schedule = make_schedule("gpipe", self._group.size, len(batches)) if len(set(self.split.placed)) == len(self.split.placed) else None
+        with self._profiler.step(len(batches), train=False):
+            return self._executor.run(schedule or self.terms.of(self._group.size, len(batches)), batches, None, None, where=where)
+
+    def _follow(self, graph: FollowedGraph, kind: str, batches: Sequence[MicroBatch], where: str) -> None:
+        """Find out what each stage needs of others, by a forward in which they give each other everything. Collective."""
+        outputs = list[Any]()
+        for recording in (graph.recording(), contextlib.nullcontext()):  # the second shows whether what was found is all
+            with torch.no_grad(), untouched(self._model), self._alone(), recording as uses:
+                outputs.append(self._go_forward(batches, where).outputs)
+            torch.clear_autocast_cache()  # else the step would find weights there that were cast without gradients
+            if uses is not None:
+                told = self._group.agree(msgpack.packb(uses.plain))
+                graph.learn(kind, map(msgpack.unpackb, told), self.split.bounds[:-1])
+        if b"-" in self._group.agree(b"+" if _alike(*outputs) else b"-"):
+            raise UsageError(
+                f"the forward of {type(self._model).__name__} uses what layers have returned in a way that can't be followed (it may go "
+                "through numpy, or lists of numbers): name one layer that holds both ends"
+            )
+        self._followed.add(kind)
 
     def _tell(self, output: Any, where: str) -> Any:
         """Send the output from the worker of the last stage to all others."""
@@ -221,20 +246,22 @@ class PipelinedModel:
     def _begin(self, share: Share, *, train: bool, why: str) -> tuple[list[MicroBatch], str]:
         """Agree with the other stages on what was given. Raises on all of them, where one can't go on or has another batch."""
         where = f"{why} {self.steps}"
-        wrong, batches, rows = list[PacelineError](), list[MicroBatch](), 0
+        wrong, batches, rows, kind = list[PacelineError](), list[MicroBatch](), 0, ""
         try:
             rows = share.rows
-            batches = cut_batch(share, self.terms.count(rows), self._graph.bind if self.has_first else None)
+            bind = self._graph.bind if self.has_first or isinstance(self._graph, FollowedGraph) else None
+            batches = cut_batch(share, self.terms.count(rows), bind)
+            kind = self._graph.kind(batches[0].inputs) if isinstance(self._graph, FollowedGraph) else kind
         except PacelineError as error:
             wrong.append(error)
-        told = msgpack.packb([where, train, rows, str(wrong[0])[:TOLD] if wrong else None])
+        told = msgpack.packb([where, train, rows, kind, str(wrong[0])[:TOLD] if wrong else None])
         answers = [msgpack.unpackb(answer) for answer in self._group.agree(told)]
         if wrong:
             raise wrong[0]
-        for rank, (_, _, _, told_by) in enumerate(answers):
+        for rank, (*_, told_by) in enumerate(answers):
             if told_by is not None:
                 raise DataError(f"{why}: rank {self._group.global_rank(rank)}: {told_by}")
-        for place, what in enumerate(("step", "gradients", "rows")):
+        for place, what in enumerate(("step", "gradients", "rows", "arguments")):
             found = [answer[place] for answer in answers]
             other = next((rank for rank, value in enumerate(found) if value != found[0]), None)
             if other is not None:
@@ -243,6 +270,8 @@ class PipelinedModel:
                     f"{why}: ranks {one} and {two} have other stages of the same model, and got different {what} ({found[0]} and "
                     f"{found[other]}): give all workers along `stage` the same batch in the same call"
                 )
+        if isinstance(self._graph, FollowedGraph) and kind not in self._followed:
+            self._follow(self._graph, kind, batches[:1], where)
         self.steps += 1
         return batches, where
 
@@ -362,6 +391,13 @@ class _StageForward:
             "this model has layers on other workers (pipeline), so it can't be called by itself: write "
             "loss = run.step(model, x, y, loss=F.cross_entropy), which goes forward and back, or run.forward(model, x)"
         )
+
+
+def _alike(one: Any, two: Any) -> bool:
+    """Whether two outputs are the same but for rounding: what stands in for values that didn't come is no number."""
+    found = [[x.double() for x in tree_leaves(each) if isinstance(x, Tensor) and x.is_floating_point()] for each in (one, two)]
+    pairs = [(x, y, (x - y).nan_to_num().norm() <= 0.01 * x.nan_to_num().norm()) for x, y in zip(*found, strict=True)]
+    return all(bool(near) and torch.equal(x.isnan(), y.isnan()) for x, y, near in pairs)
 
 
 def _buffers(model: nn.Module, part: StagePart) -> Iterator[Tensor]:

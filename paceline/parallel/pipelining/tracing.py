@@ -39,9 +39,17 @@ OURS = (str(Path(torch.__file__).parent), __file__)
 TRACING = threading.RLock()  # torch.fx patches nn.Module while it traces
 
 
+class Untraceable(UsageError):
+    """A forward does what can't be taken down, for this reason."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}; {INSTEAD}")
+        self.reason = reason
+
+
 def trace_operations(model: nn.Module, layers: Sequence[str], inputs: Sequence[str]) -> list[Operation]:
     """Take down what the forward of a model does, given these of its arguments; `layers` are called whole."""
-    _refuse_hooks(model, layers)
+    refuse_hooks(model, layers)
     with TRACING:
         training, evaluation, again = (_trace(model, layers, inputs, training=mode) for mode in (True, False, True))
     _refuse_changes(model, training, again)
@@ -53,7 +61,7 @@ def _merge(model: nn.Module, training: Sequence[Operation], evaluation: Sequence
     other = next((one.name for one, two in pairs if (one.name, one.kind, one.target) != (two.name, two.kind, two.target)), None)
     if other or len(training) != len(evaluation):
         at = f" from {other} on" if other else ""
-        raise UsageError(f"the forward of {type(model).__name__} does other things in training than in evaluation{at}; {INSTEAD}")
+        raise Untraceable(f"the forward of {type(model).__name__} does other things in training than in evaluation{at}")
     return [one.merged(two) for one, two in zip(training, evaluation, strict=True)]
 
 
@@ -79,7 +87,7 @@ def _trace(model: nn.Module, layers: Sequence[str], inputs: Sequence[str], *, tr
     except UsageError:
         raise
     except Exception as error:
-        raise UsageError(_explain(model, error)) from error
+        raise Untraceable(_explain(model, error)) from error
     finally:
         after = {name: dict(vars(module)) for name, module in through.items()}
         for name, module in through.items():
@@ -115,13 +123,18 @@ class LayerTracer(Tracer):
         """Record functions of torch too that torch.fx doesn't see, as their arguments are no tensors."""
         places: list[tuple[Any, str, Any]] = [(torch, function.__name__, function) for function in FACTORIES]
         places.append((checkpoint, "checkpoint", checkpoint.checkpoint))
+        # private: what torch passes the arguments of each call of an autograd.Function to, however that is called
+        functions = torch._functorch.utils
+        unwrap = functions.unwrap_dead_wrappers
         try:
             for module, name, function in places:
                 setattr(module, name, self._recorder(function))
+            functions.unwrap_dead_wrappers = functools.partial(self._refuse_own_backward, unwrap)
             yield
         finally:
             for module, name, function in places:
                 setattr(module, name, function)
+            functions.unwrap_dead_wrappers = unwrap
 
     def _recorder(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -132,6 +145,11 @@ class LayerTracer(Tracer):
             return self.create_proxy("call_function", function, args, kwargs)
 
         return record
+
+    def _refuse_own_backward(self, unwrap: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if not self._elsewhere and any(isinstance(leaf, Proxy) for leaf in tree_leaves(args)):
+            raise TraceError("a torch.autograd.Function has a backward of its own")
+        return unwrap(args)
 
     @property
     def _elsewhere(self) -> bool:
@@ -240,14 +258,17 @@ def _refuse_assignments(before: Mapping[str, Mapping[str, Any]], after: Mapping[
                 raise UsageError(f"the forward sets the attribute {path}, which layers on other workers wouldn't see; {INSTEAD}")
 
 
-def _refuse_hooks(model: nn.Module, layers: Sequence[str]) -> None:
+def refuse_hooks(model: nn.Module, layers: Sequence[str]) -> None:
+    """Raise `UsageError` for what would be called in the place of, or beside, forwards that stages run a part of."""
     if "forward" in vars(model):
         raise UsageError(
-            f"the forward of this {type(model).__name__} was set on the object, over that of its class, which is what can be traced: "
+            f"the forward of this {type(model).__name__} was set on the object, over that of its class, which is what stages run: "
             "a model is cut into layers once, before anything else takes its forward's place"
         )
     for name, module in model.named_modules():
-        if name and not is_whole(name, layers) and (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks):
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *module._backward_hooks.values()]
+        of_scripts = [hook for hook in hooks if not str(getattr(hook, "__module__", None)).startswith("paceline.")]
+        if name and not is_whole(name, layers) and of_scripts:
             raise UsageError(
                 f"{name} has a hook, but isn't called where layers inside of it are; put the hook on these, or name {name} itself"
             )
@@ -264,4 +285,4 @@ def _explain(model: nn.Module, error: Exception) -> str:
         reason = "an if, while or assert there depends on a value that is known only when the model runs"
     elif reason.startswith("argument of type"):
         reason = "an object there holds values, and is no tuple, list, dict or dataclass"
-    return f"the forward of {type(model).__name__} can't be traced at {place}: {reason}; {INSTEAD}"
+    return f"the forward of {type(model).__name__} can't be traced at {place}: {reason}"

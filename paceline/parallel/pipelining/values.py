@@ -35,7 +35,7 @@ def pack(values: Mapping[str, Any], what: str) -> tuple[dict[str, Any], list[Ten
         else:
             raise UsageError(
                 f"{what} gives a {type(leaf).__qualname__}, and stages of a pipeline send each other tensors, numbers, texts and None, in "
-                "dicts, lists and tuples: return those"
+                "dicts, lists and tuples: return those (and no cache: use_cache=False)"
             )
     return {"tree": treespec_dumps(spec), "plain": plain, "needing": needing}, tensors
 

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +16,11 @@ from paceline.errors import UsageError
 from paceline.parallel.cut import CutContext
 from paceline.parallel.initialise import GENERATORS
 from paceline.parallel.placement import Range, chunk
-from paceline.parallel.tensor import peers
+from paceline.parallel.tensor import peers, uncut
 from paceline.parallel.tensor.functions import TensorAxis
 from paceline.parallel.tensor.layers import (
     Column,
+    Experts,
     LayerCut,
     RowConv1D,
     RowLinear,
@@ -29,9 +31,10 @@ from paceline.parallel.tensor.layers import (
     VocabHead,
     become,
 )
-from paceline.parallel.tensor.styles import Style, column, row, sequence, summed, vocab
+from paceline.parallel.tensor.styles import Style, column, experts, row, sequence, summed, vocab
 
 AXIS = "tensor"
+EXPERTS = {"gate_up_proj": (1, 2), "down_proj": (2, 1)}  # of Mixtral's kind: (experts, out, in), cut along this dimension in so many parts
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
 READS_WEIGHTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # of the layers inside, and never calls them, or not always
 
@@ -61,9 +64,10 @@ class _ParameterCut:
         return [(part * length + first, part * length + last) for part in range(self.parts)]
 
 
-def cut(model: nn.Module, layers: Mapping[str, Style], divide: Sequence[str], context: CutContext) -> None:
+def cut(model: nn.Module, layers: Mapping[str, Style], divide: Sequence[str], context: CutContext, *, compare: bool = True) -> None:
     """Leave this worker its part of the layers that `layers` names. Collective along the axis `tensor`.
 
+    `compare`: compare modules with what they return uncut, in their first call.
     Raises `UsageError` before anything is changed where the model can't be cut so.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile
@@ -85,6 +89,7 @@ def cut(model: nn.Module, layers: Mapping[str, Style], divide: Sequence[str], co
     group = context.groups.along(AXIS)
     axis = TensorAxis(group, context.groups.meter(AXIS))
     _equal_random_numbers(axis)
+    before = {name: dict(vars(part)) for name, part in model.named_modules()}
     for wanted in cuts:
         _narrow(wanted, context, group.rank)
     for module, name, value in divided:
@@ -96,7 +101,13 @@ def cut(model: nn.Module, layers: Mapping[str, Style], divide: Sequence[str], co
     cut_ids = {id(one.parameter) for one in cuts}
     whole_ones = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in cut_ids]
     columns = [each.name for each in found if isinstance(each.style, column)]
-    model.register_forward_hook(peers.comparer(axis, columns, whole_ones))
+    peers.watch(model, axis, columns, whole_ones)
+    if compare:
+        partial = [each.name for each in found if isinstance(each.style, column) and not each.style.gather]
+        rows = [each.name for each in found if isinstance(each.style, row) and not each.style.split]
+        mixtures = [each.name for each in found if isinstance(each.style, experts)]
+        settings = {name: _divided_since(before[name], part) for name, part in model.named_modules()}
+        uncut.watch(model, axis, (partial, rows), mixtures, settings)
 
 
 # ---- what is named
@@ -149,11 +160,13 @@ def _refuse_unknown(each: _Found, model: nn.Module) -> None:
         if type(module).forward is getattr(nn.Module, "forward", None) or isinstance(module, nn.ModuleList | nn.ModuleDict):
             raise UsageError(f"tensor: {name} ({kind}) is never called itself, so it can't be a region; name what is called: {name}.*")
         return
-    kinds = {column: "Linear, Conv1D", row: "Linear, Conv1D", vocab: "Embedding, Linear"}[type(each.style)]
+    kinds = {column: "Linear, Conv1D", row: "Linear, Conv1D", vocab: "Embedding, Linear", experts: "Experts"}[type(each.style)]
     if _kind(module) not in kinds.split(", "):
         inside = [f"{inner} ({type(part).__name__})" for inner, part in module.named_modules() if _kind(part) and inner][:3]
         hint = f"; name what is inside: {', '.join(f'{name}.{part}' for part in inside)}" if inside else ""
         raise UsageError(f"tensor: {name} is of the kind {kind}, which {each.style} can't cut; it cuts {kinds}{hint}")
+    if isinstance(each.style, experts):
+        return
     if not all(part is None or isinstance(part, Parameter) for part in (module._parameters.get("weight"), module._parameters.get("bias"))):
         raise UsageError(f"tensor: the weight of {name} is computed from others; take weight_norm and the like off first")
     if not isinstance(module._parameters.get("weight"), Parameter):
@@ -172,6 +185,11 @@ def _kind(module: nn.Module) -> str:
     """Return the kind of a module that can be cut; empty for others, subclasses too, as they may compute something else."""
     if type(module) in (nn.Linear, nn.Embedding):
         return type(module).__name__
+    if isinstance(module, nn.Embedding) and type(module).__name__.endswith("ScaledWordEmbedding"):  # of transformers
+        return "Embedding"
+    shapes = [parameter.shape for name in EXPERTS if (parameter := module._parameters.get(name)) is not None]
+    if len(shapes) == len(module._parameters) == 2 and shapes[0] == (shapes[1][0], 2 * shapes[1][-1], shapes[1][1]):
+        return "Experts"
     weight = module._parameters.get("weight")
     is_conv1d = type(module).__name__ == "Conv1D" and weight is not None and weight.dim() == 2 and hasattr(module, "nf")
     return "Conv1D" if is_conv1d else ""
@@ -227,6 +245,9 @@ def _parameter_cuts(model: nn.Module, found: Sequence[_Found], size: int) -> lis
 
 
 def _of_layer(each: _Found) -> Iterator[_ParameterCut]:
+    if isinstance(each.style, experts):
+        yield from (_ParameterCut(f"{each.name}.{name}", getattr(each.module, name), *how) for name, how in EXPERTS.items())
+        return
     weight, bias = each.module._parameters["weight"], each.module._parameters.get("bias")
     assert weight is not None
     transposed = _kind(each.module) == "Conv1D"
@@ -270,6 +291,11 @@ def _divided(model: nn.Module, patterns: Sequence[str], size: int) -> Iterator[t
             yield module, attribute, value // size
 
 
+def _divided_since(before: Mapping[str, Any], module: nn.Module) -> dict[str, int]:
+    """Return the whole numbers of a module that are others now, as they were."""
+    return {key: value for key, value in before.items() if isinstance(value, int) and vars(module)[key] != value}
+
+
 def _narrow(wanted: _ParameterCut, context: CutContext, rank: int) -> None:
     """Leave a parameter its local part, in the object that it is: optimizers and ties keep it."""
     parameter, size = wanted.parameter, context.mesh.extent(AXIS)
@@ -294,17 +320,21 @@ def _become(each: _Found, axis: TensorAxis, regions: Mapping[int, _Found]) -> No
     region = regions.get(id(module))
     dim = region.style.dim if region is not None and isinstance(region.style, sequence) else None
     kind = _kind(module)
+    wanted = () if isinstance(style, sequence | summed) else _of_layer(each)
+    dims = {one.name.rpartition(".")[2]: (one.dim, one.parts) for one in wanted}
     match style:
         case column():
-            become(module, Column, LayerCut(axis, name, parts=style.parts, gather=style.gather, sequence=dim))
+            become(module, Column, LayerCut(axis, name, parts=style.parts, gather=style.gather, sequence=dim, dims=dims))
             _resize(module, kind, 0, axis.size)
         case row():
-            become(module, RowConv1D if kind == "Conv1D" else RowLinear, LayerCut(axis, name, split=style.split, sequence=dim))
+            become(module, RowConv1D if kind == "Conv1D" else RowLinear, LayerCut(axis, name, split=style.split, sequence=dim, dims=dims))
             _resize(module, kind, 1, axis.size)
         case vocab():
             weight = module._parameters["weight"]
             words = 0 if weight is None else len(weight) * axis.size
-            become(module, VocabEmbedding if kind == "Embedding" else VocabHead, LayerCut(axis, name, vocabulary=words))
+            become(module, VocabEmbedding if kind == "Embedding" else VocabHead, LayerCut(axis, name, vocabulary=words, dims=dims))
+        case experts():
+            become(module, Experts, LayerCut(axis, name, dims=dims))
         case sequence():
             become(module, SequenceRegion, LayerCut(axis, name, sequence=dim))
 

@@ -14,7 +14,7 @@ it as any other. After Shoeybi et al., "Megatron-LM" (2019), and Korthikanti et 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import nn
@@ -36,18 +36,21 @@ class tensor:
 
     `layers`: patterns of module names (`*` is any text) to `column()`, `row()`, `vocab()`, `sequence()` or `summed()`; or "auto", which
     takes the plan that a model brings: `tensor_plan` of its class, or that of a model of transformers. `divide`: patterns of integer
-    attributes of modules, such as numbers of heads, that are divided by the number of workers.
+    attributes of modules, such as numbers of heads, that are divided by the number of workers. `compare`: modules with a pair of layers
+    are compared, once, with what they return uncut.
     """
 
     __repr__ = spell
 
     layers: Mapping[str, Style] | Literal["auto"]
     divide: Sequence[str] = ()
+    compare: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.layers != "auto" and (isinstance(self.layers, str) or not self.layers):
+        if self.layers != "auto" and (not isinstance(self.layers, Mapping) or not self.layers):
             raise UsageError(
-                f'tensor({self.layers!r}) has no layers; give {{"blocks.*.up": column(), ...}}, or "auto" for a model with a plan'
+                f"tensor({self.layers!r}) names no layers with styles; "
+                'give {"blocks.*.up": column(), ...}, or "auto" for a model with a plan'
             )
         if isinstance(self.divide, str):
             raise UsageError(f"divide={self.divide!r} is one text; give a list, divide=[{self.divide!r}]")
@@ -68,4 +71,4 @@ class tensor:
         if isinstance(layers, str):
             layers, brought = plans.of_model(model, context.mesh.extent(self.axis))
             divide = [*brought, *(pattern for pattern in divide if pattern not in brought)]
-        application.cut(model, layers, divide, context)
+        application.cut(model, layers, divide, context, compare=self.compare)

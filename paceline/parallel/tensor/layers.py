@@ -9,13 +9,14 @@ A layer stays the object that it is, with its hooks and the parameters that are 
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from paceline.errors import UsageError
 from paceline.parallel.tensor.functions import TensorAxis, eager
@@ -26,7 +27,8 @@ from paceline.parallel.tensor.vocab import VocabLogits
 class LayerCut:
     """How one layer is cut: the workers that do it, the layer's name, and what is special.
 
-    `sequence`: the dimension that its region cuts; `vocabulary`: the number of words of all workers.
+    `sequence`: the dimension that its region cuts; `vocabulary`: the number of words of all workers; `dims`: along which
+    dimension each of its parameters is cut, and in how many parts.
     """
 
     axis: TensorAxis
@@ -36,6 +38,7 @@ class LayerCut:
     split: bool = False
     sequence: int | None = None
     vocabulary: int = 0
+    dims: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def into(self, x: Tensor) -> Tensor:
         """Take the input of a layer that is cut by columns."""
@@ -107,14 +110,22 @@ class RowConv1D(RowLinear):
         return self.tensor_cut.sum(x @ self.weight, self._bias())
 
 
-class VocabEmbedding(TensorCutModule):
+class Experts(TensorCutModule):
+    """Experts of a mixture, of each of which a worker has some of the inner features."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        cut = self.tensor_cut
+        floating = tree_map_only(Tensor, lambda x: cut.axis.copy(x, cut.name) if x.is_floating_point() else x, (args, kwargs))
+        out = super().forward(*floating[0], **floating[1])
+        cut.axis.forget()
+        return cut.axis.total(out, cut.name)
+
+
+class VocabEmbedding(TensorCutModule, nn.Embedding):
     """An embedding of which each worker has some of the rows: others are zeros, and the sum over workers is the row."""
 
-    weight: Tensor
-    padding_idx: int | None
-
-    def forward(self, index: Tensor) -> Tensor:
-        cut, rows = self.tensor_cut, self.weight.shape[0]
+    def forward(self, input: Tensor) -> Tensor:
+        cut, rows, index = self.tensor_cut, self.weight.shape[0], input
         first = cut.axis.rank * rows
         _in_range(index, cut)
         local = index - first
@@ -180,9 +191,19 @@ def become(module: nn.Module, kind: type[TensorCutModule], cut: LayerCut) -> Non
     module.tensor_cut = cut  # type: ignore[assignment]
 
 
+def uncut_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before it was cut."""
+    kinds: Any = type(module).__bases__ if isinstance(module, TensorCutModule) else [type(module)]
+    found: type[nn.Module] = next(kind for kind in kinds if not issubclass(kind, TensorCutModule))
+    return found
+
+
 @functools.cache
 def _derived(kind: Any, of: Any) -> type[nn.Module]:
-    found: type[nn.Module] = type(f"{kind.__name__}{of.__name__}" if of.__name__ not in kind.__name__ else kind.__name__, (kind, of), {})
+    name = f"{kind.__name__}{of.__name__}" if of.__name__ not in kind.__name__ else kind.__name__
+    # What an embedding's own class does, such as to scale the rows, is done to what `kind` looks up.
+    bases = (of, kind) if issubclass(of, nn.Embedding) and of is not nn.Embedding else (kind, of)
+    found: type[nn.Module] = type(name, bases, {})
     return found
 
 

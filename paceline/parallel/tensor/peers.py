@@ -7,7 +7,8 @@ pass 2, 11, 100, 200, ...   whole parameters  gradients that were clipped or cha
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,27 +25,36 @@ SAMPLE, TOLERANCE = 64, 1e-2  # elements of an output that are compared, and how
 EARLY, OFTEN = (2, 11), 100  # passes in training after which whole parameters are compared
 
 
-def comparer(axis: TensorAxis, columns: Sequence[str], parameters: Sequence[tuple[str, Parameter]]) -> Callable[..., None]:
-    """Make a forward hook of the whole model. Copies of the model count their passes with it."""
+def watch(model: nn.Module, axis: TensorAxis, columns: Sequence[str], parameters: Sequence[tuple[str, Parameter]]) -> None:
+    """Compare in the forward of a whole model. Copies of the model count their passes with it."""
     passes = [0, 0]  # all, and those in training
+    draws: list[str] = []  # of each worker, before the first pass: a plan that ends in parts leaves other ones
+
+    @eager
+    def begin(model: nn.Module, args: object) -> None:
+        handle.remove()
+        if not passes[0]:
+            draws[:] = axis.objects(_draws(axis), "random numbers")
 
     @eager
     def compare(model: nn.Module, args: object, out: object) -> None:
         passes[0] += 1
         passes[1] += model.training and torch.is_grad_enabled()
         if passes[0] == 1:
-            _compare_outputs(axis, columns, model, out)
+            _compare_outputs(axis, columns, model, out, draws)
         elif model.training and torch.is_grad_enabled() and (passes[1] in EARLY or passes[1] % OFTEN == 0):
             _compare_parameters(axis, parameters)
 
-    return compare
+    handle = model.register_forward_pre_hook(begin)
+    model.register_forward_hook(compare)
 
 
-def _compare_outputs(axis: TensorAxis, columns: Sequence[str], model: nn.Module, out: object) -> None:
+def _compare_outputs(axis: TensorAxis, columns: Sequence[str], model: nn.Module, out: object, draws: Sequence[str]) -> None:
     tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and not isinstance(leaf, VocabLogits)]
-    mine = [[list(leaf.shape), _sampled(leaf)] for leaf in tensors if leaf.is_floating_point() and leaf.numel()]
+    mine = [sample(leaf) for leaf in tensors if leaf.is_floating_point() and leaf.numel()]
     for other in axis.objects(mine, "output of the model"):
-        if not _alike(mine, other):
+        if not alike(mine, other):
+            _refuse_draws(draws, f"what {type(model).__name__} returns")
             hint = f"; {columns[-1]} is the last one cut by column(): row() has to follow it, or column(gather=True)" if columns else ""
             raise UsageError(f"tensor: what {type(model).__name__} returns differs between workers that have the same samples{hint}")
 
@@ -62,18 +72,44 @@ def _compare_parameters(axis: TensorAxis, parameters: Sequence[tuple[str, Parame
         if wrong:
             one, two = axis.group.global_rank(0), axis.group.global_rank(rank)
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            # asked for when all have come here: none is in the middle of drawing numbers of its own
+            _refuse_draws(axis.objects(_draws(axis), "random numbers"), f"{wrong[0]}{more}")
+            if len(wrong) < sum(parameter.requires_grad for _, parameter in here):  # clipping leaves none as it was
+                module = wrong[0].rpartition(".")[0]
+                raise ReplicasDiffer(
+                    f"{wrong[0]}{more}, which workers along `tensor` have whole, differs between ranks {one} and {two}: if {module} works "
+                    f"on features between column() and row(), its gradients have to be summed, {{{module!r}: pl.summed()}}; otherwise "
+                    "change parameters and gradients alike on all workers, and clip by run.clip()"
+                )
             raise ReplicasDiffer(
                 f"{wrong[0]}{more}, which workers along `tensor` have whole, differs between ranks {one} and {two}: clip gradients by "
                 "run.clip(), which takes the norm over all parts, and change parameters and gradients alike on all workers"
             )
 
 
-def _sampled(x: Tensor) -> list[str]:
+def _draws(axis: TensorAxis) -> str:
+    """Return a text that differs where torch's random generators do."""
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() and torch.cuda.is_initialized() else ["cpu"]
+    return f"{zlib.crc32(b''.join(axis.zone.outside(torch.device(device)).numpy().tobytes() for device in devices)):x}"
+
+
+def _refuse_draws(draws: Sequence[str], what: str) -> None:
+    """Raise `ReplicasDiffer` where workers that should draw the same random numbers don't, which is why others differ."""
+    if len(set(draws)) > 1:
+        raise ReplicasDiffer(
+            f"{what} differs between workers along `tensor`, and so do their random numbers: they were seeded differently after "
+            "run.prepare, or one has drawn more; seed all of them alike (by run.seed), and not by rank"
+        )
+
+
+def sample(x: Tensor) -> list[Any]:
+    """Return the shape of a tensor and some of its elements, in text."""
     flat = x.detach().reshape(-1)
-    return [repr(value) for value in flat[:: max(1, len(flat) // SAMPLE)][:SAMPLE].double().tolist()]
+    return [list(x.shape), [repr(value) for value in flat[:: max(1, len(flat) // SAMPLE)][:SAMPLE].double().tolist()]]
 
 
-def _alike(mine: Sequence[Any], other: Sequence[Any]) -> bool:
+def alike(mine: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether samples of tensors have the same shapes and about the same elements."""
     if [shape for shape, _ in mine] != [shape for shape, _ in other]:
         return False
     for (_, one), (_, two) in zip(mine, other, strict=True):

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 from torch import nn
 
 from paceline.errors import UsageError
-from paceline.parallel.tensor.styles import Style, column, row, summed, vocab
+from paceline.parallel.tensor.styles import Style, column, experts, row, summed, vocab
 
 HEADS = ("num_attention_heads", "num_key_value_heads")
 STYLES: Mapping[str, Style | None] = {  # None: the module stays as it is
@@ -27,6 +27,8 @@ STYLES: Mapping[str, Style | None] = {  # None: the module stays as it is
     "rowwise_rep": row(split=True),
     "rowwise_split_input": row(split=True),
     "embedding_rowwise": vocab(),
+    "packed_colwise": column(parts=2),
+    "moe_tp_experts": experts(),
     "replicated_with_grad_allreduce": summed(),
     "replicate": None,
 }
@@ -49,6 +51,12 @@ class ModelPlan(NamedTuple):
     divide: list[str]
 
 
+GPT2: Mapping[str, ModelPlan] = {  # modules of transformers, which has no plan for them
+    "GPT2Attention": ModelPlan({"c_attn": column(parts=3), "c_proj": row()}, ["split_size", "num_heads"]),
+    "GPT2MLP": ModelPlan({"c_fc": column(), "c_proj": row()}, []),
+}
+
+
 def of_model(model: nn.Module, size: int) -> ModelPlan:
     """Return the plan that a model brings along, for so many workers: that of its modules, else that of transformers.
 
@@ -57,7 +65,9 @@ def of_model(model: nn.Module, size: int) -> ModelPlan:
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     found = ModelPlan({}, [])
     for name, module in model.named_modules():
-        plan: BroughtPlan | None = getattr(module, "tensor_plan", None)
+        kind, crossed = type(module), getattr(module, "is_cross_attention", False)  # which has other layers, and stays whole
+        known = GPT2.get(kind.__name__) if kind.__module__.startswith("transformers.") and not crossed else None
+        plan: BroughtPlan | None = getattr(module, "tensor_plan", known)
         if plan is None:
             continue
         layers, before = plan.layers, f"{name}." if name else ""
@@ -100,7 +110,10 @@ def _plan(model: nn.Module) -> dict[str, Style]:
         own = vars(type(module)).get("_tp_plan") or {}
         inner = getattr(getattr(module, "config", None), "base_model_tp_plan", None) or {}
         base = _is_base(module, inner)
-        for pattern, word in {**(inner if base else {}), **own}.items():
+        words = {**(inner if base else {}), **own}
+        for pattern, word in words.items():
+            if words.get(pattern.rpartition(".")[0]) == "moe_tp_experts":  # a parameter of experts, which are cut as one
+                continue
             if word not in STYLES:
                 raise UsageError(
                     f'tensor("auto"): the plan of {type(module).__name__} cuts {pattern} by {word!r}, which is not known here; '

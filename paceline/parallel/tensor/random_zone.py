@@ -54,6 +54,11 @@ class RandomZone:
         generator.set_state(state)
         return drawn
 
+    def outside(self, device: torch.device) -> Tensor:
+        """Return the state of the numbers that are equal on all workers, in a zone too."""
+        zone = self._whole.get(_generator(device).initial_seed())
+        return _state(device) if zone is None else zone[0]
+
     @staticmethod
     def move_on(device: torch.device) -> None:
         """Draw a number, so that the next zone has others."""

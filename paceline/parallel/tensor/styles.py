@@ -84,3 +84,10 @@ class summed(Style):
     """
 
     __repr__ = spell
+
+
+@dataclass(frozen=True)
+class experts(Style):
+    """The experts of a mixture, as transformers has them: each worker has some inner features of every expert."""
+
+    __repr__ = spell

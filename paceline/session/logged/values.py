@@ -100,5 +100,7 @@ def check_name(name: str) -> None:
     """Raise `UsageError` for a name under which nothing can be logged."""
     if name in RESERVED:
         raise UsageError(f"run.log({name}=...): a line of metrics.jsonl has a field {name!r} of its own; give it another name")
+    if not name.isprintable():
+        raise UsageError(f"run.log(**{{{name!r}: ...}}): a name goes to terminals and files of others; leave out what can't be printed")
     if not name or name.startswith(PREFIX):
         raise UsageError(f"run.log(**{{{name!r}: ...}}): give a name that isn't empty and doesn't begin with {PREFIX!r}")

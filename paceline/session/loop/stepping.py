@@ -22,7 +22,7 @@ from paceline.data.spec import Weigh
 from paceline.errors import UsageError
 from paceline.formatting import counted, unknown
 from paceline.parallel.containers import tree_leaves
-from paceline.parallel.pipelining.batches import Loss, Share
+from paceline.parallel.pipelining.batches import Loss, Share, refuse_class
 from paceline.session.loop.ghost import buffers, put_back
 from paceline.session.loop.halving import HalvedSteps, OtherLeaves, StepBatch, leaves
 from paceline.session.loop.out_of_memory import is_out_of_memory
@@ -58,6 +58,7 @@ class SteppedModels:
     ) -> Tensor:
         """Go forward with all of `given` but the last, and back from `loss(output, last)`; return that."""
         check_micro_batches(micro_batches)
+        refuse_class("run.step", loss)
         if not callable(loss):
             raise UsageError("run.step needs a loss, a function of the output and the target: run.step(model, x, y, loss=F.cross_entropy)")
         if not given:

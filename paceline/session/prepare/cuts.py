@@ -121,7 +121,7 @@ class ModelCuts:
                 context = CutContext(axes.mesh, axes.groups, self.placements, initial.device)
                 context.known, context.record, context.tied = self.trained, self._record, tied
                 context.sample, context.announce = self.sample, axes.slice.announce
-                cut.apply(model, context)
+                _apply(cut, model, context, len(models))
                 self._note(before, dict(model.named_parameters()), context.renewed)
                 self._used.add(cut.axis)
                 for parameter in model.parameters() if cut.axis == "shard" else ():
@@ -285,10 +285,25 @@ class ModelCuts:
 def read(asked: Asked) -> tuple[ModelCut, ...]:
     """Return the cuts that a script, or a text in notation, asks for."""
     found = notation.cuts(asked) if isinstance(asked, str) else tuple(asked) if isinstance(asked, list | tuple) else (asked,)
+    if kind := next((each.__name__ for each in found if isinstance(each, type)), None):
+        raise UsageError(f"cut={kind} is the class itself; call it: cut=pl.{kind}(...)")
     wrong = next((each for each in found if not (hasattr(each, "axis") and hasattr(each, "apply"))), None)
     if wrong is not None:
         raise UsageError(f"cut={wrong!r} is no cut; write e.g. cut=[shard('blocks.*')]")
     return tuple(found)
+
+
+def _apply(cut: ModelCut, model: nn.Module, context: CutContext, models: int) -> None:
+    """Cut a model, and say which one it is where it is one of several that can't be cut alike."""
+    try:
+        cut.apply(model, context)
+    except UsageError as error:
+        if models == 1:
+            raise
+        raise UsageError(
+            f"{error}. That is the {type(model).__name__}: cut= is for each of the {models} models of this "
+            "call to run.prepare; give one that is cut otherwise, or not, to a call of its own"
+        ) from error
 
 
 def refuse_one_number(optimizer: Optimizer, placements: Placements, mesh: Mesh, dealt: Container[int]) -> None:

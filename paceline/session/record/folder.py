@@ -17,6 +17,7 @@ import json
 import math
 import os
 import re
+import secrets
 import sys
 import time
 from collections.abc import Callable
@@ -261,9 +262,9 @@ def tame(value: Any) -> Any:
 
 def write_whole(path: Path, text: str) -> None:
     """Write `text` to `path` so that a reader finds the old content or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = beside(path)
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -272,6 +273,11 @@ def write_whole(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):  # where nothing can be written, nothing can be removed
             temporary.unlink()
         raise unwritten(path, error) from error
+
+
+def beside(path: Path) -> Path:
+    """Return a name beside `path` for what is being written, which nobody can guess: a link that lies there might lead to any file."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}")
 
 
 def unwritten(path: Path, error: OSError) -> ResourceError:

@@ -20,7 +20,7 @@ from typing import Any, Final
 from paceline.cluster import machine
 from paceline.cluster.control.progress import birth
 from paceline.formatting import message
-from paceline.session.record.folder import RunFolder, strict_json
+from paceline.session.record.folder import RunFolder, beside, strict_json
 
 EVENTS: Final = 200  # that are told while a run is under way, the last ones
 _LONGEST: Final = 300  # characters of the error that has ended a run
@@ -36,7 +36,6 @@ class LiveRecord:
         self, folder: RunFolder, writes: Callable[[], bool], facts: Callable[[], dict[str, Any]], say: Callable[[str], None]
     ) -> None:
         self._path, self._writes, self._facts, self._say = folder.live, writes, facts, say
-        self._temporary = folder.live.with_name(f".{folder.live.name}.{os.getpid()}")
         self._writer = {"machine": _machine(), "pid": os.getpid(), "born": birth(os.getpid())}
         self._over = False
 
@@ -63,13 +62,14 @@ class LiveRecord:
     def _put(self, state: Mapping[str, Any]) -> None:
         fields = self._facts()
         fields["live"] |= {**state, "time": time.time(), "writer": self._writer}
+        temporary = beside(self._path)
         try:
-            with self._temporary.open("w", encoding="utf-8") as file:
+            with temporary.open("x", encoding="utf-8") as file:
                 file.write(strict_json(fields) + "\n")
-            self._temporary.replace(self._path)  # nothing waits for the disk: it need not outlast a loss of power
+            temporary.replace(self._path)  # nothing waits for the disk: it need not outlast a loss of power
         except OSError as error:
             with contextlib.suppress(OSError):
-                self._temporary.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
             self._say(f"{self._path} can't be written ({error.strerror}): the run goes on, but can't be watched")
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -44,7 +45,7 @@ def read(asked: str | Sequence[str] | None) -> tuple[TrackerSpec, ...]:
             raise UsageError(f"report_to={str(spec)!r} is unknown; {choices(spec.name, list(NEEDS))}")
     names = [spec.name for spec in specs]
     if len(set(names)) < len(names):
-        raise UsageError(f"report_to names {max(names, key=names.count)} twice; a run goes to each tracker once")
+        raise UsageError(f"report_to names {Counter(names).most_common(1)[0][0]} twice; a run goes to each tracker once")
     return specs
 
 

@@ -10,14 +10,51 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from socketserver import ThreadingMixIn
 from typing import Any, Final
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
+from paceline.cluster import network
+from paceline.comm.p2p.connection import CallerCrowd
 from paceline.errors import UsageError
+from paceline.formatting import printable
 from paceline.session.logged.media import MediaItem
 from paceline.session.trackers.tracker import TrackedEnd, TrackedEvent, TrackedRun, TrackedStep
 
 PORT: Final = 9464  # that of exporters which a program brings along
 LOOPBACK: Final = "127.0.0.1"
+CALLERS: Final = 16  # at once
+SILENT: Final = 5.0  # seconds in which a caller has to say something
+
+
+class MetricsServer(ThreadingMixIn, WSGIServer):
+    """An HTTP server in a process that trains: strangers cost it no more than `CALLERS` threads and descriptors, and no line of output."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
+        self.address_family = network.family(address[0])
+        self._crowd = CallerCrowd(CALLERS)
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._crowd.enter(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._crowd.leave(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None: ...
+
+
+class MetricsRequest(WSGIRequestHandler):
+    """Reads one request, and says nothing of it."""
+
+    timeout = SILENT
+
+    def log_message(self, format: str, *args: Any) -> None: ...
 
 
 class PrometheusTracker:
@@ -39,20 +76,22 @@ class PrometheusTracker:
 
     def begin(self, run: TrackedRun) -> str:
         """Listen. Raises `UsageError` where that can't be, and `ImportError` from prometheus_client."""
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry, make_wsgi_app
 
         self._run = run
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         try:
-            self._server = start_http_server(self._port, self._host, registry)
+            server = make_server(self._host, self._port, make_wsgi_app(registry), MetricsServer, MetricsRequest)
         except OSError as error:
             raise UsageError(
                 f"report_to='prometheus:{self._host}:{self._port}' can't listen there ({error.strerror}); give another port, such as "
                 f"prometheus:{self._port + 1}, or prometheus:0 for any that is free"
             ) from error
+        self._server = server, threading.Thread(target=server.serve_forever, name="paceline prometheus", daemon=True)
+        self._server[1].start()
         host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self._server[0].server_port}/metrics"
+        return f"http://{host}:{server.server_port}/metrics"
 
     def steps(self, steps: Sequence[TrackedStep]) -> None:
         """Count steps."""
@@ -101,7 +140,7 @@ class PrometheusTracker:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         assert self._run is not None
-        run = self._run.name
+        run = printable(self._run.name)
 
         def counter(name: str, text: str, values: Mapping[Any, float], *labels: str) -> Any:
             family = CounterMetricFamily(name, text, labels=["run", *labels])
@@ -120,7 +159,7 @@ class PrometheusTracker:
             seconds = {(part,): value for part, value in self._seconds.items()}
             late = {(str(worker), cause): value for (worker, cause), value in self._late.items()}
             logged = {(name,): value for name, value in self._logged.items()}
-        settings = {name: str(value) for name, value in self._run.settings.items()}
+        settings = {name: printable(str(value)) for name, value in self._run.settings.items()}
         yield gauge("paceline_run_info", "What runs here: always 1.", {tuple(settings.values()): 1.0}, *settings)
         for name, text in (("steps", "Steps taken."), ("samples", "Samples trained on."), ("events", "Events of the run.")):
             yield counter(f"paceline_{name}", text, {(): float(counts[name])})
@@ -136,6 +175,7 @@ def _address(detail: str) -> tuple[str, int]:
     """Read PORT or HOST:PORT; an IPv6 address is in brackets."""
     host, _, port = detail.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") or LOOPBACK
-    if detail and not (port.isdigit() and int(port) < 1 << 16):
+    number = network.port(port) if detail else PORT
+    if number is None:
         raise UsageError(f"report_to='prometheus:{detail}' has no port; write prometheus:PORT or prometheus:HOST:PORT, such as 9464")
-    return host, int(port) if detail else PORT
+    return host, number

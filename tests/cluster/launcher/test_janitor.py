@@ -226,6 +226,17 @@ def test_folders_where_nobody_listens_any_more(tmp_path, monkeypatch, same_netwo
         assert set(tmp_path.iterdir()) == before - {dead}
 
 
+@pytest.mark.parametrize("length", [30, 61, 62, 90])
+def test_a_socket_of_a_server_has_a_path_that_is_short_enough(tmp_path, monkeypatch, length):
+    """A long TMPDIR leaves no room for its name."""
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * (length - 1))
+    place = janitor.place_of_sockets()
+    assert (place == tempfile.tempdir) == (length <= 61)
+    path = f"{place}/{janitor.sockets('a' * 32)}{'x' * 8}/server"
+    with socket.socket(socket.AF_UNIX) as caller, pytest.raises(FileNotFoundError):  # and not OSError: AF_UNIX path too long
+        caller.connect(path)
+
+
 def test_the_folders_of_servers_go_with_their_job(tmp_path, monkeypatch):
     """By name: who started a killed server may have been killed with it. Those of another job stay."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

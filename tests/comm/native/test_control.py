@@ -15,6 +15,7 @@ from paceline.cluster.store import Store
 from paceline.comm.native.control import FRAME, ControlLink, ControlNetwork
 from paceline.comm.p2p import connection
 from paceline.errors import DeadlineExceeded, PlaceError, SecretError, ViewChanged, WorkerLost
+from tests.harness import strangers
 from tests.harness.jobs import PATIENCE
 
 Ends = list[ControlNetwork]
@@ -226,6 +227,16 @@ class TestConnecting:
                 stranger.sendall(said)
         together(lambda end: self.connect(end, ends, meeting), ends)
         assert together(lambda end: tell(end, 1, 0, b"%d" % end.rank), ends) == [[b"0", b"1", b"2"]] * 3
+
+    @pytest.mark.parametrize("held", [8, connection.STRANGERS + 6])
+    def test_strangers_that_say_nothing_delay_nobody(self, ends: Ends, held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With patience for a single one of them, a group would never meet if callers took turns."""
+        monkeypatch.setattr(connection, "PROOF", PATIENCE)
+        meeting, address = store.memory(b"s" * 32), (ends[0].listening.address, ends[0].listening.port)
+        with strangers.held_open(address, held) as silent:
+            assert len(silent) == held
+            together(lambda end: self.connect(end, ends, meeting, PATIENCE / 2), ends)
+            assert together(lambda end: tell(end, 1, 0, b"%d" % end.rank), ends) == [[b"0", b"1", b"2"]] * 3
 
     @pytest.mark.parametrize("ends", [2], indirect=True)
     def test_who_does_not_know_the_secret_is_refused_by_both(self, ends: Ends) -> None:

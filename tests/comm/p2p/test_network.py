@@ -12,7 +12,7 @@ import torch
 
 from paceline.comm.native.group import TorchGroup
 from paceline.comm.p2p import connection, network, processes
-from paceline.comm.p2p.connection import call
+from paceline.comm.p2p.connection import STRANGERS, call
 from paceline.comm.p2p.processes import ProcessPairs
 from paceline.comm.pairs import pairs
 from paceline.errors import DeadlineExceeded, SecretError, ViewChanged, WorkerLost
@@ -102,7 +102,7 @@ def _strange(group: TorchGroup) -> None:
         for said in (b"", b"x" * 1000, network.__name__.encode(), os.urandom(60)):
             with socket.create_connection(address) as stranger:
                 stranger.sendall(said)
-        held = [socket.create_connection(address) for _ in range(network.STRANGERS + 5)]  # more than may be unproved at a time
+        held = [socket.create_connection(address) for _ in range(STRANGERS + 5)]  # more than may be unproved at a time
         both.send(1, 0, {"n": 1}, [torch.ones(3)])
         for stranger in held[:10]:
             stranger.close()

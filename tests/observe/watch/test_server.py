@@ -104,9 +104,11 @@ def test_with_it_the_page_is_there() -> None:
     served(body, token=TOKEN)
 
 
-@pytest.mark.parametrize(
-    ("host", "status"), [("localhost", 200), ("127.0.0.1:99", 200), ("[::1]:8080", 200), ("evil.example", 403), ("", 403)]
-)
+GOOD = ["localhost", "localhost:80", "127.0.0.1:99", "[::1]:8080", "[::1]"]
+EVIL = ["evil.example", "[::1].evil", "[::1]evil:80", "localhost:80@evil", "localhost:evil", "127.0.0.1%evil", "[::1%evil]", "[::1", ":80"]
+
+
+@pytest.mark.parametrize(("host", "status"), [*((host, 200) for host in GOOD), *((host, 403) for host in ("", *EVIL))])
 def test_on_loopback_another_name_that_leads_here_is_refused(host: str, status: int) -> None:
     async def body(client: TestClient[Any, Any], source: Source, server: PageServer) -> None:
         answer = await client.get("/", headers={"Host": host})

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.errors import UsageError
 from paceline.parallel.pipelining.chain import trace_layers
-from tests.harness.layered_models import Looped, Masked, Structured, Twice, backward_parts, run_parts
+from tests.harness.layered_models import Listed, Looped, Masked, Structured, Twice, backward_parts, run_parts
 from tests.harness.sharded_models import gpt, odd_net, pictures, texts, unet, vectors
 
 pytestmark = pytest.mark.unit
@@ -39,6 +39,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str, Callable[[], Sequence[Any]
     "own parameters": (Looped, "embed, blocks.*, head", lambda: (torch.randn(5, 3),)),
     "dicts": (Structured, "split, join, head", batch),
     "masks": (Masked, "embed, blocks.*, head", lambda: (torch.randint(7, (5, 6)),)),
+    "parameters in lists": (Listed, "auto", lambda: (torch.randn(5, 3),)),
     "twice": (Twice, "embed, middle", lambda: (torch.randint(7, (5,)),)),
 }
 

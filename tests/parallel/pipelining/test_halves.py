@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import nn
 
@@ -74,3 +77,28 @@ def test_hooks_of_a_parameter_are_called_once() -> None:
     weight_half(input_half([x * weight], [torch.ones(3)], [x])[1])  # the hook is there as before
     assert weight.grad is not None and weight.grad.tolist() == [4.0] * 3
     assert apart.grad is not None and apart.grad.tolist() == [6.0] * 3
+
+
+def after(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ weight)
+
+
+SHARED: dict[str, Callable[..., list[torch.Tensor]]] = {
+    "a layer twice": lambda a, b, x: [after(a, after(a, x)) + b],
+    "two layers twice, by turns": lambda a, b, x: [after(b, after(a, after(b, after(a, x))))],
+    "a weight on the way and beside it": lambda a, b, x: [after(a, x) + b, (a * b).sin()],
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_weights_that_are_used_twice_have_the_sum_of_both_uses(name: str) -> None:
+    numbers = torch.Generator().manual_seed(6)
+    a, b = (nn.Parameter(torch.randn(4, 4, generator=numbers, dtype=torch.float64)) for _ in range(2))
+    x = torch.randn(4, 4, generator=numbers, dtype=torch.float64).requires_grad_()
+    outputs = SHARED[name](a, b, x)
+    grads = [torch.randn(4, 4, generator=numbers, dtype=torch.float64) for _ in outputs]
+    wanted = torch.autograd.grad(outputs, [x, a, b], grads)
+    found, later = input_half(SHARED[name](a, b, x), grads, [x])
+    weight_half(later)
+    for one, two in zip([*found, a.grad, b.grad], wanted, strict=True):
+        assert one is not None and torch.allclose(one, two, atol=1e-12, rtol=0)

@@ -9,7 +9,7 @@ from torch import nn
 from paceline.apps.gpt import GPT, GPTShape
 from paceline.errors import UsageError
 from paceline.parallel.pipelining.layer_names import choose_layers, find_layers
-from tests.harness.layered_models import Looped
+from tests.harness.layered_models import Listed, Looped
 from tests.harness.sharded_models import OddNet
 
 pytestmark = pytest.mark.unit
@@ -60,12 +60,18 @@ def sequence(*sizes: int) -> nn.Sequential:
         (GPT(GPTShape(d=8, layers=1, heads=1, vocab=11)), "tokens positions blocks norm head"),
         (OddNet(), "inward blocks.0.0 blocks.0.2 blocks.1.0 blocks.1.2 blocks.2.0 blocks.2.2 head"),
         (sequence(4, 4, 4), "0 2 4"),
+        (Listed(), "blocks.0 blocks.1"),
         (nn.Sequential(nn.Linear(2, 4), sequence(4, 4), nn.Linear(4, 1)), "0 1.0 1.2 2"),
         (Wrapped(), f"{HALF.format('encoder')} {HALF.format('decoder')} head"),
     ],
 )
 def test_auto_takes_members_of_containers_and_what_stands_around_them(model: nn.Module, layers: str) -> None:
     assert list(choose_layers(model)) == layers.split()
+
+
+def test_lists_of_parameters_are_no_layers() -> None:
+    with pytest.raises(UsageError, match="shifts is a ParameterDict, which is never called itself; leave it out"):
+        find_layers(Listed(), "blocks.*, shifts")
 
 
 def test_auto_finds_nothing_in_a_model_of_one_piece() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ CUTS = pytest.mark.parametrize("cut", [WHOLE, PIECES], ids=["whole", "pieces"])
 
 @pytest.mark.parametrize("mutant", ["forward", "backward", "bias", "norms", "scatter"])
 def test_a_layer_that_forgets_its_sum_is_seen(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut = PIECES if mutant in ("norms", "scatter") else WHOLE
+    cut = replace(PIECES if mutant in ("norms", "scatter") else WHOLE, compare=False)  # which would see some before
     if mutant == "forward":
         monkeypatch.setattr(TensorAxis, "total", lambda self, x, name: x)
     elif mutant == "backward":

@@ -1,7 +1,8 @@
-"""Plans of models that look like those of transformers: configurations with `base_model_tp_plan`, heads with `_tp_plan`."""
+"""Plans of models like those of transformers (`base_model_tp_plan` of configurations, `_tp_plan` of heads), and of these themselves."""
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -9,11 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
+import paceline as pl
 from paceline.errors import UsageError
 from paceline.parallel.tensor.cut import tensor
 from paceline.parallel.tensor.plans import of_model, of_transformers
 from paceline.parallel.tensor.styles import column, row, summed
+from paceline.session.run import Run
+from tests.harness.runs import alone, workers
 from tests.harness.tensor_cuts import SHAPE, adamw, batches, compare, cut_training, distance, features, squares, train
 
 PLAN = {
@@ -147,3 +152,122 @@ def test_a_model_with_a_plan_equals_one_process(tied: bool) -> None:
 def test_what_cant_be_cut_by_itself_is_refused(model: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         of_transformers(model(), 2)
+
+
+# ---- transformers' own models, two workers each in two replicas with other samples
+
+
+SIZES = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+GPT2 = {
+    "vocab_size": 25,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 16,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
+
+
+def library() -> Any:
+    return pytest.importorskip("transformers")  # here, as it takes seconds
+
+
+def mixtral(**changes: Any) -> nn.Module:
+    config = library().MixtralConfig(**SIZES, num_local_experts=4, **changes)
+    model: nn.Module = library().MixtralForCausalLM(config)
+    return model
+
+
+def gemma2(**changes: Any) -> nn.Module:
+    config = library().Gemma2Config(**SIZES, head_dim=4, sliding_window=4, **changes)
+    model: nn.Module = library().Gemma2ForCausalLM(config)
+    return model
+
+
+def gpt2(**changes: Any) -> nn.Module:
+    model: nn.Module = library().GPT2LMHeadModel(library().GPT2Config(**GPT2, **changes))
+    return model
+
+
+def llama(**changes: Any) -> nn.Module:
+    model: nn.Module = library().LlamaForCausalLM(library().LlamaConfig(**SIZES, **changes))
+    return model
+
+
+def losses(model: nn.Module, cut: Any) -> Any:
+    texts = torch.randint(3, 24, (24, 8), generator=torch.Generator().manual_seed(4))
+
+    def body(run: Run) -> list[float]:
+        mine, found = copy.deepcopy(model), list[float]()
+        optimizer = torch.optim.AdamW(mine.parameters(), lr=1e-2)
+        loader = DataLoader(TensorDataset(texts), batch_size=6, shuffle=True, generator=torch.Generator().manual_seed(5))
+        mine, optimizer, loader = run.prepare(mine, optimizer, loader, cut=cut)
+        for _ in run.epochs(2):
+            for (x,) in loader:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(mine(input_ids=x).logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())  # its own is in float32
+                loss.backward()
+                optimizer.step()
+                found.append(run.mean(float(loss.detach())))
+        return found
+
+    return body
+
+
+MODELS = {
+    "mixtral": lambda: mixtral(experts_implementation="eager").double(),
+    "mixtral by grouped products": mixtral,  # which torch has for float32 at most
+    "gemma 2": lambda: gemma2().double(),
+    "gpt-2": lambda: gpt2().double(),
+    "gpt-2 eager": lambda: gpt2(attn_implementation="eager").double(),
+    "llama": lambda: llama(tie_word_embeddings=True).double(),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_trains_as_in_one_process(kind: str) -> None:
+    torch.manual_seed(2)
+    model = MODELS[kind]()
+    wanted = alone(losses(model, None))
+    assert len(set(wanted)) > 1
+    limit = 1e-7 if next(model.parameters()).dtype == torch.float64 else 1e-5
+    for found in workers(4, losses(model, pl.tensor("auto")), mesh="data=2, tensor=2", deadline=120):
+        assert found == pytest.approx(wanted, rel=limit)
+
+
+@pytest.mark.slow
+def test_what_is_cut_of_each() -> None:
+    layers, divide = of_model(gpt2(), 2)
+    assert {name.rpartition(".")[2] for name in layers} == {"c_attn", "c_fc", "c_proj"} and divide
+    layers, _ = of_model(mixtral(), 2)
+    assert {"model.layers.*.mlp.experts", "model.layers.*.self_attn.q_proj", "lm_head"} <= layers.keys()
+    assert "model.embed_tokens" in of_model(gemma2(), 2).layers
+
+
+class Experts(nn.Module):
+    """Experts that a cut wouldn't know how to treat: with biases, or with weights that lie the other way."""
+
+    def __init__(self, *, biased: bool) -> None:
+        super().__init__()
+        shapes = ((4, 48, 16), (4, 16, 24)) if biased else ((4, 16, 48), (4, 24, 16))
+        self.gate_up_proj, self.down_proj = (nn.Parameter(torch.randn(shape)) for shape in shapes)
+        if biased:
+            self.down_proj_bias = nn.Parameter(torch.randn(4, 16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("biased", [False, True])
+def test_experts_of_another_kind_are_refused(biased: bool) -> None:
+    model = mixtral()
+    model.model.layers[1].mlp.experts = Experts(biased=biased)  # type: ignore[union-attr, index]
+
+    def body(run: Run) -> None:
+        run.prepare(copy.deepcopy(model), cut=pl.tensor("auto"))
+
+    with pytest.raises(UsageError, match=r"tensor: model.layers.1.mlp.experts is of the kind Experts, which experts\(\) can't cut"):
+        workers(2, body, mesh="tensor=2")

@@ -17,8 +17,10 @@ torch.set_num_threads(1)
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: tensor({}), "has no layers"),
-        (lambda: tensor("automatic"), "has no layers"),  # type: ignore[arg-type]
+        (lambda: tensor({}), "names no layers with styles"),
+        (lambda: tensor("automatic"), "names no layers with styles"),  # type: ignore[arg-type]
+        (lambda: tensor(["up", "down"]), "names no layers with styles"),  # type: ignore[arg-type]
+        (lambda: tensor(3), "names no layers with styles"),  # type: ignore[arg-type]
         (lambda: tensor({"a": "column"}), r"'a' has 'column'; give column\(\)"),  # type: ignore[dict-item]
         (lambda: tensor({"a": column()}, divide="heads"), "is one text; give a list"),
         (lambda: column(parts=0), "a layer has 1 part or more"),

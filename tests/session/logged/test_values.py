@@ -52,7 +52,13 @@ def test_names_may_have_slashes(name: str) -> None:
     assert logged(**{name: 1.0}).means() == {name: [2.0, 2.0]}
 
 
-@pytest.mark.parametrize(("name", "why"), [("step", "another name"), ("", "isn't empty"), ("paceline/seconds", "doesn't begin with")])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        *(("step", "another name"), ("", "isn't empty"), ("paceline/seconds", "doesn't begin with")),
+        *((name, "can't be printed") for name in ("a\x1b[31m", "a\nb", "\ud800", "\x9b2J")),
+    ],
+)
 def test_names_of_our_own_are_refused(name: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         logged(**{name: 1.0})

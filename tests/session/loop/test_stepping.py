@@ -46,6 +46,8 @@ def test_what_is_no_step_is_refused() -> None:
         x = torch.ones(2, 6, dtype=torch.float64)
         with pytest.raises(UsageError, match=r"run.step needs a loss"):
             run.step(model, x, x, loss=None)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match=r"run.step: loss=MSELoss is the class itself; make one of it: loss=MSELoss\(\)"):
+            run.step(model, torch.ones(1, 2), torch.ones(1, 2), loss=nn.MSELoss)
         with pytest.raises(UsageError, match=r"run.step got no batch"):
             run.step(model, loss=F.mse_loss)
         with pytest.raises(UsageError, match=r"the loss is a Tensor that isn't one number"):

@@ -189,6 +189,16 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.json"]
 
 
+def test_a_link_that_lies_beside_a_file_leads_nowhere(tmp_path: Path) -> None:
+    """Others may write to the folder of a run."""
+    private = tmp_path / "private"
+    private.write_text("precious")
+    for name in ("x.json", f".x.json.{os.getpid()}"):
+        (tmp_path / name).symlink_to(private)
+    write_whole(tmp_path / "x.json", "new")
+    assert private.read_text() == "precious" and (tmp_path / "x.json").read_text() == "new" and not (tmp_path / "x.json").is_symlink()
+
+
 def test_where_nothing_can_be_removed_either_it_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, *_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))

@@ -202,6 +202,14 @@ def test_the_last_events_alone_are_told(tmp_path: Path) -> None:
     workers(1, body, folder=tmp_path)
 
 
+def test_a_link_that_lies_beside_it_leads_nowhere(tmp_path: Path) -> None:
+    live, private = record(tmp_path), tmp_path / "private"
+    private.write_text("precious")
+    (tmp_path / f".live.json.{os.getpid()}").symlink_to(private)
+    live.update()
+    assert private.read_text() == "precious" and read(tmp_path)["live"]["writer"]["pid"] == os.getpid()
+
+
 def test_who_writes_is_seen_to_live_or_not(tmp_path: Path) -> None:
     record(tmp_path).update()
     writer = read(tmp_path)["live"]["writer"]

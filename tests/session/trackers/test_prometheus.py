@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
+import threading
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +16,10 @@ import pytest
 from paceline.errors import UsageError
 from paceline.session.record.lateness import RankLateness
 from paceline.session.run import Run
-from paceline.session.trackers.prometheus import PORT, PrometheusTracker
+from paceline.session.trackers.prometheus import CALLERS, PORT, MetricsRequest, PrometheusTracker
 from paceline.session.trackers.tracker import TrackedEvent, TrackedRun, TrackedStep
-from tests.harness.jobs import free_port, wait_for
+from tests.harness import strangers
+from tests.harness.jobs import PATIENCE, free_port, wait_for
 from tests.harness.runs import workers
 from tests.harness.tracked import STEPS, lines, train
 
@@ -120,3 +123,25 @@ def test_it_listens_where_it_is_asked_to(tmp_path: Path) -> None:
     assert scrape(f"http://[::1]:{port}/metrics")["paceline_step", ()] == 4
     tracker.close(failed=False)
     assert vars(PrometheusTracker(""))["_host"] == "127.0.0.1" and vars(PrometheusTracker(""))["_port"] == PORT
+
+
+def test_strangers_that_say_nothing_cost_few_threads_and_descriptors(tmp_path: Path) -> None:
+    """The endpoint is in the process that trains."""
+    tracker = PrometheusTracker("0")
+    url = told(tracker, tmp_path)
+    point = "127.0.0.1", int(url.split(":")[2].partition("/")[0])
+    threads, before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    with strangers.held_open(point, 6 * CALLERS) as silent:
+        assert scrape(url)["paceline_step", ()] == 4  # the last in the queue: all others have been taken
+        assert threading.active_count() - threads <= CALLERS + 1
+        assert len(os.listdir("/proc/self/fd")) - before <= len(silent) + CALLERS + 1
+    tracker.close(failed=False)
+
+
+def test_who_says_nothing_is_hung_up_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MetricsRequest, "timeout", 0.05)
+    tracker = PrometheusTracker("0")
+    url = told(tracker, tmp_path)
+    with socket.create_connection(("127.0.0.1", int(url.split(":")[2].partition("/")[0])), PATIENCE) as silent:
+        assert silent.recv(1) == b""
+    tracker.close(failed=False)
