@@ -28,6 +28,12 @@ def test_prepare_says_what_to_do_instead() -> None:
         pl.Run.prepare(None, readers="host")  # type: ignore[call-overload]
 
 
+@pytest.mark.parametrize("cut", [pl.pipeline, pl.layers])
+def test_cuts_say_that_the_split_stays(cut: Any) -> None:
+    with pytest.raises(pl.UsageError, match="again=.*start again"):
+        cut(split="auto", again=True)
+
+
 def test_the_signature_is_kept() -> None:
     assert "staleness" in inspect.signature(pl.ParameterServer).parameters
     assert pl.ParameterServer(staleness=2) == pl.ParameterServer(None, 2)

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Size, Tensor
-from torch.utils._pytree import tree_leaves
 
 from paceline.codec.coding import Coding, exact, parts, room
 from paceline.comm.group import Group, UncheckedAllReduce, Work, pieces
@@ -344,15 +343,6 @@ class after:
 def finite(x: Tensor) -> bool:
     """Whether all of `x` is finite; looks closer only where the sum isn't."""
     return bool(torch.isfinite(x.sum())) or bool(torch.isfinite(x).all())
-
-
-def remembers(codec: Codec | Coding) -> bool:
-    """Whether a codec keeps something from step to step, of some tensors at least: residuals, or what it begins the next sum with."""
-    if isinstance(codec, where):
-        return remembers(codec.then) or remembers(codec.otherwise)
-    if isinstance(codec, after):
-        return remembers(codec.before) or remembers(codec.codec)
-    return isinstance(codec, error_feedback) or bool(tree_leaves(lift(codec).init([Size((2, 2))], torch.device("cpu"))))
 
 
 def keeps(state: State) -> bool:

@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from paceline.cluster.mesh import Mesh
 from paceline.comm.axes import AxisGroups
-from paceline.errors import UsageError
 from paceline.parallel.meta import CPU
 from paceline.parallel.placement import Placement, Placements
 
@@ -84,7 +82,6 @@ class CutContext:
     sources: list[CutGradients] = field(default_factory=list)  # gradients that autograd doesn't add to the parameters that are stepped
     endings: list[Callable[[], None]] = field(default_factory=list)  # what is called when the run ends
     pipelines: list[tuple[nn.Module, PipelinedModel]] = field(default_factory=list)  # models whose layers are on several workers
-    repeated: list[SplitAgain] = field(default_factory=list)  # splits that are to be found again at the end of each epoch
     valued: list[Callable[[], None]] = field(default_factory=list)  # what is called when the parts of all cuts have their values
     tied: list[Parameter] = field(default_factory=list)  # what other workers have as well, along an axis that it is cut along
     followers: list[Callable[[], None]] = field(default_factory=list)  # each makes whole parameters what their pieces are; collective
@@ -97,22 +94,6 @@ class CutContext:
         """Have optimizers step `new`, which holds what `placement` says, in the place of `old`."""
         self.placements.move(old, new, placement)
         self.renewed[old] = new
-
-
-class Immovable(UsageError):
-    """What an optimizer keeps can't go to another worker."""
-
-
-class SplitAgain(Protocol):
-    """Whatever moves layers between workers while a model trains."""
-
-    def improve(self, optimizers: Sequence[Optimizer], copies: Callable[[nn.Module], Sequence[nn.Module]]) -> str | None:
-        """Measure layers, and move them where that pays; return what has changed, in words, or None. Collective, for all workers.
-
-        What `optimizers` keep moves along, and so do `copies` of the model. Raises `Immovable` on all workers, and moves nothing,
-        where an optimizer keeps what can't go along.
-        """
-        ...
 
 
 class ModelCut(Protocol):

@@ -18,10 +18,12 @@ from paceline.errors import UsageError
 from paceline.formatting import spell
 from paceline.parallel.cut import CutContext
 from paceline.parallel.dealing.devices import DeviceLayers, spread
-from paceline.parallel.pipeline import Split, check_again, check_loss, pipeline
+from paceline.parallel.pipeline import Split, check_loss, pipeline
 from paceline.parallel.pipelining.batches import Loss
+from paceline.removed import removed
 
 
+@removed(again="the split stays the one that split='auto' has found at run.prepare; start again to have it measured again")
 @dataclass(frozen=True)
 class layers:
     """Cut a model between layers, along the axis `stage` of the mesh, without micro-batches.
@@ -31,7 +33,7 @@ class layers:
 
     `devices`: cut it over these devices of each worker instead. The mesh has no axis `stage` then, and a loop of `model(x)` and
     `loss.backward()` stays what it is; outputs come back to the device of the inputs, and data parallel workers have their own devices.
-    `names`, `split`, `trace`, `inputs`, `loss` and `again`: as the `layers` and so on of `pipeline`.
+    `names`, `split`, `trace`, `inputs` and `loss`: as the `layers` and so on of `pipeline`.
     """
 
     names: str | Sequence[str] = "auto"
@@ -39,16 +41,12 @@ class layers:
     trace: bool = True
     inputs: Sequence[str] | None = None
     loss: Loss | None = None
-    again: bool = False
     devices: Sequence[str | torch.device] | None = None
 
     __repr__ = spell
 
     def __post_init__(self) -> None:
         check_loss("layers", self.loss, self.split)
-        check_again("layers", self.again, self.split)
-        if self.again and self.devices is not None:
-            raise UsageError("layers(again=True) moves layers between workers, and not between devices of one: leave out one of them")
         if self.devices is not None and (isinstance(self.devices, str | torch.device) or len(self.devices) < 2):
             raise UsageError(f'layers(devices={self.devices!r}) has to name two devices at least: devices=["cuda:0", "cuda:1"]')
 
@@ -66,7 +64,5 @@ class layers:
         if self.devices is not None:
             spread(model, DeviceLayers(self.names, self.devices, self.split, self.trace, self.inputs, self.loss), context)
             return
-        cut = pipeline(
-            self.names, "gpipe", micro_batches=1, split=self.split, trace=self.trace, inputs=self.inputs, loss=self.loss, again=self.again
-        )
+        cut = pipeline(self.names, "gpipe", micro_batches=1, split=self.split, trace=self.trace, inputs=self.inputs, loss=self.loss)
         cut.apply(model, context)

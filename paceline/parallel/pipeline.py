@@ -24,7 +24,7 @@ from paceline.comm.pairs import pairs
 from paceline.errors import UsageError
 from paceline.formatting import spell, unknown
 from paceline.parallel.cut import CutContext
-from paceline.parallel.dealing.repeated_split import RepeatedSplit, SplitMeasurement
+from paceline.parallel.dealing.split_measurement import SplitMeasurement
 from paceline.parallel.dealing.stages import StageDealer
 from paceline.parallel.following.graph import follow_layers
 from paceline.parallel.pipelining.batches import Loss, refuse_class
@@ -36,11 +36,13 @@ from paceline.parallel.pipelining.schedules import ScheduleName, check, make_sch
 from paceline.parallel.pipelining.split import LayerCost, SplitProblem, best_split, check_split, fastest_slowest
 from paceline.parallel.pipelining.split_table import describe_split
 from paceline.parallel.pipelining.tracing import Untraceable
+from paceline.removed import removed
 
 Split = Literal["even", "auto"]
 PER_WORKER = 4  # micro-batches for each worker along `stage`, where the script doesn't say
 
 
+@removed(again="the split stays the one that split='auto' has found at run.prepare; start again to have it measured again")
 @dataclass(frozen=True)
 class pipeline:
     """Cut a model between layers, along the axis `stage` of the mesh.
@@ -60,8 +62,7 @@ class pipeline:
     A forward that can't be traced runs on each stage as it is, with the layers of other stages stood in for.
     `trace=False` calls the layers one after the other, and not as the model's forward does. `inputs`: those arguments of the forward that a
     batch gives, where it isn't those without a default. `loss`: what run.step will be given, so that split="auto" measures it as well; it
-    counts where it takes long, as over a large vocabulary. `again`: measure at the end of each epoch, too, with the loss of the steps, and
-    have layers move to other workers where that makes steps faster by a twentieth.
+    counts where it takes long, as over a large vocabulary.
     """
 
     layers: str | Sequence[str] = "auto"
@@ -72,13 +73,11 @@ class pipeline:
     trace: bool = True
     inputs: Sequence[str] | None = None
     loss: Loss | None = None
-    again: bool = False
 
     __repr__ = spell
 
     def __post_init__(self) -> None:
         check_loss("pipeline", self.loss, self.split)
-        check_again("pipeline", self.again, self.split)
 
     @property
     def axis(self) -> str:
@@ -89,10 +88,6 @@ class pipeline:
         return "activations go to the next stage, and their gradients come back, for each micro-batch"
 
     def apply(self, model: nn.Module, context: CutContext) -> None:
-        if self.again and context.mesh.extent("shard") > 1:
-            raise UsageError(
-                "pipeline(again=True) moves parameters, and shard() cuts them into pieces that can't move so far: leave out one of them"
-            )
         group = context.groups.another(self.axis)
         count = PER_WORKER * group.size if self.micro_batches is None else self.micro_batches
         chunks = check(self.schedule, group.size, count, self.chunks)
@@ -103,8 +98,7 @@ class pipeline:
         measurement = SplitMeasurement(graph, schedule, context)
         asked = _measured(measurement, self.loss) if self.split == "auto" and len(graph.layers) >= schedule.stages else self.split
         split = StageSplit(stage_bounds(model, graph, asked, schedule, chunks), schedule.placed)
-        dealer = StageDealer(model, graph, group, context, self.axis)
-        holding = dealer.deal(split)
+        holding = StageDealer(model, graph, group, context, self.axis).deal(split)
         terms = PipelineTerms(self.schedule, count, self.chunks, pads=context.mesh.extent("shard") > 1)
         device = _device(model, context.device)
         _wake_autograd(device)
@@ -112,8 +106,6 @@ class pipeline:
         context.groups.count(self.axis, messages)
         profiler = PipelineProfiler(context.groups.meter(self.axis), context.record)
         made = PipelinedModel(model, graph, holding, terms, group=group, pairs=messages, trained=context.known, profiler=profiler)
-        if self.again:
-            context.repeated.append(RepeatedSplit(made, dealer, measurement, messages, self.loss))
         context.pipelines.append((model, made))
         context.endings.append(made.close)
 
@@ -145,12 +137,6 @@ def check_loss(cut: str, loss: Loss | None, split: Sequence[int] | str) -> None:
             f"{cut}(loss=...) is a function of the output and the target, which split='auto' measures: say {cut}(split='auto', "
             "loss=F.cross_entropy), or leave it out"
         )
-
-
-def check_again(cut: str, again: bool, split: Sequence[int] | str) -> None:
-    """Raise `UsageError` where a split that was written would be found again."""
-    if again and split != "auto":
-        raise UsageError(f"{cut}(again=True) measures the split again at the end of each epoch: say split='auto', or leave it out")
 
 
 def _measured(measurement: SplitMeasurement, loss: Loss | None) -> list[int]:

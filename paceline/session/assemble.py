@@ -40,7 +40,6 @@ from paceline.session.elastic.transaction import RecoverableTransaction
 from paceline.session.ending import RunConclusion, RunEnding
 from paceline.session.groups import CurrentView, Subgroups, first_members
 from paceline.session.loop import collectives
-from paceline.session.loop.epoch_splits import EpochSplits
 from paceline.session.loop.observers import LoopObservers
 from paceline.session.loop.run_limit import RunLimit
 from paceline.session.loop.turns import TrainingLoop
@@ -185,7 +184,6 @@ class _Assembly:
         self.tally = StepCount(lambda: loop.steps, waits=self.view.waits)
         by_hand = ManualGradients(loop, self.records.meetings, self.axes.twin)
         self.watch = OptimizerWatch(prepared, loop, by_hand, self.tally, self.hints.strange)
-        self.splits = EpochSplits(loop, prepared.cuts, prepared.optimizers)
         self.memory = MemoryWatch(prepared, self.abilities.remote)
         self.links = LinkWatch(loop, self.axes, self.strategy, history, survives=self.elastic)
 
@@ -244,7 +242,7 @@ class _Assembly:
         loop.observe(
             LoopObservers(
                 training_begins=(*instead, *restart, *(() if survival is None else (survival.begin,)), begin_comparing),
-                epoch_began=(collector.part, self.splits.epoch_began, self.follower.epoch_began, self.progress.loop_began),
+                epoch_began=(collector.part, self.follower.epoch_began, self.progress.loop_began),
                 lead_taken=(policy.led, plan.led),
                 first_step=(*instead, self.prepared.cuts.check_used, self.memory.predict, self.hints.prepared),
                 stepped=() if observer is None else (observer.stepped,),

@@ -92,16 +92,6 @@ class Unreplicated(Protocol):
 
 
 @runtime_checkable
-class Remembering(Protocol):
-    """A strategy that may keep something of gradients from step to step."""
-
-    @property
-    def remembers(self) -> bool:
-        """Whether it does, with the codec that it has; the same on all workers, before the first step too."""
-        ...
-
-
-@runtime_checkable
 class RemoteOptimizer(Protocol):
     """A strategy in which optimizers step on servers instead of on the worker."""
 
@@ -188,7 +178,6 @@ class Abilities:
     replicated: Replicated | None = None
     recoverable: Recoverable | None = None
     unreplicated: Unreplicated | None = None
-    remembering: Remembering | None = None
     lender: LendsGradients | None = None
     remote: RemoteOptimizer | None = None
     clipping: RemoteClipping | None = None

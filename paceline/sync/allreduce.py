@@ -101,7 +101,6 @@ class AllReduceSync:
         self, context: SyncContext, reducing: Callable[[SyncContext], Reducer], limit: int, coded: CompressedExchange | None = None
     ) -> None:
         self._context, self._reducing, self._limit, self._coded = context, reducing, limit, coded
-        self.remembers = coded is not None and coded.remembers
         self._reducer = reducing(context)
         self._slots: list[Slot] = []
         self._shapes: list[BucketShape] = []

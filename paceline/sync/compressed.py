@@ -16,7 +16,7 @@ import torch
 from torch import Size, Tensor
 
 from paceline.codec.auto import auto
-from paceline.codec.codec import Codec, State, Wire, alike, fresh, keeps, lift, merge, plain, remembers, residuals
+from paceline.codec.codec import Codec, State, Wire, alike, fresh, keeps, lift, merge, plain, residuals
 from paceline.codec.coding import NARROWED, Coding, seeded
 from paceline.comm.bucket_layout import Bucket, BucketShape
 from paceline.comm.group import Group, Traffic, Work
@@ -38,7 +38,6 @@ class CompressedExchange:
         group = context.group
         chosen = codec.candidates if isinstance(codec, auto) else (codec,)
         self._options, self._names = [lift(option) for option in chosen], [repr(option) for option in chosen]
-        self.remembers = any(map(remembers, self._options))  # whether codecs keep something from step to step
         self._taken = None if isinstance(codec, auto) else 0  # index of the option in use; None: exact sums, until one is chosen
         self._record = ExactSteps() if isinstance(codec, auto) else None
         self._relay = CodedAllReduce(group if hosts else _flat(group), max(option.stages for option in self._options), trace=context.trace)

@@ -22,7 +22,6 @@ from paceline.codec.codec import (
     merge,
     named,
     plain,
-    remembers,
     scattered,
     smaller,
     where,
@@ -64,14 +63,6 @@ GIVEN: list[Codec | Coding] = [
     error_feedback(after(3, topk(0.05), before=half())),
 ]
 LOSSLESS = [exact(), after(30, int8())]
-
-
-@pytest.mark.parametrize("codec", GIVEN, ids=repr)
-def test_what_is_kept_from_step_to_step_is_known_before_the_first(codec: Codec | Coding) -> None:
-    kept = isinstance(codec, error_feedback | powersgd)
-    assert remembers(codec) == kept
-    assert remembers(where(smaller(4), exact(), codec)) == remembers(where(smaller(4), codec, exact())) == kept
-    assert remembers(after(3, codec)) == remembers(after(3, exact(), before=where(named("*.bias"), exact(), codec))) == kept
 
 
 def data(rank: int, step: int, size: int = NUMEL) -> Tensor:

@@ -37,39 +37,6 @@ def test_processes_end_where_one_does(job: Jobs, tmp_path: Path, workers: int, m
         assert float((parameters - wanted).abs().max()) < 1e-9
 
 
-MOVING = """
-import threading
-from paceline.parallel.dealing import repeated_split
-from paceline.parallel.pipelining.split import LayerCost
-from tests.harness.pipelines import LAYERS, trained
-from paceline.parallel.pipeline import pipeline
-
-measured = []
-
-def measure(graph, args, kwargs=None, *, loss=None, around=None):
-    measured.append(loss)
-    return [LayerCost(name, 8.0 if (at < 4) == (len(measured) == 1) else 1.0, 1.0) for at, name in enumerate(graph.layers)]
-
-repeated_split.measure_layers = measure
-with pl.start() as run:
-    cut = pipeline(LAYERS, micro_batches=4, split="auto", again=True)
-    losses, parameters, bounds = trained(cut, ended=lambda run, model: run._prepared.cuts.splits())(run)
-    torch.save((losses, parameters, bounds), f"rank{run.rank}.pt")
-"""
-
-
-def test_layers_move_between_processes(job: Jobs, tmp_path: Path) -> None:
-    ended = job.run(MOVING, 4, "--mesh", "data=2, stage=2").end()
-    assert ended.code == 0, ended.err
-    assert "from here on, and was [2, 6]" in ended.err
-    losses, wanted, _ = alone(trained(None))
-    for rank in range(4):
-        mine, parameters, bounds = torch.load(tmp_path / f"rank{rank}.pt")
-        assert mine == pytest.approx(losses, rel=1e-9)
-        assert float((parameters - wanted).abs().max()) < 1e-9
-        assert bounds == [[0, 6, 8]]
-
-
 DROPOUT = """
 import signal
 from torch.nn import functional as F

@@ -114,7 +114,7 @@ def test_the_core_is_enough_to_train_evaluate_compare_save_and_resume(tmp_path: 
 
 REMOTE = ("remote", "clipping", "unlocked", "keeping", "reports")
 ABLE: list[tuple[Strategy, set[str]]] = [
-    (pl.AllReduce(), {"recoverable", "unreplicated", "remembering", "lender"}),
+    (pl.AllReduce(), {"recoverable", "unreplicated", "lender"}),
     (pl.LocalSGD(4), {"observer", "converging", "replicated", "recoverable", "unreplicated", "lender"}),
     (pl.Gossip(), {"observer", "converging", "recoverable"}),
     (pl.ParameterServer(), {"converging", "recoverable", *REMOTE}),

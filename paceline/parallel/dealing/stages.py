@@ -10,12 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from paceline.comm.group import Group
-from paceline.comm.pairs import Pairs
 from paceline.parallel.cut import CutContext
-from paceline.parallel.dealing.relocation import Route, relocate
 from paceline.parallel.pipelining.chain import LayerGraph
 from paceline.parallel.pipelining.model import SharedParameter, StageHolding, StageSplit
 
@@ -39,36 +36,6 @@ class StageDealer:
         holding = self._hold(split, [(name, now[name], stages) for name, _, stages in dealt])
         self._context.tied.extend(tie.parameter for tie in holding.ties if tie.group is not None)
         return holding
-
-    def move(
-        self, before: StageSplit, after: StageSplit, optimizers: Sequence[Optimizer], pairs: Pairs, copies: Sequence[nn.Module] = ()
-    ) -> tuple[StageHolding, int]:
-        """Let parameters, and those of copies of the model, go to where another split has them. Collective.
-
-        Returns what this worker has then, and the bytes that it has sent. Raises `Immovable`, on all workers, where nothing can move.
-        """
-        then = {name: _places(before, stages) for name, _, stages in self._places(before)}
-        dealt = list(self._places(after))
-        routes = [Route(name, parameter, then[name], _places(after, stages)) for name, parameter, stages in dealt]
-        for number, copy in enumerate(copies):
-            mine = dict(zip((name for name, _, _ in dealt), copy.parameters(), strict=True))
-            routes += [Route(f"{name} of copy {number}", mine[name], then[name], _places(after, stages)) for name, _, stages in dealt]
-        routes.sort(key=lambda route: route.name)
-        sent = relocate(routes, optimizers, self._group, pairs, 2 * len(after.placed) + 1, everyone=self._context.groups.everyone)
-        for name, parameter, stages in dealt:
-            if self._group.rank not in _places(after, stages):
-                self._context.placements.add(parameter, self._whole[name].elsewhere(self._axis))
-        return self._hold(after, dealt), sent
-
-    def stand_in(self, parameter: Parameter) -> Parameter:
-        """Make a parameter as large as one is where it is held, to measure layers with: in its memory if that is here."""
-        if parameter.numel():
-            return Parameter(parameter.detach(), parameter.requires_grad)
-        name = next(name for name, one in self._model.named_parameters() if one is parameter)
-        memory = torch.zeros(self._whole[name].local, dtype=parameter.dtype, device=parameter.device)
-        if memory.is_floating_point():
-            memory.normal_(std=0.02)
-        return Parameter(memory, parameter.requires_grad)
 
     def _places(self, split: StageSplit) -> Iterator[tuple[str, Parameter, Sequence[int]]]:
         """Yield each parameter with its name and the stages that use it."""

@@ -25,7 +25,7 @@ from paceline.comm.group import Group
 from paceline.comm.pairs import Pairs
 from paceline.errors import DataError, PacelineError, UsageError
 from paceline.parallel.following.graph import FollowedGraph
-from paceline.parallel.pipelining.batches import Loss, Share, cut_batch
+from paceline.parallel.pipelining.batches import Share, cut_batch
 from paceline.parallel.pipelining.chain import LayerGraph, StagePart
 from paceline.parallel.pipelining.executor import MicroBatch, Passes, PipelineExecutor, PipelinePass
 from paceline.parallel.pipelining.measuring import untouched
@@ -121,7 +121,7 @@ class PipelineTerms:
 class PipelinedModel:
     """The stages that one worker has of `model`, whose forward runs them from now on, and refuses all other calls.
 
-    `holding`: what it has; `hold` says so of another split. `group` and `pairs` join the workers along
+    `holding`: what it has. `group` and `pairs` join the workers along
     `stage`, and nothing else uses them. `trained` says what is trained in the place of a parameter.
     """
 
@@ -139,22 +139,17 @@ class PipelinedModel:
     ) -> None:
         self._model, self._graph, self.terms, self._group, self._pairs, self._trained = model, graph, terms, group, pairs, trained
         self._profiler = profiler
-        self.loss: Loss | None = None  # of the last step that trained
-        self.hold(holding)
+        self.split, self.ties, self._mine, self._elsewhere = holding.split, list(holding.ties), holding.mine, holding.elsewhere
+        split, rank = holding.split, group.rank
+        self.stages = {stage: _StageOfModel(model, graph, stage, split.range(stage), profiler) for stage in split.held(rank)}
+        self._executor = PipelineExecutor(self.stages, pairs, rank, profiler)
+        self._stepped: list[tuple[bool, Parameter]] | None = None
+        profiler.begin()
         self._inside = list[bool]()
         model.forward = _StageForward(self._inside)
         self._zone, self._drawn = RandomZone(group.rank), False
         self.steps = 0
         self._followed = set[str]()  # kinds of calls of a model that isn't traced, for which it is known what stages need of each other
-
-    def hold(self, holding: StageHolding) -> None:
-        """Have these stages from now on."""
-        self.split, self.ties, self._mine, self._elsewhere = holding.split, list(holding.ties), holding.mine, holding.elsewhere
-        split, rank, profiler = holding.split, self._group.rank, self._profiler
-        self.stages = {stage: _StageOfModel(self._model, self._graph, stage, split.range(stage), profiler) for stage in split.held(rank)}
-        self._executor = PipelineExecutor(self.stages, self._pairs, rank, profiler)
-        self._stepped: list[tuple[bool, Parameter]] | None = None
-        profiler.begin()
 
     def profile(self) -> dict[str, Any]:
         """Return what was measured of this worker's stages, and what they are, as plain data, for `session/record/pipeline_profile.py`."""
@@ -187,7 +182,6 @@ class PipelinedModel:
         """
         train = torch.is_grad_enabled()
         batches, where = self._begin(share, train=train, why="run.step")
-        self.loss = share.loss if train else self.loss
         schedule = self.terms.of(self._group.size, len(batches))
         with self._alone(), contextlib.ExitStack() as around:
             passes = around.enter_context(joined()) if train else None

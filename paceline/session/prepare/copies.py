@@ -41,15 +41,14 @@ class ModelCopies:
             model = next((model for model, sizes in wanted if module is not model and sizes and sizes == _sizes(module)), None)
             if model is not None:
                 self._found.append(ModelCopy(f"{name}.{path}" if path else name, module, model))
-        self.place()
+                self._place(self._found[-1])
 
-    def place(self) -> None:
-        """Note where the parameters of all copies are: where those of their models are now."""
-        for name, copy, model in self._found:
-            for (key, mine), original in zip(copy.named_parameters(), model.parameters(), strict=True):
-                placement = self._placements.of(original)
-                if placement.axes and placement.local == tuple(mine.shape):
-                    self._placements.add(mine, replace(placement, name=f"{name}.{key}"))
+    def _place(self, found: ModelCopy) -> None:
+        """Note where the parameters of a copy are: where those of its model are."""
+        for (key, mine), original in zip(found.copy.named_parameters(), found.model.parameters(), strict=True):
+            placement = self._placements.of(original)
+            if placement.axes and placement.local == tuple(mine.shape):
+                self._placements.add(mine, replace(placement, name=f"{found.name}.{key}"))
 
     def of(self, model: nn.Module) -> list[nn.Module]:
         """Return the copies of a model."""

@@ -18,7 +18,7 @@ from paceline import notation
 from paceline.cluster.mesh import Mesh
 from paceline.errors import UsageError
 from paceline.formatting import spell
-from paceline.parallel.cut import CutContext, CutGradients, ModelCut, SplitAgain
+from paceline.parallel.cut import CutContext, CutGradients, ModelCut
 from paceline.parallel.elementwise import check_elementwise
 from paceline.parallel.placement import Placements
 from paceline.parallel.repoint import begin_sums, refuse_memory, repoint
@@ -63,7 +63,6 @@ class ModelCuts:
         self.sample: Callable[[int], tuple[Any, ...]] = functools.partial(sample_batch, ())  # of the loaders that are prepared
         self._statistics: str | None = None
         self.copies = ModelCopies(self.placements)
-        self.repeated: list[SplitAgain] = []
         self._spread: list[nn.Module] = []  # models that are on several devices of each worker
         self._used: set[str] = set()
         self._summed = WeakIdKeyDictionary()  # parameters whose gradients a cut sums along `shard`
@@ -130,7 +129,6 @@ class ModelCuts:
                 self.applied += [] if cut in self.applied else [cut]
                 self._endings += context.endings
                 valued += context.valued
-                self.repeated += context.repeated
                 self._spread += [model] if not cut.axis else []
                 self._followers += context.followers
                 self.pipelines += context.pipelines

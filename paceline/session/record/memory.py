@@ -144,8 +144,6 @@ class MemoryWatch:
     def facts(self) -> dict[str, Any]:
         """Return the bytes predicted and measured of each of `KINDS`, and the most that this process has had in memory."""
         self.measure()
-        for optimizer in self._prepared.optimizers if self._prepared.cuts.repeated else ():
-            self.predict(optimizer)  # parameters may have gone to other workers since
         rows = [held for _, _, held in predict(self._prepared, lambda optimizer: self._predicted.get(id(optimizer)))]
         predicted = {kind: _sum(row[kind] for row in rows) for kind in KINDS}
         predicted["gradients"] = (predicted["gradients"] or 0) + kept_in_buckets(self._prepared)

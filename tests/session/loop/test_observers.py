@@ -14,7 +14,7 @@ from tests.harness.runs import workers
 
 PLAIN = """\
 training_begins: begin_comparing
-epoch_began: LogCollector.part, EpochSplits.epoch_began, ShareFollower.epoch_began, RunProgress.loop_began
+epoch_began: LogCollector.part, ShareFollower.epoch_began, RunProgress.loop_began
 lead_taken: PolicyCheck.led, TotalSteps.led
 first_step: ModelCuts.check_used, MemoryWatch.predict, StartupHints.prepared
 doubled: MemoryWatch.measure
