@@ -137,7 +137,7 @@ class ServerLink:
         try:
             unit.sent.extend(send(caller, push, self.seconds) for caller in self.connections.of[unit.server])
         except LOSSES:
-            unit.pushed = {}
+            unit.forget()
             raise
 
     def _await(self, units: Sequence[TransferUnit]) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.harness import short_timings
-from tests.harness.jobs import Job, Jobs
+from tests.harness.jobs import Job, Jobs, wait_for
 from tests.harness.surviving_servers import servers
 from tests.harness.survivors import gap, let_go, pause, trains
 
@@ -21,6 +21,7 @@ MODES = [SSP, ASP, BACKUP]
 EPOCHS, SAMPLES, BATCH = 3, 96, 8
 # A connection that breaks shows at once who was killed: nobody has to count as lost for being slow.
 KILLED = short_timings.environ(servers={"silence": 60.0, "alive": 60.0}, recovery={"form": 60.0})
+SURVIVES = ("--min-workers", "1")
 HELD = {"held": "epoch == 2 and not (out / 'go').exists()"}  # in the last epoch, until the last kill (`let_go`)
 
 
@@ -77,6 +78,7 @@ with pl.start(name="run", folder=str(out / "runs")) as run:
             while {held}:
                 time.sleep(0.01)
             time.sleep({nap})
+        {epoch_end}
     if run.is_first:
         torch.save([p.detach() for p in model.parameters()], out / "weights.pt")
         (out / "events.json").write_text(json.dumps([event["what"] for event in run.events]))
@@ -96,7 +98,7 @@ def script(**parts: Any) -> str:
         "workers": 1,
         "held": False,
         "step": "optimizer.step(); optimizer.zero_grad()",
-        **dict.fromkeys(("before", "between", "after"), "pass"),
+        **dict.fromkeys(("before", "between", "after", "epoch_end"), "pass"),
     }
     return SCRIPT.format(**(usual | parts))
 
@@ -113,12 +115,11 @@ class Outcome(NamedTuple):
     facts: dict[str, Any]  # of the first server
 
 
-def begun(job: Jobs, mode: str, workers: int = 3, *options: str, environ: Any = KILLED, **parts: Any) -> Job:
+def begun(job: Jobs, mode: str, workers: int = 3, *options: str, **parts: Any) -> Job:
     out = job.folder / "killed"
     out.mkdir()
     sync = f"ParameterServer(servers=2, bucket_mb=0.001, {mode})"
-    options = options if "--min-workers" in options else ("--min-workers", "1", *options)
-    launched = job.run(script(workers=workers, **parts), workers, "--sync", sync, *options, OUT=str(out), **environ)
+    launched = job.run(script(workers=workers, **parts), workers, "--sync", sync, *(options or SURVIVES), OUT=str(out), **KILLED)
     trains(launched, out, workers)
     return launched
 
@@ -219,12 +220,24 @@ def test_a_server_is_killed(job: Jobs, mode: str, which: int) -> None:
 
 
 @pytest.mark.slow
+@each(ASP)
+def test_a_server_is_killed_and_the_job_starts_again(job: Jobs, mode: str) -> None:
+    launched = begun(job, mode, 3, "--restarts", "1", held="epoch == 1 and not (out / 'go').exists()", epoch_end="run.save()")
+    wait_for(lambda: any((job.folder / "killed" / "runs" / "run" / "checkpoints").glob("step-*")))
+    servers(launched)[0].kill()
+    let_go(job.folder / "killed")
+    found = ended(job, launched)
+    check(found, mode, lost=0)
+    assert found.size == 3
+
+
+@pytest.mark.slow
 @each(BACKUP)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SOAK) for seed in range(1, 15))])
 def test_a_worker_comes_back(job: Jobs, mode: str, seed: int) -> None:
     """In the middle of an epoch: all stop taking samples, let it in, and go on with what is left."""
     chance = random.Random(seed)
-    launched = begun(job, mode, 3, "--restarts", "1", nap=until(2, 0.6, grows=4))
+    launched = begun(job, mode, 3, *SURVIVES, "--restarts", "1", nap=until(2, 0.6, grows=4))
     pause(chance, 0.3)
     chance.choice(launched.workers()).kill()
     found = ended(job, launched)
