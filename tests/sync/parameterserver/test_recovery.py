@@ -12,7 +12,7 @@ import torch
 
 from tests.harness import short_timings
 from tests.harness.jobs import Job, Jobs, wait_for
-from tests.harness.surviving_servers import servers
+from tests.harness.surviving_servers import servers, until_told
 from tests.harness.survivors import gap, let_go, pause, trains
 
 SOAK = pytest.mark.soak
@@ -75,6 +75,8 @@ with pl.start(name="run", folder=str(out / "runs")) as run:
             {after}
             run.log(loss=loss)
             times.write(f"{{time.time()}}\\n"); times.flush()
+            if run.is_first:
+                (out / "told").write_text(f"{{len(run.events)}} {{run.size}}")
             while {held}:
                 time.sleep(0.01)
             time.sleep({nap})
@@ -280,3 +282,44 @@ def test_too_few_wait_for_others(job: Jobs, mode: str) -> None:
     found = ended(job, launched)
     check(found, mode)
     assert found.size == 2 and "waiting for others" in found.events[1] and "has come" in found.events[2], found.events
+
+
+@pytest.mark.slow
+def test_through_a_codec(job: Jobs) -> None:
+    found = ended(job, begun(job, f"{SSP}, codec=error_feedback(int8())", after="die(run.rank == 1 and run.steps >= 4, 'x')"))
+    counts = -2 * BATCH * found.weights[0]
+    assert counts.min() > 0.8 and int((counts > 1.2).sum()) <= BATCH and found.size == 2, (counts, found.events)
+
+
+TWO = {
+    "optimizer": "torch.optim.SGD([model.one], 0.5)\nother = torch.optim.SGD([model.two], 0.5)",
+    "options": ")\n    other = run.prepare(other",
+    "step": "optimizer.step(); die(run.rank == 1 and run.steps >= 3, 'between'); other.step(); optimizer.zero_grad(); other.zero_grad()",
+    "held": "run.rank != 1 and epoch == 2 and not (out / 'between').exists()",  # or the others might take all samples
+}
+
+
+@pytest.mark.slow
+@each(ASP)
+def test_between_the_steps_of_two_optimizers(job: Jobs, mode: str) -> None:
+    """Samples of a turn in which only the first has stepped are dealt again."""
+    found = ended(job, begun(job, mode, 3, **TWO))
+    check(found, mode)
+    assert found.size == 2 and len(found.events) == 1, found.events
+
+
+@SOAK
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", range(5))
+def test_a_storm(job: Jobs, mode: str, seed: int) -> None:
+    """Workers are killed one after the other, and come back."""
+    chance, there = random.Random(seed), job.folder / "killed" / "told"
+    launched = begun(job, mode, 3, *SURVIVES, "--restarts", "6", epochs=6, nap="chance.uniform(0, 0.5)")
+    for count in range(4):
+        until_told(launched, there, f"{2 * count} 3")  # or nobody might be left who has the state
+        for victim in chance.sample(launched.workers(), 1):
+            pause(chance, 2.0)
+            victim.kill()
+    found = ended(job, launched)
+    check(found, mode, lost=4)
