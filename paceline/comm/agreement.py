@@ -177,15 +177,6 @@ class Agreement:
                 assert result is None, "who is in no call of all can't have been cut off in one"
                 self.since = None if since is None else time.monotonic()
 
-    def call_all(self, why: PacelineError) -> None:
-        """Bring all workers together as after a loss, though no worker is lost; perhaps not at once."""
-        assert self.recovery is not None and not self._inside
-        try:
-            self.recovery(why)
-        except type(why) as error:
-            if error is not why:
-                raise  # else the others could not learn of it in time, and all do later
-
     def compare_steps(self, tally: Callable[[], list[int | None]]) -> None:
         """Compare at each meeting what `tally` gives: the step, and how often optimizers stepped in the last one and in this one."""
         self._tally = tally

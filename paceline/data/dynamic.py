@@ -167,11 +167,12 @@ class DynamicPipeline(IndexedPipeline):
         if not self.terms.training:
             super().regroup(index)
             return
-        indices, start = self._found, self._found.first
+        indices, start, high = self._found, self._found.first, self._found.high
         self._depth()
         indices.regroup(self.terms.agreement, start)
         indices.refill(start)
-        indices.batch(start)  # drawn now, where this worker is alone
+        for step in range(start, high if self.terms.agreement.alone else start):
+            indices.batch(step)  # drawn now: the whole part
         self._feed.go(indices, start)
         self.primed(start)
         self._open(rng.of_readers(self.terms.loader.generator, self.terms.rank))

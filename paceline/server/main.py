@@ -1,9 +1,8 @@
 """The server process: answers the requests of workers, one message after the other, with what it keeps.
 
-    shard_rpc       the shard: gradients, steps, parameters        protocol.parameters
+    shard_rpc       the shard: gradients, steps, parameters        protocol.parameters, protocol.recovery
     table_rpc       the rows of sparse tables                      protocol.rows
     scheduler_rpc   samples, where workers are not in lockstep     protocol.samples
-    fencing         who is heard after a loss                      protocol.recovery
     here            whether it lives, what it has done, its end    protocol.service
 
 What can't be answered yet is put off, and looked at again after each message, and in time; nothing here waits for one worker alone.
@@ -33,8 +32,6 @@ from paceline.cluster.launcher.janitor import place_of_sockets, sockets
 from paceline.cluster.launcher.worker import preparation
 from paceline.comm.rpc import RpcMessage, RpcServer, keys
 from paceline.errors import PacelineError
-from paceline.server.fencing import Fence
-from paceline.server.journal import StepJournal
 from paceline.server.protocol import service
 from paceline.server.protocol.message import MALFORMED, Acknowledged, Handlers, Request
 from paceline.server.protocol.parameters import PlanShard
@@ -60,9 +57,7 @@ class Server:
         self._receiver, self._over, self._look = receiver, over, timings.look
         self._later: list[tuple[RpcMessage, Request[Any]]] = []  # what can't be answered yet
         self._ended = False
-        journal = StepJournal()
-        self._parameters, self._scheduling, self._tables = ShardRpc(journal), SchedulerRpc(), TableService()
-        self._fence = Fence(self._parameters, journal, self.clear)
+        self._parameters, self._scheduling, self._tables = ShardRpc(), SchedulerRpc(), TableService()
         mine: Handlers = {
             service.CheckAlive: lambda worker, request: service.Alive(time.perf_counter_ns()),
             service.Echo: lambda worker, request: service.Echoed(request.tensor),
@@ -71,7 +66,7 @@ class Server:
             service.EndServer: self._end,
         }
         first: Handlers = {**mine, **self._tables.handlers}
-        every = {**first, **self._parameters.handlers, **self._scheduling.handlers, **self._fence.handlers}
+        every = {**first, **self._parameters.handlers, **self._scheduling.handlers}
         self._handlers = {request.kind: (request, act) for request, act in every.items()}
         self._first = {PlanShard.kind, *(request.kind for request in first)}  # what may come before there is a shard
         self._done_of: Counter[str] = Counter()  # messages by kind
@@ -129,7 +124,6 @@ class Server:
     def _serve(self, message: RpcMessage, request: Request[Any]) -> bool:
         """Handle a request; whether it was answered, one way or the other."""
         try:
-            self._fence.check(message.sender, request)
             reply = self._handlers[message.kind][1](message.sender, request)
             if reply is not None:
                 self._receiver.answer(message, message.kind, *reply.pack())
@@ -144,11 +138,6 @@ class Server:
             return
         why = str(error)[:200]  # torch adds where in its own code it was
         self._receiver.refuse(message, f"it lacks something, or has something else there ({type(error).__name__}: {why})")
-
-    def clear(self) -> None:
-        """Discard delayed messages, and the norms of steps that may change."""
-        self._later.clear()
-        self._parameters.forget_norms()
 
     # ---- about this process
 

@@ -14,20 +14,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from paceline.errors import Mismatch
-from paceline.server.journal import Part
-from paceline.server.reconcile import RecoveryState
 from paceline.server.spans import SampleSpan
 from paceline.server.staleness import WorkerClocks
 from paceline.server.stragglers import FirstArrivals, OpenStep, PartialSteps, StepDecision, StepMade
 
 SHOWN = 1000  # dropped pieces that are listed one by one
+Part = tuple[int, int]  # of an epoch: its number, and that of the first batch in the part
 
 
 @dataclass
@@ -38,13 +37,9 @@ class ScheduleTally:
     dropped: int = 0  # gradients that came too late
     samples: int = 0  # of those
     pieces: list[tuple[int, SampleSpan]] = field(default_factory=list)  # epoch and piece that were dropped for good, the first `SHOWN`
-    known: set[tuple[int, SampleSpan]] = field(default_factory=set)  # all of those
 
     def drop(self, epoch: int, piece: SampleSpan) -> None:
-        """Count a piece that was dropped for good, once."""
-        if (epoch, piece) in self.known:
-            return
-        self.known.add((epoch, piece))
+        """Count a piece that was dropped for good."""
         self.dropped += 1
         self.samples += piece.stop - piece.start
         if len(self.pieces) < SHOWN:
@@ -59,19 +54,23 @@ class ScheduleTally:
 class UndealtSamples:
     """The samples of a part of an epoch that are still to be dealt: pieces that are dealt again, then the global batches in order.
 
-    `part`: the epoch, and the number of the first batch in it; `todo`: pieces that are all that is left, where some have been dealt before.
+    `part`: the epoch, and the number of the first batch in it.
     """
 
-    def __init__(self, part: Part | None = None, sizes: Sequence[int] = (), todo: Sequence[SampleSpan] | None = None) -> None:
+    def __init__(self, part: Part | None = None, sizes: Sequence[int] = ()) -> None:
         self.part, self.sizes = part, sizes
         self.stopped = False  # nothing more is dealt in this epoch
-        self._next = (0, 0) if todo is None else (len(sizes), 0)  # batch (from the first one on), and sample, that are dealt next
-        self._todo = deque(todo or ())
+        self._next = (0, 0)  # batch (from the first one on), and sample, that are dealt next
+        self._todo = deque[SampleSpan]()
 
     @property
     def left(self) -> bool:
         """Whether there are any."""
         return bool(self._todo) or self._next[0] < len(self.sizes)
+
+    def again(self, pieces: Iterable[SampleSpan]) -> None:
+        """Deal these pieces again."""
+        self._todo.extend(pieces)
 
     def cut(self, most: int) -> SampleSpan | None:
         """Take the next piece, of at most so many samples; None where nothing is left."""
@@ -116,6 +115,9 @@ class SampleScheduler:
         self.notes = NoteBox()
         self._samples = UndealtSamples()
         self._under_way: dict[int, list[SampleSpan]] = {}
+        self._carried: dict[int, list[SampleSpan]] = {}  # by worker: pieces whose turns are over, and whose gradients are in no step yet
+        self._given: dict[int, tuple[int, SampleSpan]] = {}  # by worker: the number of its last piece, and that
+        self._lost: set[int] = set()
         self._active: set[int] = set()  # workers that have turns to take
         self._parked: set[int] = set()  # of those, the ones that asked for pieces when there were none, and wait for what others may drop
         self._arrivals: dict[int, FirstArrivals] = {}  # by optimizer
@@ -156,27 +158,33 @@ class SampleScheduler:
         else:
             self._samples = UndealtSamples(part, sizes)
         self._times, self._pausing = times, False
-        self._active, self._parked = set(workers), set()
+        self._active, self._parked = {*workers} - self._lost, set()
         self._under_way = {worker: [] for worker in self._active}
+        self._carried.clear()
         self._began.clear()
         for gathering in self._gatherings.values():
             gathering.rest()
         latest = max(self.clocks.values(), default=0)
         self._clocks = WorkerClocks(dict.fromkeys(self._active, latest))  # all are at the same place
 
-    def take(self, worker: int, most: int) -> SampleSpan | bool | None:
+    def take(self, worker: int, most: int, number: int = 0) -> SampleSpan | bool | None:
         """Take the next piece, of at most so many samples; False: there is none for this worker, or not now; None: there may be later.
 
+        `number`: of the worker's pieces, from 1 on (0: not counted); one that it asks for again is given again.
         A worker that gets False goes on when all have come together if `paused`. One that hasn't any turns to take (`takes`) is done.
         """
         if worker not in self._under_way or most < 1:
             raise Mismatch(f"worker {worker} has no turns to take, or asks for {most} samples")
+        last = self._given.get(worker)
+        if last is not None and number == last[0] > 0:
+            return last[1]
         if worker not in self._active:
             return False
         found = None if self._samples.stopped or self.paused else self._samples.cut(most)
         if found is not None:
             self._parked.discard(worker)
             self._under_way[worker].append(found)
+            self._given[worker] = number, found
             return found
         if self._under_way[worker]:  # its own turns come first
             return False
@@ -198,20 +206,21 @@ class SampleScheduler:
         """Whether dealing has stopped, with something left for later."""
         return self._pausing and self._samples.left
 
-    def resume(self, found: RecoveryState) -> None:
-        """Go on from where the living are after a loss, perhaps that of the scheduler before this one."""
-        for epoch, piece in found.dropped:  # the count went with the scheduler before, or with the worker that dropped it
-            self.tally.drop(epoch, piece)
-        self._samples = UndealtSamples(found.part, found.sizes, found.todo)
-        self._samples.stopped = found.stopped
-        self._under_way = {worker: list(pieces) for worker, pieces in found.under_way.items()}
-        self._times, self._pausing = found.times, bool(found.paused)
-        self._active, self._parked, self._held = {*found.active}, {*found.paused}, {*found.held}
-        self._clocks = WorkerClocks(dict(found.clocks))
-        self._began = {worker: at for worker, at in self._began.items() if worker in found.clocks}
-        self._arrivals = {optimizer: FirstArrivals(optimizer, step) for optimizer, step in enumerate(found.steps)}
-        for optimizer, numbers in enumerate(found.gradients if found.gathers else ()):
-            self._gatherings.setdefault(optimizer, PartialSteps(self._began)).resume(found.steps[optimizer], numbers)
+    def lose(self, living: Set[int]) -> tuple[list[tuple[int, int]], int]:
+        """Go on with the living alone, and deal again what others had under way.
+
+        Returns the steps (optimizer, step) that were decided, and that none of the living makes; and how many samples nobody takes.
+        """
+        lost = self._under_way.keys() - living
+        self._lost |= lost
+        pieces = [piece for worker in sorted(lost) for piece in [*self._carried.pop(worker, ()), *self._under_way.pop(worker)]]
+        self._active, self._parked, self._held = self._active & living, self._parked & living, self._held & living
+        self._clocks.lose(living)
+        if self._active:
+            self._samples.again(pieces)
+        nobodys = 0 if self._active or self._samples.stopped else sum(piece.stop - piece.start for piece in pieces)
+        makers: list[tuple[int, FirstArrivals | PartialSteps]] = [*self._arrivals.items(), *self._gatherings.items()]
+        return [(optimizer, step) for optimizer, steps in makers for step in steps.lose(living)], nobodys
 
     def busy(self, worker: int) -> bool:
         """Whether the worker has turns of its own to take first."""
@@ -233,13 +242,17 @@ class SampleScheduler:
 
     # ---- clocks
 
-    def tick(self, worker: int, clock: int, *, dropped: bool = False) -> None:
-        """Note that a worker has completed turn `clock`, of its oldest piece. `dropped`: its samples are in no step."""
+    def tick(self, worker: int, clock: int, *, dropped: bool = False, carried: bool = False) -> None:
+        """Note that a worker has completed turn `clock`, of its oldest piece.
+
+        `dropped`: its samples are in no step; `carried`: not yet, as no optimizer has stepped.
+        """
         if not self._under_way.get(worker):
             raise Mismatch(f"worker {worker} has completed a turn that it hasn't begun")
         self._clocks.tick(worker, clock)
         self._held.add(worker)
         piece = self._under_way[worker].pop(0)
+        self._carried[worker] = [*self._carried.get(worker, ()), piece] if carried else []
         if dropped:
             assert self._samples.part is not None
             self.tally.drop(self._samples.part[0], piece)
@@ -295,11 +308,9 @@ class SampleScheduler:
     # ---- which workers make a step, within a bound
 
     def gather(
-        self, worker: int, optimizer: int, number: int, said: Any, *, bound: float, now: float, part: bool = False, alone: bool = False
+        self, worker: int, optimizer: int, number: int, said: Any, *, bound: float, now: float, part: bool = False
     ) -> StepMade | OpenStep | None:
         """Note that a worker has pushed all of gradient `number`: the step that it is in; None: not made yet. `now`: in seconds.
-
-        `alone`: it makes a step by itself, at once.
 
         A step is made by all that have turns to take; without the late ones (`PartialSteps`), unless none of the others could go on
         then. `part`: a late worker may go on while it is open, and learns that. It asks again before it pushes more.
@@ -307,8 +318,8 @@ class SampleScheduler:
         self._clocks.check(worker)
         gathering = self._gatherings.setdefault(optimizer, PartialSteps(self._began))
         made = gathering.come(worker, number, said, now)
-        if made is not None or alone:
-            return made or gathering.make(())
+        if made is not None:
+            return made
         elsewhere = {other for one in self._gatherings.values() if one is not gathering for other in one.takers}
         absent = self._running - self._held - elsewhere - gathering.came.keys()  # the others wait themselves
         if gathering.part(worker, absent if part else (), now):

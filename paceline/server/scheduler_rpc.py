@@ -10,7 +10,6 @@ from typing import Any
 from paceline.errors import UsageError
 from paceline.server.protocol import samples
 from paceline.server.protocol.message import Acknowledged, Handlers
-from paceline.server.reconcile import RecoveryState
 from paceline.server.scheduler import SampleScheduler
 from paceline.server.stragglers import OpenStep, StepDecision
 
@@ -33,7 +32,7 @@ class SchedulerRpc:
             samples.GatherStep: self._gather,
             samples.ListNotArrived: self._list_not_arrived,
             samples.PostNote: self._post,
-            samples.ResumeSchedule: self._resume,
+            samples.LoseWorkers: self._lose,
         }
 
     def patience(self, most: float) -> float:
@@ -51,7 +50,7 @@ class SchedulerRpc:
         return samples.Clock(self.scheduler.clocks[worker])
 
     def _take(self, worker: int, request: samples.TakeSamples) -> samples.Samples | None:
-        found = self.scheduler.take(worker, request.most)
+        found = self.scheduler.take(worker, request.most, request.number)
         if found is None:
             return None
         piece = (found.batch, found.start, found.stop) if isinstance(found, tuple) else None
@@ -68,7 +67,7 @@ class SchedulerRpc:
 
     def _complete(self, worker: int, request: samples.CompleteTurn) -> samples.StepsDecided | None:
         if request.clock > self.scheduler.clocks.get(worker, -1):  # else it has come before, and had to wait
-            self.scheduler.tick(worker, request.clock, dropped=request.dropped)
+            self.scheduler.tick(worker, request.clock, dropped=request.dropped, carried=request.carried)
         if not self.scheduler.may(worker, request.bound):
             return None
         self.scheduler.went(worker, time.monotonic())
@@ -87,7 +86,7 @@ class SchedulerRpc:
         return None if found is None else samples.StepAssignment(self.scheduler.decided(optimizer), late=True)
 
     def _gather(self, worker: int, request: samples.GatherStep) -> samples.StepAssignment | None:
-        how: dict[str, Any] = {"bound": request.bound, "now": time.monotonic(), "alone": request.alone, "part": request.may_go_on}
+        how: dict[str, Any] = {"bound": request.bound, "now": time.monotonic(), "part": request.may_go_on}
         made = self.scheduler.gather(worker, request.optimizer, request.number, _sound(request.contribution), **how)
         if made is None:
             return None
@@ -112,27 +111,19 @@ class SchedulerRpc:
         found = self.scheduler.notes.collect(request.had) if request.collect else []
         return samples.Notes(tuple(other for other, _ in found), tuple(note for _, note in found))
 
-    def _resume(self, worker: int, request: samples.ResumeSchedule) -> Acknowledged:
-        self.scheduler.resume(RecoveryState.load(request.state.numpy().tobytes()))
-        return Acknowledged()
+    def _lose(self, worker: int, request: samples.LoseWorkers) -> samples.LostWork:
+        steps, nobodys = self.scheduler.lose({*request.living})
+        return samples.LostWork(tuple(steps), nobodys)
 
 
 def _sound(contribution: samples.Contribution) -> samples.Contribution:
     """Return what a worker says that comes to a step; it is kept, and answered to others. Raises `UsageError` for what makes no sense."""
     if not math.isfinite(contribution.part):
         raise UsageError("a part of a batch is a number")
-    if (contribution.pieces is None) != (contribution.number is None):
-        raise UsageError("pieces of a batch are those of a gradient that has a number")
     return contribution
 
 
 def _assigned(step: int, came: Mapping[int, samples.Contribution], *, mine: bool = True, slowest: int = 0) -> samples.StepAssignment:
     """Return the step that these workers make together, with the settings of the first."""
-    gradients = [
-        samples.CountedGradient(worker, each.number, each.pieces)
-        for worker, each in came.items()
-        if each.number is not None and each.pieces is not None
-    ]
-    known = tuple(gradients) if len(gradients) == len(came) else None
     parts, settings = math.fsum(each.part for each in came.values()), next(iter(came.values())).settings
-    return samples.StepAssignment(step, False, False, mine, tuple(came), parts, settings, known, slowest)
+    return samples.StepAssignment(step, False, False, mine, tuple(came), parts, settings, slowest)

@@ -245,6 +245,13 @@ class Shard:
         self.steps[optimizer] = step
         return True
 
+    def skip(self, optimizer: int, step: int) -> None:
+        """Count a step as made with nothing in it, unless it has been made: nobody who was to make it is left."""
+        if step == self.steps[optimizer] + 1:
+            for unit in self.units:
+                unit.total = None if unit.optimizer == optimizer else unit.total
+            self.steps[optimizer] = step
+
     def back(self, optimizer: int, step: int) -> bool:
         """Undo this step, which was made with `undo`; False if that has been done. Raises `Mismatch` for another than the last one."""
         if self.steps[optimizer] == step - 1:

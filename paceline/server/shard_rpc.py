@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.server.journal import StepJournal
 from paceline.server.protocol import parameters, plans, recovery
 from paceline.server.protocol.message import Acknowledged, Handlers
 from paceline.server.protocol.parameters import Changes
@@ -43,8 +42,7 @@ def _differ(optimizer: int, step: int, *sides: tuple[float, Changes]) -> UsageEr
 class ShardRpc:
     """Answers messages on parameters. `handlers`: what is done for each request of a worker; None where the reply has to wait."""
 
-    def __init__(self, journal: StepJournal) -> None:
-        self._journal = journal
+    def __init__(self) -> None:
         self._shard: Shard | None = None
         self._digest = b""
         self._closing: dict[tuple[int, int], dict[int, parameters.CloseStep]] = {}  # by optimizer and step: the workers that have closed it
@@ -64,6 +62,8 @@ class ShardRpc:
             parameters.ListAbsent: self._list_absent,
             parameters.PullUnit: self._pull,
             recovery.RollBackSteps: self._roll_back,
+            recovery.SkipStep: self._skip,
+            recovery.DiscardPushes: self._discard,
             recovery.ReadShard: self._read_shard,
             recovery.LoadShard: self._load_shard,
         }
@@ -150,13 +150,9 @@ class ShardRpc:
         if request.decided and step > made + 1:
             return None  # the step before has been decided, too
         self._check_next(optimizer, step)
-        if (request.came is None) != (request.of is None):
-            raise UsageError("gradients in a step are of a part of an epoch")
         if request.decided:
             self._make(request)
             self._made[optimizer] = request
-            if request.came is not None:
-                self._journal.made(request)
             return Acknowledged()
         closing = self._closing.setdefault(key, {})
         closing[worker] = request
@@ -213,16 +209,19 @@ class ShardRpc:
         self._norms.clear()
         return Acknowledged()
 
-    def _read_shard(self, worker: int, request: recovery.ReadShard) -> recovery.ShardState:
-        kept = {**self.shard.state_dict(), "ledger": self._journal.dump()}
-        return recovery.ShardState(byte_tensor(pack(kept, copy=False).dumps()).split(CHUNK))
-
-    def _load_shard(self, worker: int, request: recovery.LoadShard) -> Acknowledged:
-        state = loads(b"".join(chunk.numpy().tobytes() for chunk in request.chunks)).unpack()
-        self.shard.load_state_dict(state)
-        self._journal.load(state["ledger"])
+    def _skip(self, worker: int, request: recovery.SkipStep) -> Acknowledged | None:
+        if request.step > self.shard.steps[request.optimizer] + 1:
+            return None  # the step before has been decided, too
+        self.shard.skip(request.optimizer, request.step)
         return Acknowledged()
 
-    def forget_norms(self) -> None:
-        """Forget the norms of steps that may change."""
-        self._norms = {key: found for key, found in self._norms.items() if key[1] <= self.shard.steps[key[0]]}
+    def _discard(self, worker: int, request: recovery.DiscardPushes) -> Acknowledged:
+        self.shard.discard()
+        return Acknowledged()
+
+    def _read_shard(self, worker: int, request: recovery.ReadShard) -> recovery.ShardState:
+        return recovery.ShardState(byte_tensor(pack(self.shard.state_dict(), copy=False).dumps()).split(CHUNK))
+
+    def _load_shard(self, worker: int, request: recovery.LoadShard) -> Acknowledged:
+        self.shard.load_state_dict(loads(b"".join(chunk.numpy().tobytes() for chunk in request.chunks)).unpack())
+        return Acknowledged()

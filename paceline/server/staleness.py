@@ -32,6 +32,10 @@ class WorkerClocks:
             raise Mismatch(f"worker {worker} can't come to turn {clock} after turn {self.of[worker]}")
         self.of[worker] = clock
 
+    def lose(self, living: Collection[int]) -> None:
+        """Go on with the living alone."""
+        self.of = {worker: clock for worker, clock in self.of.items() if worker in living}
+
     def part(self, optimizer: int, worker: int) -> None:
         """Note that a worker goes on before the step of an optimizer with its gradient is made."""
         self._open[optimizer, worker] = self.of[worker]

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -63,8 +63,8 @@ class FirstArrivals:
     Workers are known by their numbers. `decided`: the last step that was decided.
     """
 
-    def __init__(self, optimizer: int, decided: int = 0) -> None:
-        self.decided = decided
+    def __init__(self, optimizer: int) -> None:
+        self.decided = 0
         self._optimizer = optimizer
         self._steps: dict[int, StepDecision] = {}  # the last ones, by number
 
@@ -91,6 +91,13 @@ class FirstArrivals:
         self._steps.pop(step - DECISIONS, None)  # a worker that is so late knows it by the number
         return decision
 
+    def lose(self, living: Set[int]) -> list[int]:
+        """Go on with the living alone; return steps that are decided, and that none of them makes."""
+        for decision in self._steps.values():
+            if not decision.workers:
+                decision.came = {worker: said for worker, said in decision.came.items() if worker in living}
+        return [step for step, decision in self._steps.items() if decision.workers and living.isdisjoint(decision.workers)]
+
 
 class PartialSteps:
     """The steps of one optimizer. Workers are known by their numbers; times are in seconds, of any clock."""
@@ -102,7 +109,7 @@ class PartialSteps:
         self.due = math.inf  # when to look again, though nothing has come
         self.sizes: Counter[int] = Counter()  # how many steps were made by so many workers
         self.ages: Counter[int] = Counter()  # of how many gradients so many other steps were made during their turns
-        self._made: dict[int, tuple[int, StepMade | None]] = {}  # by worker: how often it had come, and what came of it
+        self._made: dict[int, tuple[int, StepMade]] = {}  # by worker: how often it had come, and what came of it
         self._began = dict(began or {})  # by worker: when its turn did
         self._seen = dict.fromkeys(self._began, 0)  # by worker: the steps that were made before that
         self._late: set[int] = set()
@@ -123,19 +130,18 @@ class PartialSteps:
         self._late.clear()
         self._seen = dict.fromkeys(self._seen, self.steps)
 
-    def resume(self, steps: int, numbers: Mapping[int, int]) -> None:
-        """Go on after a loss: so many steps were made, with so many gradients of each living worker; what came since comes again."""
-        self.steps, self.came, self._prompt, self.due = steps, {}, [], math.inf
-        self._apart, self.takers = set(), set()
-        self._made = {worker: (number, None) for worker, number in numbers.items()}
-        self._late &= numbers.keys()
-        self._began = {worker: began for worker, began in self._began.items() if worker in numbers}
-        self._seen = {worker: min(self._seen.get(worker, steps), steps) for worker in numbers}
+    def lose(self, living: Set[int]) -> list[int]:
+        """Go on with the living alone; return steps that were made, as far as is decided, and that none of them makes."""
+        self.came = {worker: said for worker, said in self.came.items() if worker in living}
+        self._late, self._apart, self.takers = self._late & living, self._apart & living, self.takers & living
+        self._began = {worker: began for worker, began in self._began.items() if worker in living}
+        self._seen = {worker: steps for worker, steps in self._seen.items() if worker in living}
+        return sorted({made.number for _, made in self._made.values() if living.isdisjoint(made.came)})
 
     def come(self, worker: int, number: int, said: Any, now: float) -> StepMade | None:
         """Note that a worker has pushed all of gradient `number`, from 1 on; return its step, once that has been made."""
         before, made = self._made.get(worker, (0, None))
-        if number == before:
+        if made is not None and number == before:
             return made
         if number != before + 1:
             raise Mismatch(f"gradient {number} of worker {worker} can't come after its gradient {before}")
@@ -203,7 +209,7 @@ class PartialSteps:
         self.sizes[len(made.came)] += 1
         for worker in made.came:
             self.ages[self.steps - 1 - self._from[worker]] += 1
-            self._made[worker] = self._made.get(worker, (0, None))[0] + 1, made
+            self._made[worker] = (self._made[worker][0] if worker in self._made else 0) + 1, made
         self._late = (self._late - (self.came.keys() - self._apart)) | {*absent}
         self.came, self._prompt, self.due = {}, [], math.inf
         self._apart, self.takers = set(), set()

@@ -142,10 +142,6 @@ class ServerKeeping(Protocol):
         """Looks after the copies of servers; None where losses aren't survived."""
         ...
 
-    def servers_begun(self) -> list[str]:
-        """Return the names of servers that have begun in place of lost ones since the last call, where all workers met for it."""
-        ...
-
 
 @runtime_checkable
 class ServerReports(Protocol):

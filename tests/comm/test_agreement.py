@@ -179,24 +179,6 @@ def test_inside_a_call_of_all_it_is_that_call_which_is_begun_anew() -> None:
     assert one.attempt(lambda: one.lasting(act)) == 42 and act.made == 2 and len(told) == 1 and one.calls == 1
 
 
-def test_all_are_called_together_perhaps_later() -> None:
-    one, told = agreement(None)
-    why = WorkerLost("a copy has begun")
-    one.call_all(why)
-    assert told == [why]
-    for error in (why, WorkerLost("another")):
-
-        def recover(_: PacelineError, error: WorkerLost = error) -> None:
-            raise error
-
-        one.recovery = recover
-        if error is why:
-            one.call_all(why)
-        else:
-            with pytest.raises(WorkerLost, match="another"):
-                one.call_all(why)
-
-
 def test_a_slice_meets_by_itself_and_is_told_what_the_first_of_all_tells() -> None:
     def body(group: ThreadGroup) -> Any:
         everyone = Agreement(group)

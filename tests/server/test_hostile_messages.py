@@ -63,10 +63,8 @@ TABLES: list[Request[Any]] = [
     rows.LoadRows(TABLE, ("ids", "values"), (torch.tensor([7]), torch.ones(1, 2).double())),
 ]
 REST: list[Request[Any]] = [
-    recovery.FenceWorkers((0, 1, 2, 3)),
-    recovery.ReadClosedSteps(Index(0), 0),
+    recovery.SkipStep(Index(0), 1),
     recovery.DiscardPushes(),
-    recovery.DropSamples(0, ((0, 0, 3),)),
     recovery.RollBackSteps(((0, 1),)),
     recovery.ReadShard(),
     parameters.ReadMemories(),

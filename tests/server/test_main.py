@@ -50,12 +50,12 @@ def test_who_is_late_is_found_out_though_nothing_comes(begun: Any, how: str) -> 
         begun(worker, DealSamples(0, 0, (0, 1), 0, torch.ones(99, dtype=torch.int64)))
 
     def gather(number: int) -> GatherStep:
-        return GatherStep(Index(0), number, 3, alone=False, may_go_on=True, contribution=Contribution(0.5, ()))
+        return GatherStep(Index(0), number, 3, may_go_on=True, contribution=Contribution(0.5, ()))
 
     sent = [begun.send(worker, gather(1)) for worker in (0, 1)]
     assert [one.wait(SECONDS).workers for one in sent] == [(0, 1)] * 2, "nobody knows yet how long a turn takes"
     for worker in (0, 1):
-        begun(worker, TakeSamples(1))
+        begun(worker, TakeSamples(1, 1))
         assert begun(worker, CompleteTurn(1, False, 3)).made == ((0, 1),), "it may not have been taken yet"
     waits = begun.send(0, gather(2))
     if how == "late":

@@ -79,6 +79,11 @@ class TestSamples:
         made.begin(0, 1, [2], range(2))
         assert made.clocks == {0: 1, 1: 1} and made.take(1, 5) == (1, 0, 2)
 
+    def test_a_piece_that_is_asked_for_again_is_given_again(self):
+        made = scheduler(4)
+        assert made.take(0, 1, 1) == made.take(0, 2, 1) == (0, 0, 1)
+        assert made.take(0, 1, 2) == (0, 1, 2) and made.take(1, 4, 1) == (0, 2, 4)
+
     @pytest.mark.parametrize("sizes", [[], [2, 0], [-1]])
     def test_nothing_to_deal(self, sizes):
         with pytest.raises(Mismatch, match="nothing to deal"):
@@ -370,3 +375,79 @@ class TestPause:
         made.pause()
         made.tick(0, 1)
         assert made.take(0, 1) is made.take(1, 1) is False and not made.paused and not made.takes(0)
+
+
+class TestLoss:
+    def test_what_a_lost_worker_had_under_way_is_dealt_again(self):
+        made = scheduler(4, 4, workers=3)
+        for worker in (0, 1, 2, 2, 2):
+            made.take(worker, 1)
+        made.tick(2, 1)  # its first piece counts as trained
+        assert made.lose({0, 1}) == ([], 0)
+        assert made.take(0, 4) == (0, 3, 4) and made.take(1, 1) == (1, 0, 1)
+        with pytest.raises(Mismatch, match="no turns to take"):
+            made.take(2, 1)
+        with pytest.raises(Mismatch, match="hasn't begun"):
+            made.tick(2, 2)
+        assert made.clocks == {0: 0, 1: 0}
+
+    def test_what_it_had_added_up_without_a_step_is_dealt_again(self):
+        made = scheduler(4)
+        for clock, carried in ((1, False), (2, True), (3, True)):
+            made.take(1, 1)
+            made.tick(1, clock, carried=carried)
+        made.lose({0})
+        assert [made.take(0, 9) for _ in range(3)] == [(0, 1, 2), (0, 2, 3), (0, 3, 4)]
+
+    def test_who_waits_for_samples_gets_those_of_the_lost(self):
+        made = scheduler(2, workers=2)
+        made.take(1, 2)
+        assert made.take(0, 2) is None
+        made.lose({0})
+        assert made.take(0, 2) == (0, 0, 2)
+
+    def test_where_all_others_have_ended_the_epoch_it_is_told_how_much_is_lost(self):
+        made = scheduler(4)
+        made.take(1, 3)
+        made.leave(0)
+        assert made.lose({0}) == ([], 3) and made.lose({0}) == ([], 0)
+
+    def test_who_is_lost_is_not_waited_for(self):
+        made = scheduler(*[1] * 9, workers=3)
+        for worker in range(3):
+            made.take(worker, 1)
+        made.take(0, 1)
+        made.tick(0, 1)
+        made.tick(0, 2)
+        made.take(1, 1)
+        made.tick(1, 1)
+        assert not made.may(0, 1)
+        made.lose({0, 1})
+        assert made.may(0, 1) and made.behind(0) == [(1, 1)]
+        made.leave(1)
+        made.begin(1, 0, [1], range(3))  # as it had said, when it lived
+        assert made.clocks == {0: 2, 1: 2}
+
+    def test_the_first_who_come_are_living_ones(self):
+        made = scheduler(*[1] * 9, workers=4)
+        for worker in range(4):
+            made.take(worker, 1)
+        assert made.arrive(3, 0, 1, "", 2) is None
+        made.lose({0, 1, 2})
+        assert made.arrive(1, 0, 1, "", 1) is None
+        found = made.arrive(0, 0, 1, "", 1)
+        assert isinstance(found, StepDecision) and found.workers == [0, 1]
+        made.lose({1, 2})
+        assert made.lose({2}) == ([(0, 1)], 0), "nobody who makes it is left"
+
+    def test_a_step_within_a_bound_is_that_of_the_living(self):
+        made = scheduler(*[1] * 9, workers=3)
+        for worker in range(3):
+            made.take(worker, 1)
+        late = {"bound": 2, "now": 1.0}
+        assert made.gather(0, 0, 1, "", **late) is made.gather(2, 0, 1, "", **late) is None
+        assert made.lose({0, 1}) == ([], 0)
+        step = made.gather(1, 0, 1, "", **late)
+        assert step.came.keys() == step.takers == {0, 1} and made.gather(0, 0, 1, "", **late) is step
+        assert made.lose({1}) == ([], 0), "one of them lives"
+        assert made.lose({7})[0] == [(0, 1)]

@@ -23,6 +23,7 @@ from paceline.server.protocol.parameters import (
     PushGradient,
     ReadNorm,
 )
+from paceline.server.protocol.recovery import DiscardPushes, SkipStep
 from tests.harness.shard_plans import SECONDS, packed, plan
 
 OPTIMIZER = Index(0)
@@ -126,6 +127,30 @@ def test_workers_that_take_a_step_differently(begun: Any) -> None:
     begun.send(0, close(1, (0, 1), factor=0.5))
     with pytest.raises(Mismatch, match="with different settings, or clipped differently"):
         begun(1, close(1, (0, 1)))
+
+
+def test_a_step_whose_workers_are_lost_is_left_out_in_its_turn(begun: Any) -> None:
+    skipped = begun.send(0, SkipStep(OPTIMIZER, 2))
+    for worker in (0, 1):
+        for unit in (0, 1):
+            begun(worker, push(unit, ONES, keep=True))
+    begun(0, close(1, decided=True, keep=True))
+    skipped.wait(SECONDS)
+    begun(1, ReadNorm(OPTIMIZER, 3, (1,), 2.0, decided=True))  # of one who is lost then
+    begun(0, SkipStep(OPTIMIZER, 3))
+    begun(0, SkipStep(OPTIMIZER, 3))
+    for unit in (0, 1):
+        begun(0, push(unit, 2 * ONES, keep=True))
+    begun(0, close(4, decided=True, keep=True))
+    assert torch.equal(begun(0, pull(1, 4)).values[:12], torch.full((12,), 1 - 0.5 * 3))
+
+
+def test_what_is_in_no_step_is_discarded(begun: Any) -> None:
+    for unit in (0, 1):
+        begun(7, push(unit, ONES, keep=True))
+    begun(0, DiscardPushes())
+    with pytest.raises(Mismatch, match="have not pushed"):
+        begun(0, close(1, (7,), decided=True))
 
 
 def test_steps_that_are_decided_are_taken_in_their_order(begun: Any) -> None:

@@ -9,7 +9,7 @@ from tests.harness.documents import ROOT
 ROW = re.compile(r"^\| \*\*(.+?)\*\* \| (.*) \|$", re.MULTILINE)
 WANTED = {
     *("share", "turn", "ghost", "view", "rank", "worker", "host", "mesh", "axis", "replica", "stage", "micro-batch"),
-    *("staleness", "residual", "lockstep", "route", "schedule", "codec", "bucket", "journal"),
+    *("staleness", "residual", "lockstep", "route", "schedule", "codec", "bucket"),
 }
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.server.protocol.message import Acknowledged, Index, Message, Request
-from paceline.server.protocol.samples import CountedGradient, MissingWorkers
+from paceline.server.protocol.samples import MissingWorkers
 
 Changes = tuple[tuple[int, Mapping[str, Any]], ...]  # of settings: numbers of groups, and their settings that count from now on
 
@@ -114,8 +114,7 @@ class CloseStep(Request[Acknowledged], kind="close"):
     - `part`: the learning rate is multiplied by it, the part of the global batch that they have;
     - `keep`: pushes of others stay, for a later step;
     - `same`: all workers say this, in lockstep, and have to say the same;
-    - `undo`: the step can be undone until the next;
-    - `came`: gradients that are in it, and samples, of the part `of` an epoch (its number, and that of the first batch): for the journal.
+    - `undo`: the step can be undone until the next.
     """
 
     optimizer: Index
@@ -129,8 +128,6 @@ class CloseStep(Request[Acknowledged], kind="close"):
     keep: bool = False
     same: bool = False
     undo: bool = False
-    of: tuple[int, int] | None = None
-    came: tuple[CountedGradient, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,9 @@ TakeSamples      the worker's next samples, when there are      PauseDealing    
 CompleteTurn     a turn is over: once the next may begin        ListBehind          the workers waited for
 ArriveAtStep     once it is decided which make the step         ListNotArrived      the workers waited for in a step
 GatherStep       once it is decided in which step it is         PostNote            a note to the first worker
-                 (or that the worker goes on)                   ResumeSchedule      after a loss: go on from there
+                 (or that the worker goes on)                   LoseWorkers         go on with the living alone
+
+A request that comes again, as its worker was interrupted by a loss, does nothing twice, and is answered as before.
 """
 
 from __future__ import annotations
@@ -56,9 +58,10 @@ class Samples(Message):
 
 @dataclass(frozen=True)
 class TakeSamples(Request[Samples], kind="take"):
-    """Take the next samples, at most so many."""
+    """Take the next samples, at most so many: piece `number` of this worker, from 1 on."""
 
     most: int
+    number: int
 
 
 @dataclass(frozen=True)
@@ -82,11 +85,12 @@ class StepsDecided(Message):
 class CompleteTurn(Request[StepsDecided], kind="tick"):
     """Complete turn `clock`, and wait until the next may begin: at most `bound` turns ahead of the slowest.
 
-    `dropped`: its samples are in no step.
+    `dropped`: its samples are in no step; `carried`: not yet, as no optimizer has stepped.
     """
 
     clock: int
     dropped: bool
+    carried: bool
     bound: float
 
 
@@ -107,24 +111,10 @@ class ListBehind(Request[MissingWorkers], kind="behind"):
 
 @dataclass(frozen=True)
 class Contribution(Message):
-    """What a worker says of the gradient that it comes with: the `part` of a global batch in it, and the settings of all groups.
-
-    Where losses are survived, also which of its gradients it is, from 1 on, and the samples in it.
-    """
+    """What a worker says of the gradient that it comes with: the `part` of a global batch in it, and the settings of all groups."""
 
     part: float
     settings: tuple[tuple[int, Mapping[str, Any]], ...]
-    number: int | None = None
-    pieces: tuple[Piece, ...] | None = None
-
-
-@dataclass(frozen=True)
-class CountedGradient(Message):
-    """A gradient that is in a step: of which worker, its number there, and the samples in it."""
-
-    worker: int
-    number: int
-    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
@@ -132,8 +122,7 @@ class StepAssignment(Message):
     """The step that a gradient is in, and who makes it: the workers, the `settings` of the first, and the sum of their `parts`.
 
     `late`: it is too late, and `step` the last that was decided. `is_open`: the worker goes on before it is made, and `step` is the last
-    one before. `mine`: this worker has it made. `came`: where losses are survived, the gradients in it. `slowest`: turns that all have
-    completed.
+    one before. `mine`: this worker has it made. `slowest`: turns that all have completed.
     """
 
     step: int
@@ -143,7 +132,6 @@ class StepAssignment(Message):
     workers: tuple[int, ...] = ()
     parts: float = 0.0
     settings: tuple[tuple[int, Mapping[str, Any]], ...] = ()
-    came: tuple[CountedGradient, ...] | None = None
     slowest: int = 0
 
 
@@ -161,13 +149,12 @@ class ArriveAtStep(Request[StepAssignment], kind="arrive"):
 class GatherStep(Request[StepAssignment], kind="gather"):
     """Come with gradient `number` of this worker to whichever step of an optimizer is next.
 
-    `bound` as in `CompleteTurn`. `alone`: it makes a step by itself, at once. `may_go_on`: a late worker may go on before it is made.
+    `bound` as in `CompleteTurn`. `may_go_on`: a late worker may go on before it is made.
     """
 
     optimizer: Index
     number: int
     bound: float
-    alone: bool
     may_go_on: bool
     contribution: Contribution
 
@@ -206,7 +193,15 @@ class PostNote(Request[Notes], kind="post"):
 
 
 @dataclass(frozen=True)
-class ResumeSchedule(Request[Acknowledged], kind="resume"):
-    """Go on from this state (`RecoveryState.dump`, as uint8) after a loss."""
+class LostWork(Message):
+    """What went with lost workers: `steps` (optimizer, step) that they alone were to make, and how many samples nobody takes any more."""
 
-    state: Tensor
+    steps: tuple[tuple[int, int], ...]
+    samples: int
+
+
+@dataclass(frozen=True)
+class LoseWorkers(Request[LostWork], kind="lose"):
+    """Go on with these workers alone, the `living`: what others had under way is dealt again."""
+
+    living: tuple[int, ...]

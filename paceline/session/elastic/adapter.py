@@ -72,7 +72,7 @@ class ElasticRun:
         self._context, self._prepared, self._loop, self._own, self._comparer = context, prepared, loop, own, comparer
         self._records, self._view, self._tally, self._leaving, self._replicate = records, view, tally, leaving, replicate
         assert own.abilities.recoverable is not None
-        self._recoverable, self._remote, self._keeping = own.abilities.recoverable, own.abilities.remote, own.abilities.keeping
+        self._recoverable, self._remote = own.abilities.recoverable, own.abilities.remote
         self.buddies = BuddyReplication(context, own.abilities.unreplicated, loop, replicate)
 
     def regroup(self, founded: ViewGroups) -> None:
@@ -122,9 +122,6 @@ class ElasticRun:
 
     def servers_lost(self) -> list[str]:
         return [name for keeper in keepers(self._own, self._prepared) for name in keeper.take_lost()]
-
-    def servers_begun(self) -> list[str]:
-        return [] if self._keeping is None else self._keeping.servers_begun()
 
     def join_info(self) -> Any:
         return {"sync": self._recoverable.join_info(), "tables": self._prepared.tables.join_info(), "leaving": self._leaving.join_info()}

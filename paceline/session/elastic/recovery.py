@@ -87,10 +87,6 @@ class SurvivingRun(WholeState, Protocol):
         """Return the names of the servers lost since the last call."""
         ...
 
-    def servers_begun(self) -> list[str]:
-        """Return the names of servers that have begun in place of lost ones, where all workers met for it."""
-        ...
-
     def join_info(self) -> Any:
         """Return what a joining worker has to know of what the strategy exchanges."""
         ...
@@ -191,8 +187,7 @@ class Recovery:
     def _say(self, seconds: float, error: PacelineError) -> None:
         before, self._before = self._before, self.members
         gone = [str(rank) for rank, member in enumerate(before) if member not in self.members]
-        others = " and ".join(f"{name} has begun" for name in self._heart.servers_begun()) or f"a connection broke ({error})"
-        who = _lost(gone, self._heart.servers_lost()) or others
+        who = _lost(gone, self._heart.servers_lost()) or f"a connection broke ({error})"
         workers = f"{len(self.members)} worker{'s' * (len(self.members) > 1)}"
         self._heart.lost(f"{who}: {workers} went on after {seconds:.2f} s (view {self.view}){self._heart.fates(before)}")
 

@@ -21,8 +21,10 @@ from torch.optim import Optimizer
 from paceline.comm.sample_queue import SampleQueue
 from paceline.errors import UsageError
 from paceline.server.endpoints import ServerEndpoints
+from paceline.server.protocol.message import call
 from paceline.server.protocol.parameters import PlanShard
 from paceline.server.protocol.plans import write
+from paceline.server.protocol.recovery import DiscardPushes
 from paceline.sync.base import Slot
 from paceline.sync.context import SyncContext
 from paceline.sync.parameterserver import transfer
@@ -139,8 +141,8 @@ class ParameterServerSync:
         """Let the next steps be clipped by the norm of the gradients that make them, and return that norm."""
         link = self.link
         numbers = covered(parameters, link.slots, [owner for owner, _ in link.layout.owners])
-        link.clips.update(dict.fromkeys(numbers, PendingClip(numbers, max_norm, norm_type)))
-        return torch.tensor(link.clip_by(link.clips[numbers[0]], self.consistency.norms(numbers, norm_type, max_norm)))
+        asked = PendingClip(numbers, max_norm, norm_type)
+        return torch.tensor(link.clip_by(asked, self.consistency.norms(numbers, norm_type, max_norm)))
 
     def commit(self) -> None:
         self.link.codec.commit()
@@ -158,6 +160,8 @@ class ParameterServerSync:
         if link.free and link.slots and sample_queue is not None and sample_queue.open:
             sample_queue.rest()
             agreement.meet("servers rest")  # from here on no worker pushes
+            if self.context.survives and self.context.group.rank == 0:  # what lost workers had pushed
+                agreement.lasting(lambda: [call(caller, DiscardPushes(), link.seconds) for caller in link.callers])
             agreement.lasting(lambda: link.catch_up({}))
             agreement.meet("servers are read")  # no worker pushes again before all have read
 
@@ -201,9 +205,6 @@ class ParameterServerSync:
     def copies(self) -> ServerReplication | None:
         recovery = self.consistency.recovery
         return None if recovery is None or self._endpoints is None else recovery.copies
-
-    def servers_begun(self) -> list[str]:
-        return [] if self.consistency.recovery is None else self.consistency.recovery.take_begun()
 
     def facts(self) -> list[dict[str, Any]]:
         """Return what each server has done so far, for the summary."""

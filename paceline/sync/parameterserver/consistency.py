@@ -7,12 +7,11 @@
     Asynchronous       each applies what it has pushed as a step of its own    no worker waits
 
 In all but the first each worker takes its samples when it is ready for them (`sample_queue`). Where losses are survived a model has a
-recovering part (`recovery`), and a loss in the middle of a step leaves no doubt whether that was made.
+recovering part (`recovery`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
@@ -174,20 +173,9 @@ class BulkSynchronous:
 class Asynchronous(ScheduledSteps):
     """Asynchronous: each gradient is a step of its own."""
 
-    def _ask(self, number: int, *, may_go_on: bool) -> StepAssignment:
-        gradient = self._gradient(number)
-        return self._call(number, gradient, 0, partial(GatherStep, Index(number), gradient, math.inf, True, False))
-
-    def _weigh(self, found: StepAssignment) -> tuple[float, float, bool]:
-        return 1.0, found.parts, True  # a gradient is pushed unweighted
-
     def _step(self, number: int) -> None:
-        """Step at once where nothing can be lost: nobody has to decide on the step, nor to write it down."""
-        if self.recovery is not None:
-            super()._step(number)
-            return
-        link = self._link
-        units, step = link.settle(number, wait=False), link.steps_taken[number] + 1
+        link, step = self._link, self._gradient(number)
+        units = link.settle(number, wait=False)
         factor, part = link.factors.get(number, 1.0), link.context.step_state.share_of_step
         settings = tuple(enumerate(optimizers.settings(link.optimizers[number])))
         applied = link.everywhere(number, ApplyGradient(Index(number), step, factor, part, settings))
@@ -196,7 +184,7 @@ class Asynchronous(ScheduledSteps):
         for sent in applied:
             sent.wait(link.seconds)
         link.take_in(units, reads)
-        link.steps_taken[number] = step
+        link.steps_taken[number] += 1
 
     def _norm_of_step(self, number: int, kind: float, limit: float, *, may_go_on: bool) -> float:
         return self._link.norm([number], kind)
@@ -220,7 +208,7 @@ class StaleSynchronous(ScheduledSteps):
 
     def _gather(self, number: int, gradient: int, *, may_go_on: bool) -> StepAssignment:
         """Ask in which step a gradient is; with `may_go_on` it may be open still."""
-        return self._call(number, gradient, 0, partial(GatherStep, Index(number), gradient, self._bound, False, may_go_on))
+        return self._call(number, gradient, 0, partial(GatherStep, Index(number), gradient, self._bound, may_go_on))
 
     def _close(self, number: int, found: StepAssignment, *, read: bool = True) -> None:
         if found.is_open:
@@ -265,8 +253,7 @@ class StaleSynchronous(ScheduledSteps):
         known = min(self._known.get(number, 0) for number in range(len(link.optimizers)))
         if sample_queue.clock - known <= self._bound:
             return
-        made = sample_queue.go()
-        steps = made if self.recovery is None else {}  # with it, who has gone on from a step has had it made
+        steps = sample_queue.go()
         link.context.agreement.lasting(lambda: link.catch_up(steps))
         for number, step in steps.items():
             self._rows.go(number, step)
@@ -294,7 +281,7 @@ class BackupWorkers(ScheduledSteps):
     def _skip(self, number: int, step: int) -> None:
         link, units = self._link, self._link.units(number)
         reads = link.ask_for(units, step)
-        self._late = (True if self.recovery is None else self.recovery.skip(number, step)) or self._late
+        self._late = True
         link.take_in(units, reads, stepped=False)
         link.steps_taken[number] = step
         self._rows.go(number, step)

@@ -37,7 +37,6 @@ class ServerLink:
         self.optimizers: list[Optimizer] = []
         self.steps_taken: list[int] = []
         self.factors: dict[int, float] = {}  # of optimizers whose next step is clipped
-        self.clips: dict[int, PendingClip] = {}  # the clips that these optimizers wait for
         self.layout = UnitLayout([], [], 1, 1)
         self.connections = ReplicaConnections(timings=context.timings.servers)
         self.codec = PushPullCodec(context, options.codec)
@@ -135,7 +134,11 @@ class ServerLink:
         step = self.steps_taken[unit.optimizer] + 1
         turn, keep = self.context.step_state.turn, not self.lockstep and not self.drops
         push = PushGradient(unit.number, step, turn, used, keep, self.drops, sent)
-        unit.sent.extend(send(caller, push, self.seconds) for caller in self.connections.of[unit.server])
+        try:
+            unit.sent.extend(send(caller, push, self.seconds) for caller in self.connections.of[unit.server])
+        except LOSSES:
+            unit.forget()
+            raise
 
     def _await(self, units: Sequence[TransferUnit]) -> None:
         """Wait until what was pushed of these units has arrived."""
@@ -173,6 +176,11 @@ class ServerLink:
         for unit in self.layout.units:
             unit.forget()
 
+    def arrived(self) -> None:
+        """Note that what was pushed has arrived: after a loss no answer comes any more."""
+        for unit in self.layout.units:
+            unit.sent.clear()
+
     # ---- servers are told, and asked
 
     def everywhere(self, optimizer: int, request: Request[R], *, ask: bool = False) -> list[SentRequest[R]]:
@@ -206,9 +214,9 @@ class ServerLink:
         with torch.no_grad():
             for unit, sent in zip(units, asked, strict=True):
                 unit.give(self.slots, sent.wait(self.seconds).values)
+        self._await(units)
         for unit in units:
             unit.pushed.clear()
-        self._await(units)
         self.codec.over(units, stepped=stepped)
 
     def catch_up(self, steps: Mapping[int, int]) -> None:
@@ -225,5 +233,5 @@ class ServerLink:
     def clip_by(self, asked: PendingClip, norms: Sequence[float]) -> float:
         """Let the steps still to come be clipped by these norms of all parts, and return the norm of the whole."""
         total, factor = asked.shrink(norms)
-        self.factors |= {number: factor for number in asked.numbers if self.clips.get(number) is asked}
+        self.factors |= dict.fromkeys(asked.numbers, factor)
         return total

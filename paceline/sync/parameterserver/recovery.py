@@ -7,46 +7,29 @@ In lockstep a step is settled once the gradients of all are where they have to b
       the turn is dealt again                                       the lost one had pushed
       a server is lost here: the same                               lost here: its copies have all of it
 
-Where workers are not in lockstep, a loss is a meeting of all the living, after which everything goes on:
+Where workers are not in lockstep servers have no copies, and a lost one ends the run. So the scheduler lives, and each request may come
+twice: whoever was interrupted by the loss of a worker asks again. The scheduler deals again what that had under way. A step that it was to
+make with others they make, with its gradient; one that it was to make alone is left out. So its last samples may count twice.
 
-    push to all copies, acknowledged  |  who makes step n: the scheduler  |  close n on all copies, acknowledged  |  read
-      a loss here: pushed again            a loss here: pushed again          a loss here: n was made if any server   here: n was made
-                                                                              that lives has made it
-
-A worker goes on from a step once all servers have made it, so what a lost server alone had made nobody has built on. In the meeting
-
-    workers say     their clock, the pieces that they have taken      servers say     the steps that they have made
-    the first       has each server make the steps that another has made; what was pushed beyond is discarded on all of them; the
-                    scheduler, on whichever server is first now, is told where all are (`reconcile`), and what no step has is dealt again
-    each worker     knows then whether its gradient is in a step, and pushes it again if it isn't: nothing is computed twice
-
-A copy that was started in the place of a lost server is given what the others have between two steps, or in such a meeting.
+A copy that was started in the place of a lost server is given what the others have between two steps.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import Any, Protocol
-
-import msgpack
+from dataclasses import replace
+from typing import Protocol
 
 from paceline.comm.agreement import CallDiscarded
-from paceline.comm.rpc import RpcClient
 from paceline.errors import LOSSES, StateLost
-from paceline.server.journal import load_closes, merged
-from paceline.server.protocol.message import Index, R, Request, call, send
-from paceline.server.protocol.parameters import AwaitStep, CloseStep
-from paceline.server.protocol.recovery import DiscardPushes, DropSamples, FenceWorkers, ReadClosedSteps, RollBackSteps
-from paceline.server.protocol.samples import ResumeSchedule
+from paceline.server.protocol.message import Index, call
+from paceline.server.protocol.parameters import CloseStep
+from paceline.server.protocol.recovery import RollBackSteps, SkipStep
+from paceline.server.protocol.samples import LoseWorkers
 from paceline.server.protocol.service import CheckAlive
-from paceline.server.reconcile import WorkerReport, latest, stand
 from paceline.sync.parameterserver.link import ServerLink
 from paceline.sync.parameterserver.replication import ServerReplication
 from paceline.sync.parameterserver.sample_queue import SampleQueueClient
-from paceline.sync.parameterserver.units import packed
 
 
 class ServerRecovery(Protocol):
@@ -55,10 +38,6 @@ class ServerRecovery(Protocol):
     @property
     def copies(self) -> ServerReplication:
         """The replication of the servers."""
-        ...
-
-    def take_begun(self) -> list[str]:
-        """Return the names of the copies that have begun in a meeting since the last call."""
         ...
 
 
@@ -133,107 +112,24 @@ class LockstepRecovery:
         """Go on with the workers and servers that are left. Collective. Raises `StateLost` where no copy of a shard is left."""
         self.copies.survey(self._link.context)
 
-    def take_begun(self) -> list[str]:
-        return []  # nobody came together for them
-
 
 class QueueRecovery:
     """The recovering part where workers are not in lockstep, and take their samples from a queue."""
 
     def __init__(self, link: ServerLink, copies: ServerReplication, sample_queue: SampleQueueClient) -> None:
         self._link, self.copies, self._sample_queue = link, copies, sample_queue
-        self._begun: list[str] = []  # copies that have begun, as they are called
-        self._counted: dict[int, int] = {}  # by optimizer: my last gradient that was in a step when somebody was lost last
-        self._made: list[int] = []  # by optimizer: the steps that had been made then
-
-    # ---- a step
-
-    def made(self, number: int, gradient: int) -> int | None:
-        """Return the last step of an optimizer, if this gradient of mine was in one at the last loss; else None."""
-        return self._made[number] if self._counted.get(number, 0) >= gradient else None
-
-    def skip(self, number: int, step: int) -> bool:
-        """Wait until all copies have made a step that I was too late for; return whether its samples are left out of all steps.
-
-        Servers write those down as dropped.
-        """
-        link, pieces = self._link, self._sample_queue.pieces()
-        for sent in link.everywhere(number, AwaitStep(Index(number), step)):
-            sent.wait(link.seconds)
-        if pieces:
-            self._tell_all(DropSamples(self._sample_queue.part[0], tuple((batch, start, stop) for batch, start, stop in pieces)))
-        return bool(pieces)
-
-    def has_begun(self) -> bool:
-        """Whether a copy that I start has begun, and is to be taken in."""
-        return self.copies.waits and bool(self.copies.begun())
-
-    # ---- losses
 
     def regroup(self) -> None:
-        """Go on after workers have changed, servers were lost, or copies have begun. Collective; may begin anew at any place.
-
-        Raises `StateLost` where no copy of a shard is left.
-        """
-        link, group = self._link, self._link.context.group
+        """Go on after workers have changed. Collective. Raises `StateLost` where a server was lost."""
+        link = self._link
         link.connections.follow(link.context.cancel_scope)
-        link.release()
-        link.factors.clear()
-        self.copies.survey(link.context)
-        mine = {"report": asdict(self._sample_queue.report()), "begun": self.copies.begun()}
-        answers = [json.loads(body) for body in group.agree(json.dumps(mine).encode())]
-        begun = [found for each in answers for found in each["begun"]]
-        reports = {worker: WorkerReport.load(each["report"]) for worker, each in zip(link.workers, answers, strict=True)}
-        first = next(rank for rank, worker in enumerate(link.workers) if (reports[worker].part, reports[worker].times) == latest(reports))
-        body = msgpack.packb(self._settle(reports, begun)) if group.rank == first else b""
-        found = msgpack.unpackb(group.agree(body)[first], strict_map_key=False)
-        self._made, gradients, filled, clocks, nobodys = found
-        self._begun += self.copies.take_in(begun, filled)
-        me = self.copies.me
-        self._counted = {optimizer: numbers.get(me, 0) for optimizer, numbers in enumerate(gradients)}
-        self._sample_queue.resume(clocks[me])
-        if nobodys and group.rank == 0:
-            link.context.announce(
-                f"{nobodys} samples of epoch {self._sample_queue.part[0]} were lost with a worker, when all others had ended it"
-            )
-
-    def _settle(self, reports: Mapping[int, WorkerReport], begun: Sequence[Any]) -> list[Any]:
-        """Bring all servers to the same steps, and the scheduler to where workers are.
-
-        Returns steps, gradients, the copies that were filled, clocks, and how many samples nobody will take.
-        """
-        link = self._link
-        heads = self._tell_all(FenceWorkers(tuple(link.workers)))
-        steps = {caller: head.steps for caller, head in heads.items()}
-        for optimizer in range(len(link.optimizers)):
-            self._even(optimizer, steps)
-        ledgers = self._tell_all(DiscardPushes())
-        journal = merged(ledgers[caller].packed.numpy().tobytes() for caller in link.callers)
-        made = [max(found[optimizer] for found in steps.values()) for optimizer in range(len(link.optimizers))]
-        standing = stand(reports, self._sample_queue.sizes, journal, made, gathers=not link.drops)
-        call(link.callers[0], ResumeSchedule(packed(standing.dump())), link.seconds)
-        filled = self.copies.fill(begun)
-        return [made, standing.gradients, filled, standing.clocks, standing.nobodys]
-
-    def _tell_all(self, request: Request[R]) -> dict[RpcClient, R]:
-        seconds = self._link.seconds
-        sent = [send(caller, request, seconds) for caller in self._link.connections.callers]
-        return {one.caller: one.wait(seconds) for one in sent}
-
-    def _even(self, optimizer: int, steps: Mapping[RpcClient, Sequence[int]]) -> None:
-        """Let each server that keeps parameters of an optimizer make the steps that another has made."""
-        link = self._link
-        shards = {unit.server for unit in link.units(optimizer)}
-        callers = [caller for shard in shards for caller in link.connections.of[shard]]
-        ahead = max(callers, key=lambda caller: steps[caller][optimizer])
-        for caller in callers:
-            lacks = steps[caller][optimizer]
-            if lacks == steps[ahead][optimizer]:
-                continue
-            closed = call(ahead, ReadClosedSteps(Index(optimizer), lacks), link.seconds)
-            for close in load_closes(closed.packed.numpy().tobytes()):
-                call(caller, close, link.seconds)
-
-    def take_begun(self) -> list[str]:
-        found, self._begun = self._begun, []
-        return found
+        self.copies.survey(link.context)  # all that I have sent has arrived
+        link.arrived()
+        self._sample_queue.resume()
+        if link.context.group.rank == 0:
+            lost = call(link.callers[0], LoseWorkers(tuple(link.workers)), link.seconds)
+            for optimizer, step in lost.steps:
+                link.everywhere(optimizer, SkipStep(Index(optimizer), step))  # it may have to wait for steps of the living
+            if lost.samples:
+                epoch = self._sample_queue.part[0]
+                link.context.announce(f"{lost.samples} samples of epoch {epoch} were lost with a worker, when all others had ended it")

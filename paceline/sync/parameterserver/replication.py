@@ -5,7 +5,6 @@
     then                  it counts
     a host leaves         the same for what only its servers keep; once those copies count, its servers don't any more, and it goes
 
-When that is differs: between two steps (`renew`), or in a meeting of all workers (`recovery`).
 Some workers may have come further than others when the next server is lost: so all also say which copies they start, which have been
 taken in, and which servers have left.
 """
@@ -38,8 +37,8 @@ Fill = Callable[[int, RpcClient], Iterator[None]]  # fills a copy of this shard,
 def gone(names: Collection[str]) -> StateLost:
     """Return the error for servers of whose data no copy is left."""
     return StateLost(
-        f"{' and '.join(names)}: gone, and nobody else has what was kept there; resume from a checkpoint (with replicas=2 a copy "
-        "on another host goes on)"
+        f"{' and '.join(names)}: gone, and nobody else has what was kept there; resume from a checkpoint, as --restarts does without "
+        "--min-workers (in lockstep replicas=2 has a copy on another host go on)"
     )
 
 
@@ -167,12 +166,8 @@ class ServerReplication:
         except (*LOSSES, DeadlineExceeded):
             yield False
 
-    def fill(self, servers: Iterable[Any]) -> list[int]:
-        """Fill these new copies at once, and return the numbers of those that live."""
-        return [number for number, found in servers if found and all(self.filling(found))]
-
-    def take_in(self, servers: Iterable[Any], filled: Collection[int]) -> list[str]:
-        """Let the filled copies count from now on, and return their names."""
+    def take_in(self, servers: Iterable[Any], filled: Collection[int]) -> None:
+        """Let the filled copies count from now on."""
         self._taken = [[number, found] for number, found in servers if found and number in filled]
         for number, found in self._taken:
             self._count(number, found)
@@ -181,7 +176,6 @@ class ServerReplication:
             if (early := self._early.pop(number, None)) is not None:
                 early.close()
             self.context.announce(f"a copy of a {self.kind}, to replace one that was lost or leaves, could not begin: there is one less")
-        return self._connections.names(filled)
 
     def _count(self, number: int, found: Any) -> None:
         """Let a copy count, unless it does already, or has been lost since."""

@@ -1,26 +1,21 @@
 """One worker's end of the sample queue: what it asks the scheduler on the first server for, samples and whether to go on.
 
-    taken     | piece 4 | piece 6 | piece 7 |     the oldest is that of the turn under way; a tick takes it away
-    carried   | piece 1 | piece 3 |               turns that are over, whose gradients are in no step yet (accumulated by hand)
+    take 4   take 6   take 7   tick   take 9   tick     each tick is for the oldest piece, whose turn is over then
 
-The queue outlives the scheduler where losses are survived: each call is begun anew after a loss, and does nothing twice.
+Where losses are survived each call is begun anew after one, and does nothing twice.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import TypeVar
 
 import torch
 
-from paceline.comm.rpc import RpcClient
 from paceline.errors import PacelineError
-from paceline.server.journal import Part
 from paceline.server.protocol.message import R, Request, SentRequest, call, send
 from paceline.server.protocol.samples import (
     Clock,
@@ -35,12 +30,12 @@ from paceline.server.protocol.samples import (
     StepsDecided,
     TakeSamples,
 )
-from paceline.server.reconcile import NONE, WorkerReport
-from paceline.server.spans import SampleSpan
+from paceline.server.scheduler import Part
 from paceline.sync.parameterserver.link import ServerLink
 from paceline.sync.parameterserver.units import letters, packed
 
 T = TypeVar("T")
+NONE: Part = (-1, -1)
 
 
 class SampleQueueClient:
@@ -51,18 +46,15 @@ class SampleQueueClient:
         self.clock = 0  # turns that are over
         self.open = False  # an epoch is under way
         self.part: Part = NONE
-        self.sizes: list[int] = []  # of the batches in it
-        self.taken: deque[SampleSpan] = deque()
         self.times = 0  # how many times this part of an epoch was resumed after all had paused
         self.paused = False  # all workers have stopped taking pieces, to meet
         self._asked: Part = NONE  # the part in which this worker asked for a pause
-        self._carried: list[SampleSpan] = []
+        self._taken = 0  # pieces
         self._stepped = False  # an optimizer has stepped in this turn
-        self._left = self._stopped = False
+        self._left = False
         self._owes = False  # a turn is over, and this worker may not begin the next yet
-        self._tick = CompleteTurn(0, False, math.inf)  # what the scheduler is told of my last turn
+        self._tick = CompleteTurn(0, False, False, math.inf)  # what the scheduler is told of my last turn
         self._going: SentRequest[StepsDecided] | None = None  # the request that is answered when it may
-        self._scheduler: RpcClient | None = None
         self._had = self._letters = 0  # how many letters came last, and how many were sent
 
     def _lasting(self, act: Callable[[], T]) -> T:
@@ -87,23 +79,19 @@ class SampleQueueClient:
 
         self.go()
         self.clock = self._lasting(act).clock
-        self.part, self.times, self.sizes, self.open = (epoch, first), times, list(sizes), True
-        self.taken.clear()
-        self._carried.clear()
+        self.part, self.times, self.open = (epoch, first), times, True
         self._stepped = self._left = self.paused = False
 
     def take(self, most: int) -> tuple[int, int, int] | None:
         link = self._link
 
         def act() -> Samples:
-            return link.wait(send(link.callers[0], TakeSamples(most), link.seconds), "the next batch", ListBehind())
+            return link.wait(send(link.callers[0], TakeSamples(most, self._taken + 1), link.seconds), "the next batch", ListBehind())
 
         found = self._wait(act)
         self._left, self.paused = found.over, found.paused
-        if found.piece is None:
-            return None
-        self.taken.append(SampleSpan(*found.piece))
-        return self.taken[-1]
+        self._taken += found.piece is not None
+        return found.piece
 
     def leave(self) -> None:
         link = self._link
@@ -123,13 +111,8 @@ class SampleQueueClient:
             self._asked = self.part
             self._call(PauseDealing())
 
-    def pieces(self) -> list[list[int]]:
-        """Return the samples in the gradients of the next step; for several steps in a turn, those of the first, which counts."""
-        return [] if self._stepped else [list(piece) for piece in [*self._carried, *[*self.taken][:1]]]
-
     def stepped(self) -> None:
-        """Note that the samples of `pieces` are in a step, or were left out."""
-        self._carried.clear()
+        """Note that an optimizer has stepped: samples of this turn, and of those before it, are in a step, or were left out."""
         self._stepped = True
 
     # ---- turns
@@ -140,11 +123,9 @@ class SampleQueueClient:
         `dropped`: the samples of the piece are in no step.
         """
         self.go()
-        piece = self.taken.popleft()
-        self._carried += [] if self._stepped else [piece]
-        self._stepped = False
         self.clock, self._owes = self.clock + 1, True
-        self._tick = CompleteTurn(self.clock, dropped, bound)
+        self._tick = CompleteTurn(self.clock, dropped, not self._stepped, bound)
+        self._stepped = False
         self._lasting(self._send)
 
     def _send(self) -> None:
@@ -177,7 +158,6 @@ class SampleQueueClient:
     def post(self, body: bytes, *, stop: bool = False) -> list[tuple[int, bytes]]:
         link = self._link
         self._letters += bool(body)
-        self._stopped = self._stopped or stop
 
         def act() -> Notes:
             collect = link.context.group.rank == 0
@@ -193,18 +173,6 @@ class SampleQueueClient:
         """Take up how often the part of the epoch was resumed, as the others count it."""
         self.times = times
 
-    def report(self) -> WorkerReport:
-        """Return where this worker is."""
-        taken, carried = ([list(piece) for piece in pieces] for pieces in (self.taken, self._carried))
-        return WorkerReport(
-            self.part, self.times, self.open, self._left, self.clock, self._owes, taken, carried, self._stopped, self.paused
-        )
-
-    def resume(self, clock: int) -> None:
-        """Go on at this clock, as the scheduler knows where all workers are."""
-        if self._scheduler is not self._link.callers[0]:
-            self._scheduler, self._had = self._link.callers[0], 0
-        self.clock, self._going = clock, None
-        if self._owes:
-            self._tick = replace(self._tick, clock=clock)
-            self._send()
+    def resume(self) -> None:
+        """Go on after a loss, in which what was asked has been forgotten here."""
+        self._going = None

@@ -5,19 +5,18 @@
     scheduler                      | this step, by these workers; or too late             | the next turn may begin
 
 Models differ in what they ask the scheduler, and in what a late worker does (`consistency`). Where losses are survived, each call is begun
-anew after one: a step that is decided stays so, and a server that has made it doesn't make it twice.
+anew after one: a gradient that is pushed again replaces the first, a step that is decided stays so, and a server makes it once.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.errors import ServerLost, UsageError
+from paceline.errors import UsageError
 from paceline.server import optimizers
 from paceline.server.protocol.message import Index, Request, send
 from paceline.server.protocol.parameters import CloseStep, ReadNorm
@@ -40,7 +39,6 @@ class ScheduledSteps:
         self.recovery: QueueRecovery | None = None
         self._count: dict[int, int] = {}  # by optimizer: how many gradients of this worker are in steps, or were left out
         self._decided: dict[int, StepAssignment] = {}  # by optimizer: the decision on its next step, where that has been asked for
-        self._norms: dict[int, float] = {}  # by optimizer: of its step in this turn, where it is clipped
         self._late = False  # in this turn, for any optimizer
 
     def survive(self, copies: ServerReplication) -> None:
@@ -68,8 +66,7 @@ class ScheduledSteps:
         link.context.agreement.lasting(lambda: self._step(number))
         self._count[number] = gradient
         self._decided.pop(number, None)
-        for known in (link.factors, link.clips):
-            known.pop(number, None)
+        link.factors.pop(number, None)
         self.sample_queue.stepped()
 
     def _gradient(self, number: int) -> int:
@@ -77,24 +74,12 @@ class ScheduledSteps:
         return self._count.get(number, 0) + 1
 
     def _step(self, number: int) -> None:
-        link, made = self._link, self._made_by_others(number)
-        if made is not None:
-            units = link.units(number)
-            link.take_in(units, link.ask_for(units, made))
-            link.steps_taken[number] = made
-            return
-        if number in link.clips and number not in link.factors:
-            self._clip_again(number)
         found = self._decide(number)
-        link.settle(number)  # raises if p.grad has been changed since run.clip
+        self._link.settle(number)  # raises if p.grad has been changed since run.clip
         if found.late:
             self._skip(number, found.step)
         else:
             self._close(number, found)
-
-    def _made_by_others(self, number: int) -> int | None:
-        """Return the last step, where my gradient is in one that others have made, as was found at the last loss."""
-        return None if self.recovery is None else self.recovery.made(number, self._gradient(number))
 
     def _decide(self, number: int, *, may_go_on: bool = True) -> StepAssignment:
         """Ask which step I am in, and who makes it. `may_go_on`: before it is made, if I am late and the model allows that."""
@@ -113,9 +98,6 @@ class ScheduledSteps:
         """Come to the scheduler with this gradient, and wait until it is decided in which step of an optimizer it is."""
         link, part = self._link, self._link.context.step_state.share_of_step
         contribution = Contribution(part, tuple(enumerate(optimizers.settings(link.optimizers[number]))))
-        if self.recovery is not None:
-            pieces = tuple((batch, start, stop) for batch, start, stop in self.sample_queue.pieces())
-            contribution = replace(contribution, number=gradient, pieces=pieces)
         with link.connections.waiting():
             sent = send(link.callers[0], come(contribution), link.seconds)
             return link.wait(sent, f"optimizer.step {gradient}", ListNotArrived(Index(number), step))
@@ -130,8 +112,6 @@ class ScheduledSteps:
         divisor, part, keep = self._weigh(found)
         factor, turn = link.factors.get(number, 1.0) / divisor, link.context.step_state.step
         close = CloseStep(Index(number), step, turn, found.workers, factor, found.settings, decided=True, part=part, keep=keep)
-        if self.recovery is not None:
-            close = replace(close, came=found.came, of=self.sample_queue.part)
         closes, reads = link.everywhere(number, close), link.ask_for(units, step)
         closes += self._rows.close(number, step, found, part)
         for sent in closes:
@@ -150,12 +130,8 @@ class ScheduledSteps:
         return self._link.context.agreement.lasting(lambda: self._ask_norms(numbers, kind, limit))
 
     def _ask_norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
-        for number in numbers:
-            if self._made_by_others(number) is not None:
-                self._norms[number] = self._link.norm([number], kind)
-            else:  # several are waited for: none goes on before its step is made
-                self._norms[number] = self._norm_of_step(number, kind, limit, may_go_on=len(numbers) == 1)
-        return [self._norms[number] for number in numbers]
+        alone = len(numbers) == 1  # several are waited for: none goes on before its step is made
+        return [self._norm_of_step(number, kind, limit, may_go_on=alone) for number in numbers]
 
     def _norm_of_step(self, number: int, kind: float, limit: float, *, may_go_on: bool) -> float:
         """Return the norm of the gradients that make the step; of mine, where I am too late."""
@@ -169,13 +145,6 @@ class ScheduledSteps:
         norms = [sent.wait(link.seconds).norm for sent in asked]
         return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), kind)) / found.parts
 
-    def _clip_again(self, number: int) -> None:
-        """Clip by the norm of the workers that make the step now, after a loss. A step already made with this clip keeps its norm."""
-        clips = self._link.clips
-        asked = clips[number]
-        self._ask_norms([other for other in asked.numbers if clips.get(other) is asked], asked.kind, asked.most)
-        self._link.clip_by(asked, [self._norms[other] for other in asked.numbers])
-
     # ---- the end of a turn, and losses
 
     def commit(self) -> None:
@@ -184,8 +153,6 @@ class ScheduledSteps:
         self.sample_queue.tick(self._bound, dropped=self._late)
         self._late = False
         self._follow()
-        if self.recovery is not None and self.recovery.has_begun():
-            self._link.context.agreement.call_all(ServerLost("a copy of a server has begun"))
 
     def _follow(self) -> None:
         """Wait if I am too far ahead of the slowest."""
@@ -194,5 +161,4 @@ class ScheduledSteps:
 
     def regroup(self) -> None:
         assert self.recovery is not None
-        self._decided.clear()
         self.recovery.regroup()

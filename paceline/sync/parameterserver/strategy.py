@@ -45,8 +45,8 @@ class ParameterServer:
     rate times its part of the global batch; `run.clip` clips it alone.
 
     `replicas=r` keeps each part on r servers, on different hosts if there are enough: what a lost one kept the others have. For runs that
-    go on when something is lost (`paceline run --min-workers`). In lockstep weights are those of a run in which nothing was lost; else
-    each sample of an epoch is in one step all the same, and clocks are over the living.
+    go on when something is lost (`paceline run --min-workers`), in lockstep: weights are those of a run in which nothing was lost. Else a
+    lost server ends the run, and what a lost worker had under way is dealt again to the living.
 
     `codec`: how gradients are written on the way to servers, such as `int8()` or `error_feedback(topk(0.01))`. Parameters come back
     exactly.
@@ -78,6 +78,11 @@ class ParameterServer:
             raise UsageError("backup_workers is for steps that workers take together: leave out staleness, or backup_workers")
         if self.replicas < 1:
             raise UsageError(f"replicas={self.replicas} is no number of servers that keep the same; give 1 (no copies) or more")
+        if self.replicas > 1 and (self.staleness or self.backup_workers):
+            raise UsageError(
+                f"replicas={self.replicas} is for workers in lockstep, and with staleness or backup_workers they are not: leave out "
+                "replicas, and save checkpoints; or leave those out"
+            )
 
     def begin(self, context: SyncContext) -> Sync:
         if context.cut_axes:

@@ -13,7 +13,7 @@ from paceline.server.partition import RowRange
 from paceline.server.protocol.message import call
 from paceline.server.protocol.parameters import FillUnit, LoadMemories, PlanShard, ReadMemories
 from paceline.server.protocol.plans import write
-from paceline.server.protocol.recovery import FenceWorkers, LoadShard, ReadShard
+from paceline.server.protocol.recovery import LoadShard, ReadShard
 from paceline.state.snapshot import loads, pack
 from paceline.sync.base import check_strategy
 from paceline.sync.parameterserver.link import ServerLink
@@ -38,8 +38,6 @@ def copy(link: ServerLink, shard: int, caller: RpcClient) -> Iterator[None]:
     call(caller, PlanShard(packed(write(link.plans[shard]))), link.seconds)
     yield
     call(caller, LoadShard(state.chunks), link.seconds)
-    if link.free:
-        call(caller, FenceWorkers(tuple(link.workers)), link.seconds)
     yield
 
 

@@ -110,10 +110,15 @@ def play(
     return spawn(len(hosts), work)
 
 
+def filled(replacing: ServerReplication, told: list[Any]) -> list[int]:
+    """Fill these, and return the numbers of those that live."""
+    return [number for number, found in told if found and all(replacing.filling(found))]
+
+
 def all_in(replacing: ServerReplication) -> None:
     """Take in what has begun, wherever."""
     told = [found for answer in replacing.context.group.agree(json.dumps(replacing.begun()).encode()) for found in json.loads(answer)]
-    replacing.take_in(told, replacing.fill(told))
+    replacing.take_in(told, filled(replacing, told))
 
 
 @pytest.mark.parametrize("leaving", [["a"], ["c"], ["a", "b"], ["b", "c"]])
@@ -185,13 +190,13 @@ def test_who_has_not_taken_a_copy_in_yet_does_so_after_a_loss(quick: tuple[int, 
     def act(replacing: ServerReplication, pool: Town, ends: Ends) -> Any:
         replacing.relieve(dict(enumerate(HOSTS)), ["a"])
         told = [found for answer in replacing.context.group.agree(json.dumps(replacing.begun()).encode()) for found in json.loads(answer)]
-        filled = replacing.fill(told)
+        alive = filled(replacing, told)
         if replacing.context.group.rank in quick:
-            replacing.take_in(told, filled)
+            replacing.take_in(told, alive)
         ends.dead.append(0)  # or this would be the only one
         replacing.survey(replacing.context)
         if replacing.context.group.rank not in quick:
-            replacing.take_in(told, filled)
+            replacing.take_in(told, alive)
         return sorted(pool.servers), ends.of, replacing.waits
 
     found = play(act, SERVERS)

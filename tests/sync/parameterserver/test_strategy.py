@@ -19,6 +19,9 @@ from paceline.sync.parameterserver.strategy import ParameterServer
         ({"staleness": math.nan}, "is no bound"),
         ({"backup_workers": -1}, "is no number of workers"),
         ({"staleness": 1, "backup_workers": 1}, "leave out staleness, or backup_workers"),
+        ({"replicas": 2, "staleness": 2}, "is for workers in lockstep"),
+        ({"replicas": 2, "staleness": math.inf}, "is for workers in lockstep"),
+        ({"replicas": 2, "backup_workers": 1}, "is for workers in lockstep"),
     ],
 )
 def test_what_can_not_be_asked_for(options: dict[str, Any], why: str) -> None:
