@@ -30,7 +30,7 @@ def test_prepare_says_what_to_do_instead() -> None:
 
 @pytest.mark.parametrize("cut", [pl.pipeline, pl.layers])
 def test_cuts_say_that_the_split_stays(cut: Any) -> None:
-    with pytest.raises(pl.UsageError, match="again=.*start again"):
+    with pytest.raises(pl.UsageError, match=r"again=.*start again"):
         cut(split="auto", again=True)
 
 

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 
 from paceline.comm.agreement import Agreement
 from paceline.comm.group import Group
-from paceline.comm.threads import spawn
 from paceline.data.loader import deal
+from tests.harness.thread_groups import spawn
 
 
 class Queue:
