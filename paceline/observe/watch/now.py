@@ -10,9 +10,8 @@ from typing import Any, Final, Literal
 
 from paceline.observe.facts import read_fields
 from paceline.session.record.folder import PARTS, RunFolder
-from paceline.session.record.live import alive
+from paceline.session.record.live import GONE, alive
 
-GONE: Final = 5.0  # seconds for which nothing has changed, and whoever wrote the file is gone: another worker would have gone on with it
 SILENT: Final = 60.0  # seconds without a word after which that is said, as a step takes less in most runs
 
 State = Literal["waiting", "running", "silent", "gone", "failed", "ended"]

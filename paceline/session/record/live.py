@@ -23,6 +23,7 @@ from paceline.formatting import message
 from paceline.session.record.folder import RunFolder, beside, strict_json
 
 EVENTS: Final = 200  # that are told while a run is under way, the last ones
+GONE: Final = 5.0  # seconds without a change after which a run whose writer is no more has ended: another worker would have gone on
 _LONGEST: Final = 300  # characters of the error that has ended a run
 
 

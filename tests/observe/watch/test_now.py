@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.observe.watch.now import GONE, SILENT, LateRank, NowReader, RunNow
+from paceline.observe.watch.now import SILENT, LateRank, NowReader, RunNow
 from paceline.session.record.folder import RunFolder
-from paceline.session.record.live import LiveRecord
+from paceline.session.record.live import GONE, LiveRecord
 from tests.harness.clocks import Clock
 from tests.harness.live_runs import PARTS, facts
 
