@@ -21,11 +21,11 @@ from typing import NamedTuple
 
 from paceline.bench import probe
 from paceline.cluster import topology_file
-from paceline.cluster.oddities import CROWDED
 from paceline.cluster.topology import Topology
 from paceline.lab import description, kernel
 from paceline.lab.description import Description
 from paceline.lab.hosts import Cluster
+from paceline.unequal.probe.oddities import CROWDED
 
 PAYLOAD = 0.956  # of what is on the wire, as on Ethernet
 LINK_BAR, SPEED_BAR, SECONDS_BAR = 0.10, 0.05, 20.0

@@ -27,11 +27,11 @@ from harness import bootstrap
 
 from paceline.comm.bucket_layout import BucketShape, cut
 from paceline.comm.rpc import RpcClient, keys
-from paceline.server.partition import RowRange
-from paceline.server.protocol.message import Index, call, send
-from paceline.server.protocol.parameters import CloseStep, PlanShard, PullUnit, PushGradient
-from paceline.server.protocol.plans import write
-from paceline.server.shard import ShardPlan
+from paceline.servers.process.partition import RowRange
+from paceline.servers.process.shard import ShardPlan
+from paceline.servers.protocol.message import Index, call, send
+from paceline.servers.protocol.parameters import CloseStep, PlanShard, PullUnit, PushGradient
+from paceline.servers.protocol.plans import write
 
 SECONDS = 60.0
 SECRET, JOB = b"0123456789abcdef", "benchmark"
@@ -72,7 +72,7 @@ class Served:
     """A server with one large parameter, and its worker."""
 
     def __init__(self, mb: float, unit_mb: float) -> None:
-        command = [sys.executable, "-P", "-m", "paceline.server.main"]
+        command = [sys.executable, "-P", "-m", "paceline.servers.process.main"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdin is not None and self._process.stdout is not None
         asked = {"job": JOB, "secret": SECRET.hex(), "hosts": ["127.0.0.1"], "parent": os.getpid()}

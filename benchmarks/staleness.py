@@ -3,7 +3,7 @@
     python benchmarks/staleness.py [--workers 4 --steps 300 --bounds 0 3 8 --slow 0.1]
 
 Time is counted, not waited for: a turn takes 1, give or take a hundredth, or 5 where it is slow. Who makes a step, who goes on, and with
-which parameters, is decided by the scheduler that servers have (`paceline.server.scheduler`), so what comes out is the same each time.
+which parameters, is decided by the scheduler that servers have (`servers.process.scheduler`), so what comes out is the same each time.
 With bound 0 all wait for all, as in lockstep.
 """
 
@@ -24,9 +24,9 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from paceline.apps.gpt import next_token_loss
 from paceline.apps.pretrain import BATCH, task
-from paceline.server.scheduler import SampleScheduler
-from paceline.server.spans import SampleSpan
-from paceline.server.stragglers import OpenStep
+from paceline.servers.process.scheduler import SampleScheduler
+from paceline.servers.process.spans import SampleSpan
+from paceline.servers.process.stragglers import OpenStep
 
 RATE = 3e-3
 

@@ -31,10 +31,10 @@ def serve(options: argparse.Namespace) -> None:
 
     import paceline as pl
     from paceline.comm.agreement import Agreement
-    from paceline.session.probe.cluster_file import ClusterFile
     from paceline.session.run import parts_of
     from paceline.sync.context import SyncContext
     from paceline.sync.routes import reducer
+    from paceline.unequal.probe.cluster_file import ClusterFile
 
     torch.set_num_threads(1)
     with pl.start(folder=str(options.serve), name="run", trace="off") as run:

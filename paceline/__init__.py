@@ -21,6 +21,7 @@ from paceline.errors import (
 )
 
 if TYPE_CHECKING:
+    from paceline.checkpoint.files.export import state_dict
     from paceline.codec.auto import auto
     from paceline.codec.codec import after, error_feedback, gathered, named, scattered, smaller, where
     from paceline.codec.coding import compose, exact
@@ -29,20 +30,20 @@ if TYPE_CHECKING:
     from paceline.codec.sparse import randomk, topk
     from paceline.data.batches import tokens
     from paceline.data.costs import padded
-    from paceline.fault.export import state_dict
+    from paceline.notebook.launch import launch
     from paceline.parallel.elementwise import elementwise
-    from paceline.parallel.embedding import SparseEmbedding
     from paceline.parallel.layers import layers
     from paceline.parallel.meta import meta
     from paceline.parallel.pipeline import pipeline
     from paceline.parallel.shard import shard
     from paceline.parallel.tensor.cut import tensor
     from paceline.parallel.tensor.styles import column, row, sequence, summed, vocab
-    from paceline.session.launch.launch import launch
+    from paceline.record.logged.histogram import histogram
+    from paceline.record.logged.image import image
+    from paceline.servers.tables.embedding import SparseEmbedding
+    from paceline.servers.worker.strategy import ParameterServer
+    from paceline.session.cluster_probe import probe
     from paceline.session.load import load
-    from paceline.session.logged.histogram import histogram
-    from paceline.session.logged.image import image
-    from paceline.session.probe.cluster_probe import probe
     from paceline.session.run import Run
     from paceline.session.start import start
     from paceline.sync.allreduce import AllReduce
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from paceline.sync.localsgd.fragment import adaptive
     from paceline.sync.localsgd.outer import average, nesterov
     from paceline.sync.localsgd.strategy import LocalSGD
-    from paceline.sync.parameterserver.strategy import ParameterServer
     from paceline.sync.per_axis import Sequence
 
 __version__ = "0.2.0"
@@ -125,24 +125,24 @@ _NAMES: Final = {
     "paceline.data.batches": ("tokens",),
     "paceline.data.costs": ("padded",),
     "paceline.parallel.elementwise": ("elementwise",),
-    "paceline.parallel.embedding": ("SparseEmbedding",),
+    "paceline.servers.tables.embedding": ("SparseEmbedding",),
     "paceline.parallel.layers": ("layers",),
     "paceline.parallel.meta": ("meta",),
     "paceline.parallel.pipeline": ("pipeline",),
     "paceline.parallel.shard": ("shard",),
     "paceline.parallel.tensor.cut": ("tensor",),
     "paceline.parallel.tensor.styles": ("column", "row", "sequence", "summed", "vocab"),
-    "paceline.fault.export": ("state_dict",),
-    "paceline.session.launch.launch": ("launch",),
+    "paceline.checkpoint.files.export": ("state_dict",),
+    "paceline.notebook.launch": ("launch",),
     "paceline.session.load": ("load",),
-    "paceline.session.logged.histogram": ("histogram",),
-    "paceline.session.logged.image": ("image",),
-    "paceline.session.probe.cluster_probe": ("probe",),
+    "paceline.record.logged.histogram": ("histogram",),
+    "paceline.record.logged.image": ("image",),
+    "paceline.session.cluster_probe": ("probe",),
     "paceline.session.run": ("Run",),
     "paceline.session.start": ("start",),
     "paceline.sync.allreduce": ("AllReduce",),
     "paceline.codec.auto": ("auto",),
-    "paceline.sync.parameterserver.strategy": ("ParameterServer",),
+    "paceline.servers.worker.strategy": ("ParameterServer",),
     "paceline.sync.gossip.strategy": ("Gossip",),
     "paceline.sync.localsgd.strategy": ("LocalSGD",),
     "paceline.sync.localsgd.fragment": ("adaptive",),

@@ -23,7 +23,7 @@ from paceline.commands.watch import watch as watch_run
 from paceline.commands.watch import watched
 from paceline.errors import PacelineError, UsageError
 from paceline.formatting import sized
-from paceline.session.launch import proof
+from paceline.notebook import proof
 
 app = typer.Typer(
     name="paceline",
@@ -327,7 +327,7 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> None:
     """Write the model of a run's newest checkpoint, or of its best, to one file of safetensors."""
-    from paceline.fault.export import export as write
+    from paceline.checkpoint.files.export import export as write
     from paceline.observe.choosing import choose
 
     found = write(choose(folder), out, part, best=best, force=force, say=lambda text: typer.echo(f"paceline: {text}", err=True))

@@ -34,7 +34,7 @@ STRATEGIES: Final[Mapping[str, str]] = {
     "adaptive": "paceline.sync.localsgd.fragment:adaptive",
     "Sequence": "paceline.sync.per_axis:Sequence",
     "Gossip": "paceline.sync.gossip.strategy:Gossip",
-    "ParameterServer": "paceline.sync.parameterserver.strategy:ParameterServer",
+    "ParameterServer": "paceline.servers.worker.strategy:ParameterServer",
     **{word: f"paceline.sync.localsgd.outer:{word}" for word in ("average", "nesterov")},
 }
 

@@ -7,7 +7,11 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+PARTS: Final = ("compute", "exchange", "wait", "data")  # of a step, in this order everywhere
+SENT: Final = ("within", "between")  # where bytes went: inside a host, and from one to another
+MEASURED: Final = ("reading", "collection", "stolen", "paging")  # what each worker measures of a step, seconds that don't overlap
 
 
 class Span(NamedTuple):

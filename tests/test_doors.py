@@ -27,9 +27,9 @@ from paceline.cluster.hosts.channel import Channel, call, ready
 from paceline.cluster.hosts.elastic import ElasticPeers
 from paceline.cluster.hosts.membership import HostSeat, View
 from paceline.comm.rpc import RpcClient, RpcServer, keys
-from paceline.server.main import Server
+from paceline.servers.process.main import Server
+from paceline.servers.worker.strategy import ParameterServer
 from paceline.session.run import Run
-from paceline.sync.parameterserver.strategy import ParameterServer
 from tests.harness import runs, strangers
 from tests.harness.handshakes import HELLO, OFFER, SECRET, offered, senseless, waiting
 from tests.harness.jobs import free_port

@@ -21,7 +21,7 @@ from paceline.errors import NotationError, PacelineError, UsageError
 from paceline.formatting import choices, spell
 from paceline.notation import check, parse, prove, text
 from paceline.observe.watch.address import WatchAddress
-from paceline.session.trackers import catalogue
+from paceline.record.trackers import catalogue
 
 
 @dataclass(frozen=True)

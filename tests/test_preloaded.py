@@ -135,7 +135,7 @@ def test_a_server_is_one_of_its_worker_s_processes(tmp_path: Path, launcher: tup
     with jobs(tmp_path, launcher) as job:
         launched = job.run(SERVED, 2)
         wait_for(lambda: launched.process.poll() is not None or all((tmp_path / f"up{rank}").exists() for rank in range(2)), 60)
-        (server,) = [process for process in launched.processes() if "paceline.server.main" in process.cmdline()]
+        (server,) = [process for process in launched.processes() if "paceline.servers.process.main" in process.cmdline()]
         first = launched.worker(0)
         assert os.getpgid(server.pid) == first.pid and server.environ()["RANK"] == "0" and server.cwd() == str(tmp_path)
         server.kill()

@@ -13,9 +13,10 @@ PARTS = {  # the folder that a name comes from: its page, and what the page says
     "sync": ("strategies", "Strategies", "When replicas agree, with whom, and what they send: `pl.start(sync=...)`, or `--sync`."),
     "codec": ("codecs", "Codecs", "How gradients and changes are written on the wire: the `codec` of a strategy."),
     "parallel": ("cuts", "Cuts and layers", "How a model that is too large for a worker is cut: `run.prepare(..., cut=...)`, or `--cut`."),
-    "fault": ("checkpoints", "Checkpoints", "Models out of what a run has saved."),
+    "checkpoint": ("checkpoints", "Checkpoints", "Models out of what a run has saved."),
     "errors": ("errors", "Errors", "What paceline raises on purpose. All of them are `PacelineError`."),
 }
+BESIDE = {"record": "session", "notebook": "session", "servers": "sync"}  # folders of few names, which stand on the page of another
 FOLDER = "reference/python"
 
 
@@ -25,7 +26,8 @@ def pages() -> dict[str, str]:
     for name in sorted(paceline.__all__, key=lambda name: name != "start"):  # with which everybody begins
         if not name.startswith("_"):
             home = getattr(paceline, name)
-            parts[home.__module__.split(".")[1]].append((f"paceline.{name}", f"{home.__module__}.{home.__qualname__}"))
+            part = home.__module__.split(".")[1]
+            parts[BESIDE.get(part, part)].append((f"paceline.{name}", f"{home.__module__}.{home.__qualname__}"))
     texts = {f"{FOLDER}/{PARTS[part][0]}.md": _page(*PARTS[part][1:], found) for part, found in parts.items()}
     homes = {name: getattr(lab, name) for name in lab.__all__}
     found = [(f"paceline.lab.{name}", f"{home.__module__}.{home.__qualname__}") for name, home in homes.items()]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.server.row_optimizers import initial
+from paceline.servers.process.row_optimizers import initial
 
 CHANNELS = 4  # of what is given: the field, the flow along x, the flow along y, and the diffusivity (see `_scaled`)
 FIELD_WAVES, FLOW_WAVES = 4, 2  # the highest that are drawn, along each dimension

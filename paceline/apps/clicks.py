@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.server.row_optimizers import initial, mix
+from paceline.servers.process.row_optimizers import initial, mix
 
 NUMBERS = 8  # of a sample
 HIDDEN = 4  # dims of an id's vector

@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader
 
 import paceline as pl
 from paceline.apps.clicks import NUMBERS, Batch, ClickLog, Clicks, auc
-from paceline.server.row_optimizers import initial
+from paceline.servers.process.row_optimizers import initial
+from paceline.servers.worker.strategy import ParameterServer
 from paceline.sync.base import Strategy
-from paceline.sync.parameterserver.strategy import ParameterServer
 
 WIDTH = 64
 STD = 0.1  # of the first values of rows

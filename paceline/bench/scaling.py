@@ -24,7 +24,7 @@ from paceline.lab.description import Description
 from paceline.lab.running import LabRequest
 from paceline.observe import scaling
 from paceline.observe.scaling import ScalingPoint
-from paceline.session.record.folder import RunFolder
+from paceline.record.folder import RunFolder
 
 Kind = Literal["strong", "weak", "both"]
 _STOPPED = (129, 130, 143)  # exit codes of a launch that was asked to end

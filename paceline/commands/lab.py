@@ -14,7 +14,7 @@ from paceline import options
 from paceline.cluster import secret, topology_file
 from paceline.cluster.launcher.request import check_cluster
 from paceline.commands.watch import watched
-from paceline.session.probe.dtypes import check as check_dtypes
+from paceline.unequal.probe.dtypes import check as check_dtypes
 
 app = typer.Typer(help="A cluster on this machine: hosts, slow links and faults.", no_args_is_help=True, rich_markup_mode=None)
 

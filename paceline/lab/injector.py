@@ -28,7 +28,7 @@ from paceline.cluster.launcher import request
 from paceline.errors import PacelineError, ResourceError
 from paceline.lab.chaos import Crash, Cut, Fault, Join, Kill, Link, Slow, Stop, absent
 from paceline.lab.description import Description, Rate
-from paceline.session.record.folder import RunFolder, strict_json, write_whole
+from paceline.record.folder import RunFolder, strict_json, write_whole
 
 _TICK_SECONDS: Final = 0.005
 _EVENTS: Final = "events.json"  # beside a summary that was never written

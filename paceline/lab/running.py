@@ -28,7 +28,7 @@ from paceline.lab.chaos import script as plot
 from paceline.lab.injector import Chaos, FaultTarget, record
 from paceline.lab.output import LauncherOutput, OutputSorter
 from paceline.notation import prove, prove_cuts, shares
-from paceline.session.record import folder
+from paceline.record import folder
 
 PORT: Final = 29400  # where the launchers meet, on the first host that is there from the start
 _LOOK_SECONDS: Final = 0.1  # between two looks at everything

@@ -14,9 +14,9 @@ from paceline.observe import pipelines, serving
 from paceline.observe.facts import FEWEST, RunFacts, SteadyTimes
 from paceline.observe.remarks import Remark
 from paceline.observe.tables import seconds
-from paceline.session.record.causes import REMEDIES, WORDS
-from paceline.session.record.lateness import main_cause
-from paceline.session.record.stragglers import remedy, work_by_share
+from paceline.unequal.stragglers.causes import REMEDIES, WORDS
+from paceline.unequal.stragglers.lateness import main_cause
+from paceline.unequal.stragglers.stragglers import remedy, work_by_share
 
 LEAST = 1e-3  # seconds of a step that are worth a change of the training
 READING = 2e-3  # seconds of a step that are worth processes that read: to hand over a batch costs them up to so much

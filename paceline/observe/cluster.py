@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.cluster.oddities import oddities, rated
 from paceline.cluster.topology import Device, HostRanks, Topology
 from paceline.formatting import counted, sized
+from paceline.unequal.probe.oddities import oddities, rated
 
 
 def describe(topology: Topology) -> str:

@@ -16,10 +16,11 @@ from paceline.cluster.mesh import Mesh
 from paceline.errors import UsageError
 from paceline.observe import serving
 from paceline.observe.metrics import Floats, MetricsReader
-from paceline.session.record.causes import CAUSES
-from paceline.session.record.folder import KINDS, PARTS, RunFolder
-from paceline.session.record.live import GONE, alive
-from paceline.session.record.pipeline_profile import PipelineProfile
+from paceline.record.folder import KINDS, RunFolder
+from paceline.record.live import GONE, alive
+from paceline.record.pipeline_profile import PipelineProfile
+from paceline.trace import PARTS
+from paceline.unequal.stragglers.causes import CAUSES
 
 WARM, TENTHS, FEWEST = 5, 10, 25  # first steps that are left out; stretches that are compared; fewer steps tell nothing for sure
 

@@ -1,4 +1,4 @@
-"""Describes what each worker would hold of a model, from what `session/record/layout.py` has written."""
+"""Describes what each worker would hold of a model, from what `record/layout.py` has written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from paceline.errors import UsageError
 from paceline.formatting import counted, sized
-from paceline.session.record.folder import KINDS, LAYOUT
+from paceline.record.folder import KINDS, LAYOUT
 
 
 def read(folder: Path, script: str) -> dict[str, Any]:

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import UsageError
-from paceline.session.record.folder import PARTS, SENT, RunFolder
+from paceline.record.folder import RunFolder
+from paceline.trace import PARTS, SENT
 
 OWN = frozenset(("step", "time", "samples", "seconds", "bytes_sent", "ranks"))  # fields of a line that nobody has logged
 Floats = NDArray[np.float64]

@@ -15,7 +15,7 @@ from paceline.parallel.pipelining.drawing import draw
 from paceline.parallel.pipelining.schedules import SCHEDULES, check, make_schedule
 from paceline.parallel.pipelining.simulate import PipelineTimeline, simulate
 from paceline.parallel.pipelining.split import best_split
-from paceline.session.record.pipeline_profile import PipelineProfile, StageProfile
+from paceline.record.pipeline_profile import PipelineProfile, StageProfile
 
 WIDE, HIGH = 110, 40  # characters and lines of a picture, at most
 GAIN = 0.05  # of the time of a step, below which a change isn't worth a line

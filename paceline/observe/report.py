@@ -9,8 +9,9 @@ from paceline.observe import pipelines, serving
 from paceline.observe.advice import LEAST, advise
 from paceline.observe.facts import RunFacts, read
 from paceline.observe.tables import aligned, seconds
-from paceline.session.record.causes import CAUSES, WORDS
-from paceline.session.record.folder import KINDS, PARTS, RunFolder
+from paceline.record.folder import KINDS, RunFolder
+from paceline.trace import PARTS
+from paceline.unequal.stragglers.causes import CAUSES, WORDS
 
 LISTED = 200  # events
 TOLD = 5e-5  # seconds of a step that show in a table

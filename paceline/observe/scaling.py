@@ -18,7 +18,8 @@ from paceline.errors import UsageError
 from paceline.formatting import counted
 from paceline.observe.facts import WARM, read, timed_steps
 from paceline.observe.tables import aligned, seconds
-from paceline.session.record.folder import PARTS, RunFolder
+from paceline.record.folder import RunFolder
+from paceline.trace import PARTS
 
 PAYS = 0.5  # what a worker has to bring of the speed that it would bring if nothing was lost
 FEW = 20  # steps; fewer tell little

@@ -9,7 +9,7 @@ from paceline.observe.advice import quiet, remarks
 from paceline.observe.facts import RunFacts
 from paceline.observe.remarks import Remark
 from paceline.observe.tables import seconds
-from paceline.session.record.folder import PARTS
+from paceline.trace import PARTS
 
 UNSTARTED = "No step was finished, so there is nothing to tell about time."
 

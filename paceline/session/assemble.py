@@ -18,55 +18,56 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.checkpoint.layout import StateLayout
+from paceline.checkpoint.parts import CutParts
+from paceline.checkpoint.resumption import RunResumption
+from paceline.checkpoint.saving import CheckpointSaver, SaveRequest, patience
+from paceline.checkpoint.state import RunProgress, WorkerState
 from paceline.cluster.control.commands import CommandPipe
 from paceline.comm.native.default_group import DefaultProcessGroup
+from paceline.elastic.adapter import ElasticRun, check_elastic, keepers
+from paceline.elastic.departure import Departure
+from paceline.elastic.eviction import Eviction
+from paceline.elastic.eviction import check as check_eviction
+from paceline.elastic.recovery import Recovery
+from paceline.elastic.rollback import Rollback
+from paceline.elastic.survival import Survival
+from paceline.elastic.transaction import RecoverableTransaction
 from paceline.formatting import spell
-from paceline.session.axes import RunAxes
-from paceline.session.balance.follower import ShareFollower
-from paceline.session.balance.quota import ProcessorQuota
-from paceline.session.checkpoint.layout import StateLayout
-from paceline.session.checkpoint.parts import CutParts
-from paceline.session.checkpoint.resumption import RunResumption
-from paceline.session.checkpoint.saving import CheckpointSaver, SaveRequest, patience
-from paceline.session.checkpoint.state import RunProgress, WorkerState
-from paceline.session.elastic.adapter import ElasticRun, check_elastic, keepers
-from paceline.session.elastic.departure import Departure
-from paceline.session.elastic.eviction import Eviction
-from paceline.session.elastic.eviction import check as check_eviction
-from paceline.session.elastic.recovery import Recovery
-from paceline.session.elastic.rollback import Rollback
-from paceline.session.elastic.survival import Survival
-from paceline.session.elastic.transaction import RecoverableTransaction
+from paceline.loop import collectives
+from paceline.loop.observers import LoopObservers
+from paceline.loop.run_limit import RunLimit
+from paceline.loop.turns import TrainingLoop
+from paceline.prepare.abilities import resolve
+from paceline.prepare.cuts import ModelCuts
+from paceline.prepare.optimizers import OptimizerWatch
+from paceline.prepare.registry import Prepared
+from paceline.record.folder import RunFolder
+from paceline.record.hangs import HangDetector
+from paceline.record.hints import StartupHints
+from paceline.record.history import RunHistory
+from paceline.record.layout import ModelLayout
+from paceline.record.live import LiveRecord
+from paceline.record.log import MetricsLog
+from paceline.record.memory import MemoryWatch
+from paceline.record.run_records import LogMeetings, RunRecords
+from paceline.record.total_steps import TotalSteps
+from paceline.replicas.compare import Comparison, ReplicaComparer, check_comparison
+from paceline.replicas.manual_gradients import ManualGradients
+from paceline.replicas.step_count import StepCount
+from paceline.session.collector import LogCollector
 from paceline.session.ending import RunConclusion, RunEnding
-from paceline.session.groups import CurrentView, Subgroups, first_members
-from paceline.session.loop import collectives
-from paceline.session.loop.observers import LoopObservers
-from paceline.session.loop.run_limit import RunLimit
-from paceline.session.loop.turns import TrainingLoop
-from paceline.session.prepare.abilities import resolve
-from paceline.session.prepare.cuts import ModelCuts
-from paceline.session.prepare.optimizers import OptimizerWatch
-from paceline.session.prepare.registry import Prepared
-from paceline.session.probe.link_watch import LinkWatch
-from paceline.session.record.collector import LogCollector, LogMeetings, RunRecords
-from paceline.session.record.folder import RunFolder
-from paceline.session.record.hangs import HangDetector
-from paceline.session.record.hints import StartupHints
-from paceline.session.record.history import RunHistory
-from paceline.session.record.layout import ModelLayout
-from paceline.session.record.live import LiveRecord
-from paceline.session.record.log import MetricsLog
-from paceline.session.record.memory import MemoryWatch
-from paceline.session.record.straggler_policy import Policy, PolicyCheck
-from paceline.session.record.total_steps import TotalSteps
-from paceline.session.replicas.compare import Comparison, ReplicaComparer, check_comparison
-from paceline.session.replicas.manual_gradients import ManualGradients
-from paceline.session.replicas.step_count import StepCount
 from paceline.session.run import Run
 from paceline.session.run_parts import RunParts
 from paceline.state.versioned import Randomness, WorkerGenerator
 from paceline.sync.base import Strategy
 from paceline.sync.context import SyncContext
+from paceline.unequal.probe.link_watch import LinkWatch
+from paceline.unequal.shares.follower import ShareFollower
+from paceline.unequal.shares.quota import ProcessorQuota
+from paceline.unequal.stragglers.straggler_policy import Policy, PolicyCheck
+from paceline.workers.axes import RunAxes
+from paceline.workers.groups import CurrentView, Subgroups, first_members
 
 OpenRecords = Callable[[RunHistory, bool], tuple[RunFolder, MetricsLog]]
 

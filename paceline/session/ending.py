@@ -7,27 +7,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from paceline.checkpoint.saving import CheckpointSaver
 from paceline.cluster.control import events
 from paceline.comm.native.default_group import DefaultProcessGroup
 from paceline.formatting import spell
-from paceline.session.axes import RunAxes
-from paceline.session.checkpoint.saving import CheckpointSaver
-from paceline.session.groups import CurrentView
-from paceline.session.loop.turns import TrainingLoop
-from paceline.session.prepare.optimizers import OptimizerWatch
-from paceline.session.prepare.registry import Prepared
-from paceline.session.probe.link_watch import LinkWatch
-from paceline.session.record.folder import RunFolder, script
-from paceline.session.record.hangs import HangDetector
-from paceline.session.record.hints import StartupHints
-from paceline.session.record.history import RunHistory
-from paceline.session.record.live import EVENTS, LiveRecord
-from paceline.session.record.log import MetricsLog
-from paceline.session.record.memory import MemoryWatch
-from paceline.session.record.outcome.settings import settings
-from paceline.session.record.summary import RunOutcome, conclude, dealt
+from paceline.loop.turns import TrainingLoop
+from paceline.prepare.optimizers import OptimizerWatch
+from paceline.prepare.registry import Prepared
+from paceline.record.folder import RunFolder, script
+from paceline.record.hangs import HangDetector
+from paceline.record.hints import StartupHints
+from paceline.record.history import RunHistory
+from paceline.record.live import EVENTS, LiveRecord
+from paceline.record.log import MetricsLog
+from paceline.record.memory import MemoryWatch
+from paceline.record.outcome.settings import settings
+from paceline.record.summary import RunOutcome, conclude, dealt
 from paceline.sync.abilities import Abilities
 from paceline.sync.base import Strategy
+from paceline.unequal.probe.link_watch import LinkWatch
+from paceline.workers.axes import RunAxes
+from paceline.workers.groups import CurrentView
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from paceline.errors import UsageError
 from paceline.parallel.containers import tree_map
 from paceline.parallel.pipelining.batches import Share
 from paceline.parallel.tensor.vocab import VocabLogits
-from paceline.session.axes import RunAxes
-from paceline.session.prepare.cuts import ModelCuts
-from paceline.session.prepare.device import mover
-from paceline.session.prepare.tensor_peers import EARLY, OFTEN, check_equal
+from paceline.prepare.cuts import ModelCuts
+from paceline.prepare.device import mover
+from paceline.prepare.tensor_peers import EARLY, OFTEN, check_equal
+from paceline.workers.axes import RunAxes
 
 
 class ModelInference:

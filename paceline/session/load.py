@@ -23,14 +23,14 @@ from typing import Any, Final, Generic, NamedTuple, Self, TypedDict, TypeVar, Un
 
 from torch import nn
 
+from paceline.checkpoint.files import disk
 from paceline.cluster.discover import environment
 from paceline.cluster.launcher.janitor import folders_of_answers
 from paceline.errors import UsageError
-from paceline.fault import disk
 from paceline.parallel.cut import ModelCut
 from paceline.parallel.meta import meta
-from paceline.session.prepare.cuts import Asked
-from paceline.session.prepare.stored import StoredModel
+from paceline.prepare.cuts import Asked
+from paceline.prepare.stored import StoredModel
 from paceline.session.run import Run, parts_of
 from paceline.session.start import start
 

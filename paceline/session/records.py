@@ -9,14 +9,14 @@ import msgpack
 
 from paceline.cluster.control import events
 from paceline.formatting import spell
+from paceline.record.call_status import display
+from paceline.record.folder import RunFolder
+from paceline.record.history import RunHistory
+from paceline.record.log import MetricsLog, OnNan
+from paceline.record.trackers.feed import TrackerFeed
+from paceline.record.trackers.tracker import Setting, Tracker
+from paceline.record.writer import MetricsWriter
 from paceline.session.assemble import Joined
-from paceline.session.launch.status import display
-from paceline.session.record.folder import RunFolder
-from paceline.session.record.history import RunHistory
-from paceline.session.record.log import MetricsLog, OnNan
-from paceline.session.record.writer import MetricsWriter
-from paceline.session.trackers.feed import TrackerFeed
-from paceline.session.trackers.tracker import Setting, Tracker
 from paceline.sync.base import Strategy
 
 

@@ -13,6 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from paceline.checkpoint.best import asked
+from paceline.checkpoint.files import catalogue
+from paceline.checkpoint.files.manifest import Best
+from paceline.checkpoint.saving import SaveRequest
 from paceline.cluster.control import events
 from paceline.cluster.mesh import Mesh
 from paceline.comm.group import Group
@@ -21,24 +25,20 @@ from paceline.data.shares import AskedShares
 from paceline.data.spec import Loss as Reduction
 from paceline.data.spec import Sharding, Weigh
 from paceline.errors import UsageError
-from paceline.fault import catalogue
-from paceline.fault.manifest import Best
 from paceline.formatting import spell
+from paceline.loop import collectives
+from paceline.loop.stepping import MicroBatches, SteppedModels
 from paceline.parallel.pipelining.batches import Loss
+from paceline.prepare.cuts import Asked
+from paceline.prepare.initial import Init
+from paceline.prepare.metrics import check_logged
+from paceline.prepare.options import A, B, BatchNorm, C, D, E, PreparedLoader, PrepareKeywords, S, T
+from paceline.prepare.options import Preparable as P
+from paceline.prepare.whole import WholeParameters, parameters_of
+from paceline.record.folder import RunFolder
 from paceline.removed import removed
-from paceline.session.checkpoint.best import asked
-from paceline.session.checkpoint.saving import SaveRequest
 from paceline.session.inference import ModelInference
-from paceline.session.loop import collectives
-from paceline.session.loop.stepping import MicroBatches, SteppedModels
-from paceline.session.prepare.cuts import Asked
-from paceline.session.prepare.initial import Init
-from paceline.session.prepare.metrics import check_logged
-from paceline.session.prepare.options import A, B, BatchNorm, C, D, E, PreparedLoader, PrepareKeywords, S, T
-from paceline.session.prepare.options import Preparable as P
-from paceline.session.record.folder import RunFolder
 from paceline.session.run_parts import RunParts
-from paceline.session.whole import WholeParameters, parameters_of
 from paceline.state.versioned import Stateful
 
 

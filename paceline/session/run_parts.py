@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.session.axes import RunAxes
-from paceline.session.checkpoint.resumption import RunResumption
-from paceline.session.checkpoint.saving import CheckpointSaver
-from paceline.session.checkpoint.state import RunProgress, WorkerState
-from paceline.session.elastic.survival import Survival
+from paceline.checkpoint.resumption import RunResumption
+from paceline.checkpoint.saving import CheckpointSaver
+from paceline.checkpoint.state import RunProgress, WorkerState
+from paceline.elastic.survival import Survival
+from paceline.loop.turns import TrainingLoop
+from paceline.prepare.optimizers import OptimizerWatch
+from paceline.prepare.registry import Prepared
+from paceline.record.folder import RunFolder
+from paceline.record.hints import StartupHints
+from paceline.record.history import RunHistory
+from paceline.record.log import MetricsLog
+from paceline.record.total_steps import TotalSteps
+from paceline.replicas.compare import ReplicaComparer
+from paceline.session.collector import LogCollector
 from paceline.session.ending import RunEnding
-from paceline.session.groups import CurrentView
-from paceline.session.loop.turns import TrainingLoop
-from paceline.session.prepare.optimizers import OptimizerWatch
-from paceline.session.prepare.registry import Prepared
-from paceline.session.record.collector import LogCollector
-from paceline.session.record.folder import RunFolder
-from paceline.session.record.hints import StartupHints
-from paceline.session.record.history import RunHistory
-from paceline.session.record.log import MetricsLog
-from paceline.session.record.total_steps import TotalSteps
-from paceline.session.replicas.compare import ReplicaComparer
 from paceline.sync.base import Strategy
+from paceline.workers.axes import RunAxes
+from paceline.workers.groups import CurrentView
 
 
 @dataclass(frozen=True, kw_only=True)

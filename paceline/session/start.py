@@ -24,36 +24,37 @@ from paceline.cluster.topology import HostRanks, Topology
 from paceline.comm.agreement import Agreement
 from paceline.comm.axes import Sender
 from paceline.comm.native.default_group import DefaultProcessGroup
+from paceline.elastic.replicate import check
 from paceline.errors import UsageError
-from paceline.fault.replicate import Replicate, check
 from paceline.formatting import unknown
 from paceline.notation import strategy as read
+from paceline.prepare import cuts
+from paceline.record.folder import script
+from paceline.record.hangs import HangDetector, check_lateness
+from paceline.record.log import OnNan
+from paceline.record.trackers import catalogue
+from paceline.record.trackers.tracker import Tracker
+from paceline.replicas.compare import Comparison, Differing
+from paceline.servers.starting import ServerStarter
 from paceline.session.assemble import Joined, assemble
-from paceline.session.axes import RunAxes
-from paceline.session.balance.quota import ProcessorQuota
 from paceline.session.excepthook import BRIEFLY, show, surface, surfacing
-from paceline.session.groups import CurrentView, WorkerContext, choose_device, everyone
 from paceline.session.option_names import own_options
-from paceline.session.prepare import cuts
-from paceline.session.probe.cluster_file import ClusterFile, Measured
-from paceline.session.record import straggler_policy
-from paceline.session.record.folder import script
-from paceline.session.record.hangs import HangDetector, check_lateness
-from paceline.session.record.log import OnNan
-from paceline.session.record.straggler_policy import Policy
 from paceline.session.records import Records
 from paceline.session.registration import register
-from paceline.session.replicas.compare import Comparison, Differing
 from paceline.session.run import Run, parts_of
-from paceline.session.servers import ServerStarter
 from paceline.session.torch_backend import world
-from paceline.session.trackers import catalogue
-from paceline.session.trackers.tracker import Tracker
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
 from paceline.sync.context import StepState, SyncContext
 from paceline.sync.route_choice import RouteFacts
 from paceline.trace import Trace
+from paceline.unequal.probe.cluster_file import ClusterFile, Measured
+from paceline.unequal.shares.quota import ProcessorQuota
+from paceline.unequal.stragglers import straggler_policy
+from paceline.unequal.stragglers.straggler_policy import Policy
+from paceline.workers.axes import RunAxes
+from paceline.workers.groups import CurrentView, WorkerContext, choose_device, everyone
+from paceline.workers.replicate import Replicate
 
 TraceLength = Literal["last", "all", "off"]
 TRACES: Final[Mapping[TraceLength, int | None]] = {"last": 20_000, "all": None, "off": 0}  # spans

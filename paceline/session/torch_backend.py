@@ -20,7 +20,7 @@ from paceline.comm.native import sockets
 from paceline.comm.native.default_group import DefaultProcessGroup
 from paceline.comm.native.group import TorchGroup
 from paceline.errors import DeadlineExceeded, PlaceError, WorkerLost
-from paceline.session.groups import WorkerContext, everyone
+from paceline.workers.groups import WorkerContext, everyone
 
 if TYPE_CHECKING:  # torch's stubs know these names only where they come from
     from torch._C._distributed_c10d import PrefixStore, TCPStore

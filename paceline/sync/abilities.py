@@ -1,13 +1,13 @@
 """Abilities that only some strategies have: an interface for each, and the value that says which of them the running one has.
 
-`session/prepare/abilities.py` finds out once, when a run starts.
+`prepare/abilities.py` finds out once, when a run starts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -15,10 +15,6 @@ from torch.optim import Optimizer
 from paceline.comm.sample_queue import SampleQueue
 from paceline.sync.context import SyncContext
 from paceline.trace import Served
-
-if TYPE_CHECKING:
-    from paceline.sync.parameterserver.replication import ServerReplication
-    from paceline.sync.tables.steps import PerWorkerRowSteps
 
 
 @runtime_checkable
@@ -128,8 +124,8 @@ class Unlocked(Protocol):
         ...
 
     @property
-    def rows(self) -> PerWorkerRowSteps:
-        """Steps sparse tables beside the strategy, where workers are not in lockstep."""
+    def rows(self) -> Any:
+        """Steps sparse tables beside the strategy, where workers are not in lockstep (a `PerWorkerRowSteps` of `servers`)."""
         ...
 
 
@@ -138,8 +134,8 @@ class ServerKeeping(Protocol):
     """A strategy that looks after servers, and starts others in place of lost ones."""
 
     @property
-    def copies(self) -> ServerReplication | None:
-        """Looks after the copies of servers; None where losses aren't survived."""
+    def copies(self) -> Any:
+        """Looks after the copies of servers (a `ServerReplication` of `servers`); None where losses aren't survived."""
         ...
 
 
@@ -192,6 +188,6 @@ class Abilities:
         return None if self.unlocked is None else self.unlocked.sample_queue
 
     @property
-    def unlocked_rows(self) -> PerWorkerRowSteps | None:
+    def unlocked_rows(self) -> Any:
         """Steps sparse tables where workers are not in lockstep; None in lockstep."""
         return None if self.unlocked is None or self.unlocked.sample_queue is None else self.unlocked.rows

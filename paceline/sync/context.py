@@ -15,7 +15,6 @@ from paceline.comm.axis_meter import AxisMeter
 from paceline.comm.cancellation import CancelScope
 from paceline.comm.group import Group, Traffic
 from paceline.errors import UsageError
-from paceline.server.endpoints import ServerEndpoints
 from paceline.sync.codec_cost import CodecAccount
 from paceline.sync.route_choice import RouteChoice, RouteFacts
 from paceline.timings import DEFAULTS, Timings
@@ -109,8 +108,9 @@ class SyncContext:
     native: Callable[[], Group] | None = None  # makes a group of all workers on torch.distributed; collective
     local: Callable[[], Group] | None = None  # the workers of my host; collective
     # starts so many servers (None: one on each host), each so many times; collective
-    servers: Callable[[int | None, int], ServerEndpoints] | None = None
-    table_servers: Callable[[int | None, int], ServerEndpoints] | None = None  # the same, of sparse tables
+    # of `ServerEndpoints`, which `servers` makes and knows
+    servers: Callable[[int | None, int], Any] | None = None
+    table_servers: Callable[[int | None, int], Any] | None = None  # the same, of sparse tables
     deadline: float = 30.0  # seconds, of waits that are no call of all
     timings: Timings = DEFAULTS
     survives: bool = False  # the run goes on when workers are lost

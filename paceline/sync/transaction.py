@@ -4,7 +4,7 @@
     rollback    it comes again, as it began            step        a step that is made elsewhere than here
                                                        collective  rows or numbers that all bring together
 
-`PlainTransaction` is for runs that a lost worker ends. `session.elastic.transaction` has the one for runs that go on.
+`PlainTransaction` is for runs that a lost worker ends. `elastic.transaction` has the one for runs that go on.
 """
 
 from __future__ import annotations

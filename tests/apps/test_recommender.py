@@ -11,8 +11,8 @@ import torch
 
 from paceline.apps import recommender
 from paceline.apps.clicks import ClickLog, Clicks
+from paceline.servers.worker.strategy import ParameterServer
 from paceline.session.run import Run
-from paceline.sync.parameterserver.strategy import ParameterServer
 from tests.harness import nursery
 from tests.harness.jobs import Jobs, wait_for
 from tests.harness.runs import workers

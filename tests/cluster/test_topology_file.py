@@ -11,7 +11,7 @@ from paceline.cluster.topology import Device, DeviceSpeed, HostLink, HostRanks, 
 from paceline.cluster.topology_file import check_target, dump, load, read, write
 from paceline.errors import PacelineError, UsageError
 from paceline.observe.cluster import describe
-from paceline.session.probe.cluster_file import ClusterFile
+from paceline.unequal.probe.cluster_file import ClusterFile
 from tests.harness.strangers import made_up
 
 DEVICE = Device(

@@ -9,7 +9,7 @@ from paceline.codec.coding import Coding, WirePart, compose, exact, nbytes, part
 from paceline.codec.dense import bfloat16, half, int4, int8, sign
 from paceline.codec.sparse import randomk, topk
 from paceline.errors import UsageError
-from paceline.server.codings import kinds
+from paceline.servers.process.codings import kinds
 from tests.harness.codings import data, sent
 
 CODINGS: list[Coding] = [

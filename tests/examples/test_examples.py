@@ -1,6 +1,6 @@
 """The examples: each is short and runs as its first lines say, mostly with two workers, and learns what it is meant to learn.
 
-`train.py` and `surrogate.py` run alone in tests/test_readme.py, the notebook in tests/session/launch/test_notebook.py.
+`train.py` and `surrogate.py` run alone in tests/test_readme.py, the notebook in tests/notebook/test_notebook.py.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from paceline.session.record.folder import RunFolder, RunSummary, RunTotals
+from paceline.record.folder import RunFolder, RunSummary, RunTotals
 
 QUIET = {"compute": 0.095, "exchange": 0.003, "wait": 0.001, "data": 0.001}
 

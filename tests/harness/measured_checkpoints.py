@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from paceline.fault import checkpoint
-from paceline.fault.manifest import Best, Metric
+from paceline.checkpoint.files import checkpoint
+from paceline.checkpoint.files.manifest import Best, Metric
 from paceline.state.snapshot import pack
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.comm.rpc import FRAME, RpcMessage
-from paceline.server.protocol.message import MALFORMED, Index, Message, Request
+from paceline.servers.protocol.message import MALFORMED, Index, Message, Request
 
 NUMBERS = st.integers(0, (1 << 63) - 1)
 TENSORS = st.builds(

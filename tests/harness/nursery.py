@@ -48,9 +48,9 @@ USUAL = (  # what many jobs load as they go: here it is there for all
     "paceline.parallel.shard",
     "paceline.parallel.tensor.cut",
     "paceline.session.load",
-    "paceline.session.probe.cluster_probe",
+    "paceline.session.cluster_probe",
     "paceline.sync.localsgd.strategy",
-    "paceline.sync.parameterserver.strategy",
+    "paceline.servers.worker.strategy",
     "tests.harness.pipelines",
     "torch.fx.experimental.symbolic_shapes",  # of a backward that is given gradients: sympy
     "torch.utils.serialization.config",
@@ -251,13 +251,13 @@ def on_host(command: Sequence[str], *, home: str | None = None, **options: Any) 
 
 
 class Server(Nursed):
-    """A server, as `paceline.session.servers` starts one."""
+    """A server, as `paceline.servers.starting` starts one."""
 
     home = ""  # where the nursery listens, of which this process is a child
     door = Door()  # by which it has entered its host
 
     def __init__(self, command: Sequence[str], *, process_group: int | None, **rest: Any) -> None:
-        assert rest == {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE} and command[-1] == "paceline.server.main", (command, rest)
+        assert rest == {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE} and command[-1] == "paceline.servers.process.main", command
         told, out = os.pipe(), os.pipe()
         group = os.getpgid(0) if process_group is None else process_group
         try:
@@ -361,8 +361,8 @@ def _live(
     hosts.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": functools.partial(on_host, home=home)})  # type: ignore[attr-defined]
     if command[1].endswith(".py") and command[1] != preloaded.__file__:
         preloaded.become(command, env)
-    if command[-1] == "paceline.server.main":
-        program = importlib.import_module("paceline.server.main")
+    if command[-1] == "paceline.servers.process.main":
+        program = importlib.import_module("paceline.servers.process.main")
         program.preparation = lambda parent: None  # the nursery is its parent; it ends with its input
     else:
         program = importlib.import_module("paceline.cli")
@@ -384,8 +384,8 @@ def _enlarge() -> None:
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[2])
-    preloaded.load("paceline.server.main", "paceline.cli", *USUAL)
-    probing = importlib.import_module("paceline.session.probe.cluster_probe")
+    preloaded.load("paceline.servers.process.main", "paceline.cli", *USUAL)
+    probing = importlib.import_module("paceline.session.cluster_probe")
     probing.COMPUTING, probing.TURNS, probing.compute.COPIED = (
         1.0,
         2,

@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 from typing import Any, Final
 
-from paceline.session.record.causes import CAUSES
-from paceline.session.record.folder import PARTS
+from paceline.trace import PARTS
+from paceline.unequal.stragglers.causes import CAUSES
 from tests.harness.finished_runs import finished
 
 STEPS: Final = 60

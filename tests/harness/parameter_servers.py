@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from paceline.servers.worker.strategy import ParameterServer
 from paceline.session.run import Run
-from paceline.sync.parameterserver.strategy import ParameterServer
 from tests.harness.runs import batches, parameters, workers
 
 OPTIMIZERS: dict[str, Any] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.session.balance.quota import ProcessorQuota
+from paceline.unequal.shares.quota import ProcessorQuota
 
 Speeds = Callable[[int, int], float]  # rank, step -> seconds for a sample
 

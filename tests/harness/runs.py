@@ -25,26 +25,26 @@ from paceline.comm.group import Group
 from paceline.comm.rpc import RpcServer, keys
 from paceline.comm.solo import SoloGroup
 from paceline.formatting import spell
-from paceline.server.endpoints import ServerEndpoints
-from paceline.server.main import Server
+from paceline.record.folder import RunFolder
+from paceline.record.history import RunHistory
+from paceline.record.log import MetricsLog, OnNan
+from paceline.record.trackers.feed import TrackerFeed
+from paceline.record.trackers.tracker import Tracker
+from paceline.record.writer import MetricsWriter
+from paceline.replicas.compare import Comparison
+from paceline.servers.process.endpoints import ServerEndpoints
+from paceline.servers.process.main import Server
 from paceline.session.assemble import Joined, assemble
-from paceline.session.axes import RunAxes
-from paceline.session.balance.quota import ProcessorQuota
-from paceline.session.groups import CurrentView, WorkerContext
-from paceline.session.record.folder import RunFolder
-from paceline.session.record.history import RunHistory
-from paceline.session.record.log import MetricsLog, OnNan
-from paceline.session.record.writer import MetricsWriter
-from paceline.session.replicas.compare import Comparison
 from paceline.session.run import Run
-from paceline.session.trackers.feed import TrackerFeed
-from paceline.session.trackers.tracker import Tracker
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
 from paceline.sync.context import StepState, SyncContext
 from paceline.sync.route_choice import RouteFacts
 from paceline.timings import DEFAULTS
 from paceline.trace import Trace
+from paceline.unequal.shares.quota import ProcessorQuota
+from paceline.workers.axes import RunAxes
+from paceline.workers.groups import CurrentView, WorkerContext
 from tests.harness.thread_groups import spawn
 
 T = TypeVar("T")

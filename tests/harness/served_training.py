@@ -9,7 +9,7 @@ import torch
 from tests.harness.jobs import Jobs
 
 TRAIN = """
-from paceline.sync.parameterserver.strategy import ParameterServer
+from paceline.servers.worker.strategy import ParameterServer
 
 torch.manual_seed(1)
 x = torch.randn(160, 8, dtype=torch.float64)

@@ -10,10 +10,10 @@ from torch import Tensor
 from paceline.codec.dense import int8
 from paceline.codec.sparse import topk
 from paceline.comm.bucket_layout import BucketShape
-from paceline.server.codings import CodingPhase
-from paceline.server.partition import RowRange
-from paceline.server.protocol.plans import write
-from paceline.server.shard import ShardPlan
+from paceline.servers.process.codings import CodingPhase
+from paceline.servers.process.partition import RowRange
+from paceline.servers.process.shard import ShardPlan
+from paceline.servers.protocol.plans import write
 from tests.harness.jobs import PATIENCE
 
 WAYS = [(CodingPhase(0, topk(0.5)),), (CodingPhase(0, None), CodingPhase(1, int8(8)))]  # codings of two buckets

@@ -24,7 +24,7 @@ from paceline.errors import UsageError
 from paceline.parallel.cut import CutContext, ModelCut
 from paceline.parallel.placement import Placements
 from paceline.parallel.shard import ShardedModel, shard
-from paceline.session.prepare.abilities import resolve
+from paceline.prepare.abilities import resolve
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.base import Slot, Strategy

@@ -17,7 +17,7 @@ def servers(job: Job) -> list[psutil.Process]:
     processes = []
     for process in job.processes():
         with contextlib.suppress(psutil.ZombieProcess, psutil.NoSuchProcess):
-            processes += [process] if "paceline.server.main" in process.cmdline() else []
+            processes += [process] if "paceline.servers.process.main" in process.cmdline() else []
     return sorted(processes, key=lambda process: process.create_time())
 
 

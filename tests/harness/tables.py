@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.parallel.embedding import SparseEmbedding
-from paceline.server import row_optimizers
+from paceline.servers.process import row_optimizers
+from paceline.servers.tables.embedding import SparseEmbedding
 from paceline.session.run import Run
 from tests.harness.runs import alone
 

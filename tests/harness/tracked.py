@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
-from paceline.session.logged.media import MediaItem
+from paceline.record.logged.media import MediaItem
+from paceline.record.trackers.tracker import TrackedEnd, TrackedEvent, TrackedRun, TrackedStep, Tracker
 from paceline.session.run import Run
-from paceline.session.trackers.tracker import TrackedEnd, TrackedEvent, TrackedRun, TrackedStep, Tracker
 from tests.harness.runs import workers
 
 STEPS = 10

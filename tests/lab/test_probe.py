@@ -9,8 +9,8 @@ import pytest
 
 from paceline.bench import probe
 from paceline.cluster import topology_file
-from paceline.cluster.oddities import oddities
 from paceline.lab.hosts import Cluster
+from paceline.unequal.probe.oddities import oddities
 
 pytestmark = pytest.mark.slow
 

@@ -13,11 +13,11 @@ from torch import nn
 from torch.optim import SGD
 
 from paceline.errors import PacelineError
-from paceline.session.logged.values import RESERVED
+from paceline.record.logged.values import RESERVED
+from paceline.servers.worker.strategy import ParameterServer
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
 from paceline.sync.localsgd.strategy import LocalSGD
-from paceline.sync.parameterserver.strategy import ParameterServer
 from tests.harness.runs import workers
 from tests.loops import collection, data, evaluating, further, gradients, models, optimizers, several
 from tests.loops.collection import LOOPS, Loop, Plain, Taken, differences, everything, flat, plain

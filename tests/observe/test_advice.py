@@ -9,8 +9,8 @@ import pytest
 
 from paceline.observe.advice import quiet, remarks
 from paceline.observe.facts import read
-from paceline.session.record.causes import CAUSES
-from paceline.session.record.folder import RunFolder
+from paceline.record.folder import RunFolder
+from paceline.unequal.stragglers.causes import CAUSES
 from tests.harness.finished_runs import QUIET, finished
 
 EXCHANGE = {"compute": 0.06, "exchange": 0.04, "wait": 0.0, "data": 0.0}

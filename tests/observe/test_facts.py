@@ -11,7 +11,7 @@ import pytest
 from paceline.errors import PacelineError, UsageError
 from paceline.observe.page.data import page_data
 from paceline.observe.report import LISTED, report
-from paceline.session.record.folder import KINDS
+from paceline.record.folder import KINDS
 from tests.harness.finished_runs import finished
 from tests.harness.strangers import made_up
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from paceline.errors import UsageError
 from paceline.observe.layout import describe, read
-from paceline.session.record.folder import LAYOUT
+from paceline.record.folder import LAYOUT
 
 
 def parameter(

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.observe.metrics import MetricsReader
-from paceline.session.record.folder import RunFolder
+from paceline.record.folder import RunFolder
 
 SPLIT = {"compute": 0.4, "exchange": 0.3, "wait": 0.2, "data": 0.1}
 

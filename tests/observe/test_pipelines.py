@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from paceline.observe.report import report
-from paceline.session.record.pipeline_profile import combine
-from paceline.session.record.timeline import ClockOffset
+from paceline.record.pipeline_profile import combine
+from paceline.record.timeline import ClockOffset
 from tests.harness.finished_runs import finished
 from tests.harness.pipeline_profiles import measured
 

@@ -12,10 +12,10 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.observe.report import report
-from paceline.session.record.folder import RunFolder, RunSummary, RunTotals
-from paceline.session.record.live import LiveRecord
-from paceline.session.record.log import MetricsLog
-from paceline.session.record.writer import MetricsWriter
+from paceline.record.folder import RunFolder, RunSummary, RunTotals
+from paceline.record.live import LiveRecord
+from paceline.record.log import MetricsLog
+from paceline.record.writer import MetricsWriter
 from tests.harness.finished_runs import QUIET, finished
 from tests.harness.live_runs import facts
 

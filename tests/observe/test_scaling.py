@@ -10,7 +10,7 @@ import pytest
 from paceline.errors import UsageError
 from paceline.observe import scaling
 from paceline.observe.scaling import ScalingPoint
-from paceline.session.record.folder import RunFolder
+from paceline.record.folder import RunFolder
 from tests.harness.finished_runs import finished
 
 

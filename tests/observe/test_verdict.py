@@ -6,7 +6,7 @@ from pathlib import Path
 
 from paceline.observe.facts import read
 from paceline.observe.verdict import UNSTARTED, verdict
-from paceline.session.record.folder import RunFolder
+from paceline.record.folder import RunFolder
 from tests.harness.finished_runs import finished
 
 

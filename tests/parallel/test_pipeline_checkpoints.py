@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 import paceline as pl
-from paceline.fault import checkpoint, export
+from paceline.checkpoint.files import checkpoint, export
 from paceline.session.run import Run
 from tests.harness.models import fill
 from tests.harness.runs import workers

@@ -8,7 +8,7 @@ import pytest
 
 import paceline as pl
 from paceline.errors import UsageError
-from paceline.session.replicas.compare import Comparison
+from paceline.replicas.compare import Comparison
 from paceline.session.run import Run
 from tests.harness.runs import workers
 

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from paceline.checkpoint.files import checkpoint
 from paceline.errors import CheckpointError, Mismatch, PacelineError, ResourceError, UsageError, ViewChanged, WorkerLost
-from paceline.fault import checkpoint
-from paceline.session.record.folder import RunFolder
-from paceline.session.record.writer import MetricsWriter
+from paceline.record.folder import RunFolder
+from paceline.record.writer import MetricsWriter
 from paceline.session.run import Run
 from paceline.state.snapshot import pack
 from tests.harness.models import net

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paceline as pl
-from paceline.session.replicas.compare import Comparison
+from paceline.replicas.compare import Comparison
 from paceline.session.run import Run
 from paceline.sync import abilities
 from paceline.sync.allreduce import AllReduceSync
@@ -179,18 +179,18 @@ def asks(source: str) -> list[int]:
 
 @TOGETHER
 def test_only_prepare_asks_what_a_strategy_is() -> None:
-    outside = [path for path in PACKAGE.rglob("*.py") if PACKAGE / "session/prepare" not in path.parents]
+    outside = [path for path in PACKAGE.rglob("*.py") if PACKAGE / "prepare" not in path.parents]
     found = {str(path.relative_to(PACKAGE)): lines for path in outside if (lines := asks(path.read_text()))}
-    assert not found, f"only session/prepare may ask what a strategy is: {found}; be handed `Abilities` instead"
+    assert not found, f"only prepare/ may ask what a strategy is: {found}; be handed `Abilities` instead"
 
 
 FOREIGN = re.compile(
     r"(?<!ob)server|table\b|tables\b|\blost\b|\bloss(es)?\b|\bviews? changed|WorkerLost|LOSSES|RemoteOptimizer", re.IGNORECASE
 )
 TRAINED = re.compile(r"one loss|loss\.backward|\(?loss( /|\()|terms\.loss|loss=")  # what a script minimises, and no loss of a worker
-STEPS = ("session/loop/stepping.py", "session/loop/halving.py")  # run.step is given the script's loss
+STEPS = ("loop/stepping.py", "loop/halving.py")  # run.step is given the script's loss
 PLAIN = ["sync/base.py", "sync/allreduce.py", "sync/autograd.py"]
-PLAIN += sorted(path.relative_to(PACKAGE).as_posix() for path in (PACKAGE / "session/loop").glob("*.py"))
+PLAIN += sorted(path.relative_to(PACKAGE).as_posix() for path in (PACKAGE / "loop").glob("*.py"))
 
 
 @pytest.mark.parametrize("path", PLAIN)

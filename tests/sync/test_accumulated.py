@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader
 from paceline.codec.codec import error_feedback
 from paceline.codec.sparse import topk
 from paceline.errors import UsageError
+from paceline.servers.worker.strategy import ParameterServer
 from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.context import StepState
 from paceline.sync.gossip.strategy import Gossip
 from paceline.sync.localsgd.strategy import LocalSGD
-from paceline.sync.parameterserver.strategy import ParameterServer
 from paceline.sync.per_axis import Sequence
 from tests.harness.models import net, sgd
 from tests.harness.runs import Numbered, alone, distance, parameters, workers

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from paceline.elastic.rollback import Rollback
+from paceline.elastic.transaction import RecoverableTransaction
 from paceline.errors import PacelineError, ReplicasDiffer, UsageError
-from paceline.session.elastic.rollback import Rollback
-from paceline.session.elastic.transaction import RecoverableTransaction
 from paceline.session.run import Run
 from paceline.state.versioned import Randomness
 from paceline.sync.allreduce import AllReduce

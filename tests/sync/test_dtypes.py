@@ -15,12 +15,12 @@ from paceline.codec.coding import NARROWED, compose
 from paceline.codec.dense import bfloat16, half, int4, int8, sign
 from paceline.codec.powersgd import powersgd
 from paceline.codec.sparse import randomk, topk
+from paceline.servers.worker.strategy import ParameterServer
 from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
 from paceline.sync.gossip.strategy import Gossip
 from paceline.sync.localsgd.strategy import LocalSGD
-from paceline.sync.parameterserver.strategy import ParameterServer
 from tests.harness.runs import batches, workers
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128)

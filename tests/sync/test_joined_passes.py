@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from paceline.comm.agreement import Agreement
 from paceline.comm.group import Group
 from paceline.errors import UsageError
-from paceline.session.prepare.abilities import resolve
+from paceline.prepare.abilities import resolve
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.base import Slot

@@ -1,13 +1,13 @@
 """Turns of three workers on a parameter server, within different bounds of staleness: who waits, and how far workers come in the same time.
 
-Worker 2 has two slow turns. Whether a worker may begin a turn is decided by the clocks that servers keep (`paceline/server/staleness.py`).
+Worker 2 has two slow turns. Whether a worker may begin a turn is decided by the clocks that servers keep (`servers/process/staleness.py`).
 """
 
 from __future__ import annotations
 
 from math import inf
 
-from paceline.server.staleness import WorkerClocks
+from paceline.servers.process.staleness import WorkerClocks
 from website.pictures.svg import Drawing
 
 WORKERS, SECONDS = 3, 12.0

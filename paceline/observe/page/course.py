@@ -11,7 +11,7 @@ import numpy as np
 
 from paceline.observe.metrics import Floats, Look, MetricsReader, StepColumns
 from paceline.observe.page.decimation import lasts, starts, stretches, sums
-from paceline.session.record.folder import PARTS, SENT
+from paceline.trace import PARTS, SENT
 
 LOOKS: Final = 120  # stretches of the time of single workers
 NAMES: Final = 24  # logged names that have a curve, at most; all others are named

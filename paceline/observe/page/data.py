@@ -15,8 +15,9 @@ from paceline.observe.metrics import MetricsReader
 from paceline.observe.page.course import course, looks, values
 from paceline.observe.page.events import kind
 from paceline.observe.verdict import verdict
-from paceline.session.record.folder import PARTS, SENT, RunFolder
-from paceline.session.record.pipeline_profile import PipelineProfile
+from paceline.record.folder import RunFolder
+from paceline.record.pipeline_profile import PipelineProfile
+from paceline.trace import PARTS, SENT
 
 SPANS: Final = 3000  # actions of a pipeline that are drawn, at most
 

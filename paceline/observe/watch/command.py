@@ -10,7 +10,7 @@ from pathlib import Path
 from paceline.errors import UsageError
 from paceline.observe.facts import read
 from paceline.observe.watch.address import PageGuard, WatchAddress, check_installed, url
-from paceline.session.record.folder import RunFolder
+from paceline.record.folder import RunFolder
 
 OVER = "paceline watch has ended, and with it the connection: this page stays as it was."
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from paceline.observe.facts import read_fields
-from paceline.session.record.folder import PARTS, RunFolder
-from paceline.session.record.live import GONE, alive
+from paceline.record.folder import RunFolder
+from paceline.record.live import GONE, alive
+from paceline.trace import PARTS
 
 SILENT: Final = 60.0  # seconds without a word after which that is said, as a step takes less in most runs
 

@@ -9,8 +9,8 @@ from paceline.formatting import counted, spoken
 from paceline.observe.page.markup import Markup, element, join
 from paceline.observe.tables import seconds
 from paceline.observe.watch.now import LateRank, RunNow
-from paceline.session.record.folder import PARTS
-from paceline.session.record.status_line import LATE, LEAST
+from paceline.record.status_line import LATE, LEAST
+from paceline.trace import PARTS
 
 SHOWN: Final = 12  # of the last events
 _STATES: Final = {

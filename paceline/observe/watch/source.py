@@ -16,7 +16,7 @@ from paceline.observe.page.markup import element
 from paceline.observe.page.sections import sections
 from paceline.observe.watch.now import NowReader, RunNow
 from paceline.observe.watch.section import now_section
-from paceline.session.record.folder import RunFolder
+from paceline.record.folder import RunFolder
 
 PART: Final = 0.005  # of one core, which drawing the report may take: training has the rest
 LONGEST: Final = 60.0  # seconds for which it may stay as it is

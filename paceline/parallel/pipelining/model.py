@@ -152,7 +152,7 @@ class PipelinedModel:
         self._followed = set[str]()  # kinds of calls of a model that isn't traced, for which it is known what stages need of each other
 
     def profile(self) -> dict[str, Any]:
-        """Return what was measured of this worker's stages, and what they are, as plain data, for `session/record/pipeline_profile.py`."""
+        """Return what was measured of this worker's stages, and what they are, as plain data, for `record/pipeline_profile.py`."""
         profiler = self._profiler
         return {
             "schedule": self.terms.schedule,

@@ -90,7 +90,7 @@ def test_a_terminal_that_is_behind_is_not_flooded(sink: Sink) -> None:
 
 
 TELLING = """
-from paceline.session.display import choose
+from paceline.record.display import choose
 from paceline.status.run_status import RunStatus
 shown = choose(place) if rank == 0 else None
 print("hello", rank, flush=True)

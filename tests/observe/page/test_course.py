@@ -9,7 +9,7 @@ import pytest
 
 from paceline.observe.metrics import MetricsReader
 from paceline.observe.page.course import LOOKS, NAMES, course, looks, numbers, values
-from paceline.session.record.folder import RunFolder
+from paceline.record.folder import RunFolder
 
 SPLIT = {"compute": 0.4, "exchange": 0.3, "wait": 0.2, "data": 0.1}
 

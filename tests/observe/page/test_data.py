@@ -12,7 +12,7 @@ from paceline.errors import UsageError
 from paceline.observe.metrics import MetricsReader
 from paceline.observe.page.data import page_data, plain
 from paceline.observe.page.decimation import POINTS
-from paceline.session.record.folder import RunFolder
+from paceline.record.folder import RunFolder
 from tests.harness.finished_runs import finished
 from tests.harness.page_runs import whole
 

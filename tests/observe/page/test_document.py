@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.observe.page.data import page_data
 from paceline.observe.page.document import page
-from paceline.session.record.folder import RunFolder
+from paceline.record.folder import RunFolder
 from tests.harness.pages import Tags
 
 BAD = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from paceline.observe.watch.now import SILENT, LateRank, NowReader, RunNow
-from paceline.session.record.folder import RunFolder
-from paceline.session.record.live import GONE, LiveRecord
+from paceline.record.folder import RunFolder
+from paceline.record.live import GONE, LiveRecord
 from tests.harness.clocks import Clock
 from tests.harness.live_runs import PARTS, facts
 

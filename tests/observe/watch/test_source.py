@@ -9,8 +9,8 @@ import pytest
 
 from paceline.observe.watch import source
 from paceline.observe.watch.source import LONGEST, PART, RunPage
-from paceline.session.record.folder import RunFolder
-from paceline.session.record.live import LiveRecord
+from paceline.record.folder import RunFolder
+from paceline.record.live import LiveRecord
 from tests.harness.clocks import Clock
 from tests.harness.live_runs import PARTS, facts
 

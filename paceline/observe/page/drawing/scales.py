@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.cluster.oddities import rated
 from paceline.formatting import sized, spoken
 from paceline.observe import tables
+from paceline.unequal.probe.oddities import rated
 
 Words = Callable[[float], str]
 

@@ -17,7 +17,7 @@ from paceline.observe.page.subjects.loss import SMOOTHED
 from paceline.observe.page.subjects.overview import badge
 from paceline.observe.page.subjects.time import WORDS as PART_WORDS
 from paceline.observe.page.subjects.traffic import WORDS as SENT_WORDS
-from paceline.session.record.folder import PARTS, SENT
+from paceline.trace import PARTS, SENT
 
 Datas = Sequence[Mapping[str, Any]]
 

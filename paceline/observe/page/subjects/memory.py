@@ -12,7 +12,7 @@ from paceline.observe.page.drawing.figures import Field, figure, find, number, s
 from paceline.observe.page.drawing.html_tables import folded, table
 from paceline.observe.page.markup import Markup, element, join
 from paceline.observe.page.subjects.time import MOST
-from paceline.session.record.folder import KINDS
+from paceline.record.folder import KINDS
 
 WORDS: Mapping[str, str] = {kind: kind for kind in KINDS}
 

@@ -13,7 +13,7 @@ from paceline.observe.page.drawing.html_tables import folded, table
 from paceline.observe.page.drawing.plots import Curve, Plot, draw, finite
 from paceline.observe.page.markup import Markup, element, join
 from paceline.observe.page.subjects import axes
-from paceline.session.record.folder import PARTS
+from paceline.trace import PARTS
 
 WORDS: Mapping[str, str] = {part: part for part in PARTS}
 KINDS = ("k0", "k1", "k2", "k3")

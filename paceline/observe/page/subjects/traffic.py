@@ -12,7 +12,7 @@ from paceline.observe.page.drawing.html_tables import table
 from paceline.observe.page.drawing.plots import Curve, Plot, draw
 from paceline.observe.page.markup import Markup, element, join
 from paceline.observe.page.subjects import axes, time
-from paceline.session.record.folder import SENT
+from paceline.trace import SENT
 
 WORDS: Mapping[str, str] = {"within": "within hosts", "between": "between hosts"}
 

@@ -12,8 +12,8 @@ from paceline.observe.page.drawing.html_tables import folded, table
 from paceline.observe.page.drawing.plots import across
 from paceline.observe.page.markup import Markup, element, join
 from paceline.observe.page.subjects import time
-from paceline.session.record.causes import CAUSES, WORDS
-from paceline.session.record.folder import PARTS
+from paceline.trace import PARTS
+from paceline.unequal.stragglers.causes import CAUSES, WORDS
 
 SHADES = 5  # of a worker's row: how late it was
 THICK, GAP = 16, 3  # pixels of such a row, and between two

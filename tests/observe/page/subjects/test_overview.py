@@ -7,8 +7,8 @@ from pathlib import Path
 
 from paceline.observe.page.data import page_data
 from paceline.observe.page.subjects import overview
-from paceline.session.record.folder import RunFolder
-from paceline.session.record.live import LiveRecord
+from paceline.record.folder import RunFolder
+from paceline.record.live import LiveRecord
 from tests.harness.finished_runs import finished
 from tests.harness.live_runs import facts
 from tests.harness.page_runs import whole

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from paceline.observe.page.data import page_data
 from paceline.observe.page.subjects import pipelines
-from paceline.session.record.pipeline_profile import combine
-from paceline.session.record.timeline import ClockOffset
+from paceline.record.pipeline_profile import combine
+from paceline.record.timeline import ClockOffset
 from tests.harness.finished_runs import finished
 from tests.harness.page_runs import whole
 from tests.harness.pages import tree

@@ -1,0 +1,1 @@
+"""Checkpoints: what a run saves, when, and how it resumes."""

@@ -1,0 +1,1 @@
+"""The files of a checkpoint, and what is read from them."""

@@ -1,0 +1,1 @@
+"""Going on when workers die, leave or come."""

@@ -1,0 +1,175 @@
+"""The transaction of a step where losses are survived: a turn that failed is rolled back on all workers, as if it had never been.
+
+exchange    a pass in which a worker was lost ends with zeros in p.grad, and the turn has failed
+            after a loss no pass of the turn is exchanged (`StepState.exchange_closed`)
+step        a step on servers in which a worker was lost is not made, on any worker
+collective  rows come from all workers, or again with the turn
+rollback    gradients, buffers, generators and tables are set back to when the turn began
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from paceline.comm.agreement import CallDiscarded
+from paceline.elastic.rollback import Rollback
+from paceline.errors import LOSSES, PacelineError, WorkerLost
+from paceline.loop.iteration import LoaderProgress
+from paceline.servers.run_tables import RunTables
+from paceline.sync.autograd import GradientTracker
+from paceline.sync.transaction import Addends, Deliver, PlainTransaction
+
+T = TypeVar("T")
+
+
+class LoopPosition(Protocol):
+    """Position of a training loop."""
+
+    @property
+    def leader(self) -> LoaderProgress | None:
+        """The loader whose turns are the steps; None outside of training."""
+        ...
+
+    @property
+    def innermost(self) -> LoaderProgress | None:
+        """The loader of the innermost turn; None if no turn is under way."""
+        ...
+
+
+class RecoverableTransaction(PlainTransaction):
+    """The transaction of a run that goes on when workers are lost."""
+
+    recovers = True
+
+    def __init__(self, loop: LoopPosition, backward: GradientTracker, rollback: Rollback, tables: RunTables) -> None:
+        super().__init__(backward.sync, backward.context)
+        self._loop, self._backward, self._rollback, self._tables = loop, backward, rollback, tables
+        self._step_state = backward.context.step_state
+        self.failed = False
+        self._lost: PacelineError | None = None  # in the pass under way
+        self._grads: dict[int, Tensor] = {}  # of each parameter, before the first pass of the turn
+        self._carried: dict[int, Tensor] = {}  # of each parameter, what silent passes had left when the turn began
+
+    def begin(self, *, leads: bool, passes: int) -> None:
+        self.failed = False
+        self._carried = self._backward.carried() if self._armed else {}
+        if leads:
+            self._rollback.begin(passes)
+            self._tables.begin()
+
+    @property
+    def _armed(self) -> bool:
+        """Whether losses are survived already: they are from the first epoch on."""
+        return self._agreement.recovery is not None
+
+    @property
+    def _closed(self) -> bool:
+        """Whether this turn exchanges nothing more."""
+        return self._step_state.exchange_closed and self._sync.exchanges_in_backward
+
+    # ---- a backward pass
+
+    def deliver(self) -> Deliver:
+        return self._take
+
+    def _take(self, number: int, grad: Tensor, scale: float) -> None:
+        if self._lost is not None or self._closed:
+            return
+        try:
+            self._sync.ready(number, grad, scale)
+        except LOSSES as error:
+            if not self._armed:
+                raise
+            self._lost = error
+
+    def exchange(self, act: Callable[[], Addends]) -> Addends:
+        if self._armed and not self._backward.passes and not self.failed:
+            self._grads = self._backward.held()
+        if not self._sync.exchanges_in_backward:
+            if self._armed:
+                self._lost = None  # the strategy knows, when the optimizer steps
+            return act()
+        if not self._closed:
+            try:
+                return self._agreement.settle(lambda: self._unless_lost(act), "backward")
+            except CallDiscarded as error:
+                self._check_turn(error)
+        self._lost = None
+        self._fail()
+        return self._backward.zeros()
+
+    def _unless_lost(self, act: Callable[[], Addends]) -> Addends:
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            raise lost
+        return act()
+
+    def _check_turn(self, error: CallDiscarded) -> None:
+        """Raise `WorkerLost` where the turn can't be dealt again."""
+        if not self._step_state.exchange_closed:
+            text = "gradients that were exchanged outside of a loop over a prepared loader can't be had again"
+            raise WorkerLost(f"a worker was lost, and {text}: resume from a checkpoint") from error
+
+    def _fail(self) -> None:
+        """Note that this turn can't be completed, on any worker."""
+        self.failed = True
+        self._sync.abort()
+
+    # ---- a step
+
+    def stepping(self, *, remote: bool) -> None:
+        if self._loop.leader is not None:
+            self._rollback.stepping(elsewhere=remote)
+
+    def step(self, act: Callable[[], T], what: str, *, last: bool = False, apart: bool = False) -> T | None:
+        if apart or not self._armed:
+            found = super().step(act, what, apart=apart)
+        else:
+            try:
+                found = act()  # which is of several calls
+            except CallDiscarded as error:
+                self._check_turn(error)
+                if not self.failed:
+                    self._fail()
+                return None
+        if last and self._loop.leader is not None:
+            self._rollback.stepped()
+        return found
+
+    # ---- rows
+
+    def collective(self, act: Callable[[], Tensor], nothing: Tensor) -> Tensor:
+        progress = self._loop.innermost
+        if progress is None or not self._armed:
+            return super().collective(act, nothing)
+        leads = progress is self._loop.leader
+        if not progress.ask_rows() or self.failed:
+            return nothing
+        if leads and self._comes_again:
+            return nothing
+        try:
+            found = self._agreement.settle(act)
+        except CallDiscarded:
+            if not leads:
+                progress.discard()
+                return nothing
+            return nothing if self._comes_again else self._agreement.attempt(act)
+        progress.keep_rows()
+        return found
+
+    @property
+    def _comes_again(self) -> bool:
+        """Whether the turn under way is dealt again."""
+        return self._step_state.exchange_closed and not self._backward.passes
+
+    # ---- the end
+
+    def rollback(self) -> None:
+        if self.failed:
+            self.failed = False
+            self._backward.restore(self._grads, self._carried)
+        self._rollback.back()
+        self._tables.back()

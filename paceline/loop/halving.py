@@ -1,0 +1,201 @@
+"""Steps of `run.step` that run out of memory, taken again in two halves by the worker on which that happened.
+
+batch    forward: out of memory
+halves   forward, gradients | forward, gradients | the sum by their weights is given to the parameters, in a backward that is exchanged
+
+Until that backward nothing has touched p.grad, so halves that are too large are halved again. The other workers see one exchange.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+from paceline.comm.group import pieces
+from paceline.data.batches import cut, rows
+from paceline.errors import DataError
+from paceline.formatting import counted
+from paceline.loop.ghost import buffers, put_back
+from paceline.loop.out_of_memory import is_out_of_memory
+from paceline.parallel.containers import tree_leaves
+from paceline.servers.tables.embedding import SparseEmbedding
+
+FIRST = 10  # steps in which memory may turn out to be too small: optimizers have all of their state after the first
+
+
+class StepBatch(NamedTuple):
+    """What `run.step` is given: the model, its inputs and the target, and options of the model."""
+
+    model: nn.Module
+    given: tuple[Any, ...]
+    options: Mapping[str, Any]
+
+    def obstacle(self) -> str | None:
+        """Return why the step can't be taken in parts; None where it can, as far as that is known before there is a loss."""
+        for module in self.model.modules():
+            if isinstance(module, SparseEmbedding):
+                return "sparse parameters have gradients of their own"
+            if getattr(module, "scale_grad_by_freq", False):
+                return f"{type(module).__name__} counts the words of the whole batch (scale_grad_by_freq)"
+            if _takes_statistics(module):
+                return f"{type(module).__name__} takes statistics of the whole batch"
+        if any(parameter._backward_hooks for parameter in self.model.parameters()):
+            return "hooks of parameters would be called for each part"
+        if any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((self.given, dict(self.options)))):
+            return "what it is given requires gradients"
+        try:
+            self.rows()
+        except DataError as error:
+            return str(error)
+        return None
+
+    def rows(self) -> int:
+        """Return how many rows all tensors have. Raises `DataError` where they differ."""
+        return rows((self.given, dict(self.options)))
+
+    def part(self, start: int, stop: int, count: int) -> StepBatch:
+        """Return rows `start` to `stop` of `count`."""
+        return StepBatch(self.model, cut(self.given, start, stop, count), cut(dict(self.options), start, stop, count))
+
+
+def _takes_statistics(module: nn.Module) -> bool:
+    """Whether a layer's output, or its running statistics, would be others where a batch comes in parts."""
+    if isinstance(module, _BatchNorm):
+        return module.training or module.running_mean is None
+    return isinstance(module, _NormBase) and module.training and module.running_mean is not None
+
+
+class OtherLeaves(Exception):
+    """A loss has gradients for tensors that are no parameters of the model."""
+
+
+Value = Callable[[StepBatch], Tensor]  # goes forward, and returns the loss
+Weights = Callable[[Sequence[StepBatch]], Sequence[float]]  # what the losses of parts count in the loss of the whole
+
+
+def _tell(text: str) -> None:
+    print(f"paceline: {text}", file=sys.stderr, flush=True)  # on each worker: others may have memory enough
+
+
+class HalvedSteps:
+    """Remembers how many rows fit into the memory of worker `rank`."""
+
+    def __init__(self, rank: Callable[[], int]) -> None:
+        self._rank = rank
+        self.most: int | None = None  # rows at a time; None: all, so far
+        self._proven: int | None = None  # with which a step has been taken
+        self._failed = 0  # the fewest rows that didn't fit
+        self._at, self._seen = -1, 0  # the last step seen, and how many
+
+    def is_first(self, step: int) -> bool:
+        """Count step number `step`, and return whether it is one of the `FIRST` of this process, of which a resumed run has few, too."""
+        if step != self._at:
+            self._at, self._seen = step, self._seen + 1
+        return self._seen <= FIRST
+
+    def step(
+        self, batch: StepBatch, count: int, value: Value, weights: Weights, scale: Callable[[Tensor], float], *, first: bool
+    ) -> Tensor:
+        """Go forward and back in parts of at most `most` of `count` rows, and return the loss, which is gone back from times `scale`.
+
+        In the `first` steps parts become smaller where memory runs out. Raises `OtherLeaves`, with all as it was before, where a loss
+        has gradients for tensors that are no parameters of the model.
+        """
+        kept = buffers([batch.model])
+        while True:
+            try:
+                loss = self._parts(batch, count, value, weights, scale)
+                break
+            except OtherLeaves:
+                put_back(kept)
+                self.most = self._proven
+                raise
+            except Exception as error:
+                if not (first and self.may_halve(error, min(count, self.most or count))):
+                    raise
+            put_back(kept)
+            self.halve(min(count, self.most or count))
+        if self.most != self._proven:
+            self._proven = self.most
+            failed = counted(self._failed, "sample")
+            _tell(f"rank {self._rank()} ran out of memory on {failed}, and takes {self.most} at a time from now on")
+        return loss
+
+    def may_halve(self, error: Exception, count: int) -> bool:
+        """Whether memory has run out, and so many rows can be halved."""
+        return is_out_of_memory(error) and count > 1
+
+    def halve(self, count: int) -> None:
+        """Take at most half of so many rows at a time from now on."""
+        self.most, self._failed = (count + 1) // 2, count
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    def _parts(self, batch: StepBatch, count: int, value: Value, weights: Weights, scale: Callable[[Tensor], float]) -> Tensor:
+        most = self.most or count
+        parts = [batch.part(start, stop, count) for start, stop in pieces(count, math.ceil(count / most))]
+        trained = [parameter for parameter in batch.model.parameters() if parameter.requires_grad]
+        sums: list[Tensor | None] = [None] * len(trained)
+        total: Tensor | None = None
+        for part, weight in zip(parts, weights(parts), strict=True):
+            loss = value(part)
+            mine = loss.detach() * weight
+            total = mine if total is None else total + mine
+            if loss.requires_grad:
+                if not {id(leaf) for leaf in leaves(loss)} <= {id(parameter) for parameter in trained}:
+                    raise OtherLeaves
+                found = torch.autograd.grad(loss * (weight * scale(loss)), trained, allow_unused=True)
+                sums = [_added(before, grad) for before, grad in zip(sums, found, strict=True)]
+                del found
+            del loss
+        give(trained, sums)
+        assert total is not None
+        return total
+
+
+def leaves(loss: Tensor, *, beside: Iterable[Any] = ()) -> Iterator[Tensor]:
+    """Yield the tensors that a backward from `loss` would add gradients to, but for those reached through nodes of `beside` alone."""
+    if loss.grad_fn is None:
+        yield loss
+        return
+    seen = {*beside}
+    waiting = [loss.grad_fn] if loss.grad_fn not in seen else []
+    while waiting:
+        node = waiting.pop()
+        if node.name() == "torch::autograd::AccumulateGrad":
+            yield node.variable  # type: ignore[attr-defined]
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                waiting.append(below)
+
+
+def _added(before: Tensor | None, grad: Tensor | None) -> Tensor | None:
+    return before if grad is None else grad if before is None else before + grad
+
+
+def give(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Let a backward find these gradients, as if it had made them."""
+    there = [(parameter, grad) for parameter, grad in zip(parameters, gradients, strict=True) if grad is not None]
+    if there:
+        made: Tensor = _Given.apply([grad for _, grad in there], *(parameter for parameter, _ in there))  # type: ignore[no-untyped-call]
+        made.backward()
+
+
+class _Given(torch.autograd.Function):
+    """A number whose gradients are given."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(*gradients)
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
+        return (None, *ctx.saved_tensors)

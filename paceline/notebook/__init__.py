@@ -1,0 +1,1 @@
+"""Workers that call a function, from a notebook or a script (`pl.launch`)."""

@@ -1,0 +1,224 @@
+"""`pl.launch`: workers from a notebook or any Python, which call a function; what that returns on each comes back as a list.
+
+`with pl.start() as run:` in the function joins the workers, as it does in a script that `paceline run` starts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, TypeVarTuple, Unpack
+
+from paceline import notation
+from paceline.cluster.control import calls
+from paceline.cluster.control.calls import CallMessage
+from paceline.cluster.discover import discover, environment, timings
+from paceline.cluster.launcher.request import Backend, LaunchRequest, Straggler, check
+from paceline.errors import UsageError, WorkerFailed
+from paceline.notebook import packing
+from paceline.notebook.notebook import NotebookBar, in_kernel
+from paceline.notebook.process import LauncherProcess
+from paceline.notebook.proof import prove
+from paceline.record.call_status import StatusRelay
+from paceline.record.display import choose
+from paceline.record.status_line import StatusLine
+from paceline.session import option_names
+
+if TYPE_CHECKING:  # or a process that launches would import torch
+    from paceline.prepare.cuts import Asked
+    from paceline.sync.base import Strategy
+
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
+_PROGRAM = Path(__file__).with_name("worker.py")
+
+
+def launch(
+    function: Callable[[Unpack[Args]], T],
+    *args: *Args,
+    workers: int = 2,
+    threads: int | None = None,
+    sync: Strategy | str | None = None,
+    mesh: str | None = None,
+    cut: Asked | None = None,
+    shares: str | Sequence[float] | None = None,
+    name: str | None = None,
+    min_workers: int | None = None,
+    restarts: int = 0,
+    patience: float = 600.0,
+    servers: int | None = None,
+    straggler: Straggler | None = None,
+    backend: Backend | None = None,
+    **named: Any,
+) -> list[T]:
+    """Start workers on this machine that each call `function(*args, **named)`, and return what it returns on each of them, by rank.
+
+    >>> def train(rate):
+    ...     with pl.start() as run:
+    ...         return run.rank * rate
+    >>> pl.launch(train, 0.5, workers=2)
+    [0.0, 0.5]
+
+    Names that aren't options of `launch` go to the function: `pl.launch(train, rate=0.5)`. One that is both is for `launch`, and
+    `functools.partial(train, name="x")` gives it to the function.
+
+    Workers are fresh processes. The function and its arguments travel by value where workers can't import them: functions of a
+    notebook's cells or of the main script, lambdas and closures over a model all go. That takes cloudpickle (`pip install
+    'paceline[notebook]'`). What the function changes stays in the workers. `with pl.start() as run:` in it joins them, as in a script.
+
+    What workers write is shown as it comes, behind their ranks; in a notebook in the cell, with a bar of the run's progress. Interrupted
+    (Ctrl-C, the kernel's interrupt), it ends all workers within seconds and raises `KeyboardInterrupt`.
+
+    `threads`: of each worker (default: its part of the cores, or OMP_NUM_THREADS). `sync`, `mesh`, `cut`, `shares`, `name`, `straggler`:
+    in place of what the function gives to `pl.start` and `run.prepare`; strategies and cuts as objects or in their notation. `min_workers`:
+    go on when workers die, as long as there are so many; the list has results of those that came to the end. `restarts`: how often all
+    start again after a failure; with `min_workers`, how many are started in place of the dead. `patience`: seconds that fewer than
+    `min_workers` wait for others. `servers`: of a strategy that has them. `backend`: "paceline" is what a function that uses
+    torch.distributed by itself gets in the place of Gloo.
+
+    Raises `WorkerFailed` with the rank and the traceback of the worker that failed first; `UsageError` for what can't be honoured, and in
+    a worker, which launches nothing.
+    """
+    request = LaunchRequest(
+        script=str(_PROGRAM),
+        workers=workers,
+        threads=threads,
+        sync=_text(sync, notation.VOCABULARY),
+        mesh=mesh,
+        cut=_text(cut, notation.CUTS),
+        shares=shares if shares is None or isinstance(shares, str) else ",".join(map(str, shares)),
+        name=name,
+        min_workers=min_workers,
+        restarts=restarts,
+        patience=patience,
+        servers=servers,
+        straggler=straggler,
+        backend=backend,
+    )
+    _check_names(function, args, named)
+    call: Callable[..., T] = function
+    return _launch(partial(call, **named) if named else call, args, request)
+
+
+def _check_names(function: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any]) -> None:
+    """Raise `UsageError` for a name that neither `launch` nor the function has."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin, or nothing that can be called: that is said where it is
+        return
+    try:
+        signature.bind_partial(*args, **named)
+    except TypeError as error:
+        mine = [option.name for option in inspect.signature(launch).parameters.values() if option.kind is option.KEYWORD_ONLY]
+        option_names.check("pl.launch", named, [*mine, *signature.parameters])
+        raise UsageError(f"pl.launch can't call {getattr(function, '__name__', 'it')}{signature} so: {error}") from None
+
+
+def _text(asked: Any, vocabulary: notation.Vocabulary) -> str | None:
+    """Return a strategy, or cuts, as text, in which they travel."""
+    if asked is None or isinstance(asked, str):
+        return asked
+    return notation.text(tuple(asked) if isinstance(asked, list) else asked, vocabulary)
+
+
+def _launch(function: Callable[..., T], args: Sequence[Any], request: LaunchRequest) -> list[T]:
+    """Carry out a call: the results, by rank."""
+    _check(function, request)
+    with ExitStack() as held:
+        file = held.enter_context(open(os.memfd_create("paceline-call", os.MFD_CLOEXEC), "wb"))
+        packing.pack_call(function, args, file)
+        file.flush()
+        mine, theirs = calls.channel()
+        held.callback(mine.close)
+        outcome = _CallOutcome()
+        held.callback(outcome.close)
+        with theirs:
+            job = LaunchRequest(**{**vars(request), "call": (file.fileno(), theirs.fileno())})
+            launcher = LauncherProcess(job, environment(), mine, outcome.hear, timings=timings().call)
+        code = launcher.run()
+        if code:
+            raise outcome.failure(code, launcher.last_line)
+        return outcome.results(request.workers if request.min_workers is None else None)
+
+
+def _check(function: Any, request: LaunchRequest) -> None:
+    """Raise `UsageError` for what can't be, with the names that options have in Python."""
+    place = discover()
+    if place.launcher == "paceline" or place.size > 1:
+        raise UsageError(
+            f"pl.launch was called in a worker, rank {place.rank} of {place.size} ({place.launcher}), and workers start no others: call the"
+            " function itself there. A module that launches while it is imported needs `if __name__ == '__main__':` before that"
+        )
+    if not callable(function):
+        raise UsageError(f"pl.launch got a {type(function).__qualname__}; give the function that each worker is to call")
+    packing.require()
+    if request.sync is not None or request.cut is not None:
+        importlib.import_module("torch")  # or they would be proved in a fork of this process, which may have threads
+    try:
+        check(request)
+        prove(request)
+    except UsageError as error:
+        raise type(error)(re.sub(r"--([a-z]+(?:-[a-z]+)*)", lambda option: option[1].replace("-", "_"), str(error))) from None
+
+
+class _CallOutcome:
+    """The outcome of a call as workers and their launcher tell it; statuses are shown at once."""
+
+    def __init__(self) -> None:
+        self._status = StatusRelay(NotebookBar if in_kernel() else lambda: StatusLine(choose(discover())))
+        self._results: dict[int, BinaryIO] = {}
+        self._failures: dict[int, tuple[str, str]] = {}  # by number: the exception in a line, and its traceback
+        self._verdict: tuple[int | None, str, str] | None = None  # the number of who failed first, a line on it, its last words
+
+    def hear(self, message: CallMessage) -> None:
+        """Take in a message."""
+        kind, fields, body = message
+        if kind == "status":
+            self._status.show(fields)
+        elif kind == "called":
+            self._forget(fields["number"])  # what it was told by a worker that this one has replaced
+        elif kind == "result":
+            assert body is not None
+            self._results[fields["number"]] = body
+        else:
+            assert body is not None
+            with body:
+                text = body.read().decode(errors="replace")
+            if kind == "failed":
+                self._failures[fields["number"]] = (fields["head"], text)
+            else:
+                self._verdict = (fields["number"], fields["line"], text)
+
+    def results(self, workers: int | None) -> list[Any]:
+        """Return what the function has returned, by rank. Raises `WorkerFailed` if one of so many `workers` has said nothing."""
+        silent = sorted({*range(workers or 0)} - self._results.keys())
+        if silent:
+            raise WorkerFailed(f"rank {silent[0]} ended with exit code 0 before the function had returned", silent[0])
+        return [packing.unpack_result(self._results[number]) for number in sorted(self._results)]
+
+    def failure(self, code: int, said: str) -> WorkerFailed:
+        """Return the error of a call that has failed with this exit code; `said` is the last line of the launcher."""
+        if self._verdict is None:
+            return WorkerFailed(f"workers could not be started, or were ended from outside (exit code {code}); their launcher said: {said}")
+        number, line, tail = self._verdict
+        if number is not None and number in self._failures:
+            head, text = self._failures[number]
+            return WorkerFailed(f"rank {number} failed: {head}\n\n{text}", number)
+        return WorkerFailed(f"{line}; it said last:\n\n{tail}" if tail else line, number)
+
+    def close(self) -> None:
+        """Let go of the display and of results. Calling it twice is harmless."""
+        self._status.close()
+        for number in list(self._results):
+            self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        self._failures.pop(number, None)
+        if number in self._results:
+            self._results.pop(number).close()

@@ -1,0 +1,1 @@
+"""What `run.prepare` does to a script's objects."""

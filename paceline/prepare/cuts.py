@@ -1,0 +1,316 @@
+"""The cuts of a run: applied to models before anything else looks at their parameters, and known by what they have made of them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.nn import Parameter
+from torch.optim import Adafactor, Muon, Optimizer
+from torch.utils.data import DataLoader
+from torch.utils.weak import WeakIdKeyDictionary
+
+from paceline import notation
+from paceline.cluster.mesh import Mesh
+from paceline.errors import UsageError
+from paceline.formatting import spell
+from paceline.parallel.cut import CutContext, CutGradients, ModelCut
+from paceline.parallel.elementwise import check_elementwise
+from paceline.parallel.placement import Placements
+from paceline.parallel.repoint import begin_sums, refuse_memory, repoint
+from paceline.parallel.sharding.optimizers import takes_one_number
+from paceline.parallel.state_parts import mark
+from paceline.prepare.copies import ModelCopies, watch_averages
+from paceline.prepare.initial import InitialValues
+from paceline.prepare.sample import sample_batch
+from paceline.sync.base import Slot
+from paceline.workers.axes import RunAxes
+
+if TYPE_CHECKING:
+    from paceline.parallel.pipelining.model import PipelinedModel
+
+Asked = ModelCut | str | Sequence[ModelCut]
+WHOLE = (Adafactor, Muon)  # optimizers of torch that look at all of a matrix
+ORDER = ("tensor", "stage", "shard")  # layers are cut first, then dealt, and what a worker has left of them is shared out
+
+
+class ModelCuts:
+    """Applies cuts, and keeps what became of each parameter. `override`: those of `paceline run --cut`, in the place of the script's.
+
+    `note` is told of what happens while models train. `parting`: whether stages that share a weight may come to have different ones.
+    """
+
+    def __init__(
+        self,
+        axes: RunAxes,
+        seed: int,
+        override: str | None = None,
+        note: Callable[[str], None] = lambda what: None,
+        parting: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._axes, self._note_event, self._parting = axes, note, parting
+        self._override = None if override is None else read(override)
+        self.placements = Placements()
+        self.seed = seed
+        self.applied: list[ModelCut] = []
+        self.sources: list[CutGradients] = []
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.pipelines: list[tuple[nn.Module, PipelinedModel]] = []
+        self.sample: Callable[[int], tuple[Any, ...]] = functools.partial(sample_batch, ())  # of the loaders that are prepared
+        self._statistics: str | None = None
+        self.copies = ModelCopies(self.placements)
+        self._spread: list[nn.Module] = []  # models that are on several devices of each worker
+        self._used: set[str] = set()
+        self._summed = WeakIdKeyDictionary()  # parameters whose gradients a cut sums along `shard`
+        self._endings: list[Callable[[], None]] = []
+        self._followers: list[Callable[[], None]] = []
+        self._renewed: dict[int, tuple[weakref.ref[Parameter], Parameter]] = {}  # by the id of what was cut
+
+    def choose(self, asked: Asked | None) -> tuple[ModelCut, ...]:
+        """Return the cuts for models that are prepared now. Raises `UsageError` for one along an axis that the mesh doesn't have."""
+        cuts = self._override if self._override is not None else () if asked is None else read(asked)
+        mesh = self._axes.mesh
+        for cut in cuts:
+            if not cut.axis and len(cuts) > 1:
+                raise UsageError(f"cut={spell(cut)} leaves each worker all of the model, and goes with no other cut: take one of them")
+            if cut.axis and cut.axis not in mesh.names:
+                raise UsageError(
+                    f"cut={spell(cut)} is along `{cut.axis}`, and the mesh ({mesh}) doesn't have that: say pl.start(mesh={cut.axis!r}), or "
+                    f"paceline run --mesh {cut.axis}, and all workers are along it (mesh='data, {cut.axis}=2': two of each replica)"
+                )
+        return tuple(sorted(cuts, key=lambda cut: ORDER.index(cut.axis) if cut.axis in ORDER else len(ORDER)))
+
+    def on_one_device(self, models: Iterable[nn.Module], cuts: Sequence[ModelCut]) -> list[nn.Module]:
+        """Return the models that no cut puts on several devices of each worker: one before, or one of `cuts`, which are for new ones."""
+        several = any(not cut.axis for cut in cuts)
+        known = {id(model) for model in self._spread}
+        return [model for model in models if not (several or id(model) in known)]
+
+    def hear(self, loaders: Sequence[DataLoader[Any]], statistics: str | None) -> None:
+        """Take what layers are measured on from these loaders, and which statistics a script asks BatchNorm for."""
+        self._statistics = statistics
+        if loaders:
+            self.sample = functools.partial(sample_batch, loaders)
+
+    def apply(
+        self,
+        models: Sequence[tuple[str, nn.Module]],
+        cuts: Sequence[ModelCut],
+        optimizers: Sequence[Optimizer],
+        initial: InitialValues,
+    ) -> list[CutGradients]:
+        """Cut models, which have these prefixes in names, and give their parts values. Return where gradients come from. Collective."""
+        axes, sources, valued = self._axes, list[CutGradients](), list[Callable[[], None]]()
+        self.refuse_late(optimizer for optimizer in optimizers if optimizer not in self._optimizers)
+        self._optimizers.update(optimizers)
+        if cuts:
+            watch_averages()
+        for optimizer, (_, model) in itertools.product(optimizers, models if cuts else ()):
+            refuse_memory(optimizer, model.parameters())
+        for prefix, model in models:
+            tied = list[Parameter]()
+            for cut in cuts:
+                before = dict(model.named_parameters())
+                for name, parameter in before.items():
+                    self.placements.add(parameter, self.placements.of(parameter, prefix + name))
+                context = CutContext(axes.mesh, axes.groups, self.placements, initial.device)
+                context.known, context.record, context.tied = self.trained, self._record, tied
+                context.sample, context.announce = self.sample, axes.slice.announce
+                _apply(cut, model, context, len(models))
+                self._note(before, dict(model.named_parameters()), context.renewed)
+                self._used.add(cut.axis)
+                for parameter in model.parameters() if cut.axis == "shard" else ():
+                    self._summed[self.trained(parameter)] = True
+                sources += context.sources
+                self.applied += [] if cut in self.applied else [cut]
+                self._endings += context.endings
+                valued += context.valued
+                self._spread += [model] if not cut.axis else []
+                self._followers += context.followers
+                self.pipelines += context.pipelines
+            if cuts:
+                mark(model, self.placements.of)
+        if self._statistics == "sync" and self.pipelines:
+            raise UsageError(
+                "batchnorm='sync' can't be had with layers on several workers (pipeline): leave it out, and statistics are those of each "
+                "micro-batch, on its worker"
+            )
+        self.sources += sources
+        initial.give(self.placements, axes.everyone, axes.slice.announce)
+        for act in valued:
+            act()
+        return sources
+
+    def _note(self, before: dict[str, Parameter], now: dict[str, Parameter], renewed: dict[Parameter, Parameter]) -> None:
+        replaced = {old: now[name] for name, old in before.items() if name in now and now[name] is not old}
+        for old, new in {**replaced, **renewed}.items():
+            self._renewed[id(old)] = weakref.ref(old), new
+
+    def renewed(self, parameter: Parameter) -> Parameter | None:
+        """Return what is trained in the place of a parameter that was cut; None for all others."""
+        found = None
+        while (entry := self._renewed.get(id(parameter))) is not None and entry[0]() is parameter:
+            found = parameter = entry[1]
+        return found
+
+    def trained(self, parameter: Parameter) -> Parameter:
+        """Return what is trained in the place of a parameter, or the parameter itself."""
+        found = self.renewed(parameter)
+        return parameter if found is None else found
+
+    def repoint(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let optimizers step what is trained in the place of their parameters. Raises `UsageError` for one that can't."""
+        for optimizer in optimizers if self._renewed else ():
+            repoint(optimizer, self.renewed)
+        for optimizer in optimizers if self.applied else ():
+            begin_sums(optimizer)
+        self.refuse_whole(optimizers)
+
+    def flat(self, optimizer: Optimizer) -> str:
+        """Return the name of a parameter that an optimizer steps and of which the model has a flat piece alone; "" if there is none."""
+        parameters = (p for group in optimizer.param_groups for p in group["params"]) if len(self.placements) else ()
+        return next((where.name for p in parameters if p.dim() != len((where := self.placements.of(p)).shape)), "")
+
+    def refuse_late(self, optimizers: Iterable[Optimizer]) -> None:
+        """Raise `UsageError` for optimizers of models that were cut before: a script that groups parameters by shape sees flat pieces."""
+        for optimizer in optimizers:
+            if name := self.flat(optimizer):
+                raise UsageError(
+                    f"the {type(optimizer).__qualname__} steps {name}, which is a flat piece since shard(zero=3) has cut its model, so "
+                    "groups made by shape would be wrong: make the optimizer before run.prepare, and give it to the call that cuts it"
+                )
+
+    def refuse_whole(self, optimizers: Iterable[Optimizer]) -> None:
+        """Raise `UsageError` for optimizers that may look at whole parameters, where workers have parts of some, or none of others."""
+        mesh = self._axes.mesh
+        dealt = {id(p) for model, _ in self.pipelines for p in model.parameters()} if mesh.extent("stage") > 1 else set()
+        for optimizer in optimizers if len(self.placements) else ():
+            refuse_one_number(optimizer, self.placements, mesh, dealt)
+            stepped = [p for group in optimizer.param_groups for p in group["params"]]
+            for where in map(self.placements.of, stepped):
+                if any(mesh.extent(axis) > 1 for axis in where.axes if axis != "stage"):
+                    check_elementwise(optimizer, where.name)
+            if isinstance(optimizer, WHOLE) and any(id(p) in dealt for p in stepped):
+                raise UsageError(
+                    f"{type(optimizer).__qualname__} looks at whole matrices, and fails on those that other stages of the pipeline have: "
+                    "what goes is an optimizer that steps each element by itself, such as AdamW"
+                )
+
+    def slots(self, found: Iterable[Slot]) -> Iterator[Slot]:
+        """Yield slots with what is trained in the place of parameters that were cut, each once, under its logical name."""
+        if not len(self.placements):
+            yield from found
+            return
+        slots, seen = list(found), set[int]()
+        owners = {id(slot.parameter): slot.optimizer for slot in slots}  # of a piece, which no model has
+        for slot in slots:
+            parameter = self.trained(slot.parameter)
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                placement, optimizer = self.placements.of(parameter, slot.name), slot.optimizer or owners.get(id(parameter))
+                yield slot._replace(name=placement.name, parameter=parameter, optimizer=optimizer, shard=placement.axes)
+
+    def tell(self, what: str) -> None:
+        """Say what has changed, and note the first line of that."""
+        self._note_event(what.partition("\n")[0])
+        self._axes.slice.announce(what)
+
+    def _record(self, what: str, began: int, ended: int) -> None:
+        self._axes.slice.trace.record(what, "stage", began, ended)
+
+    def pipeline_of(self, model: nn.Module) -> PipelinedModel | None:
+        """Return the pipeline that a model is cut into; None for one whose layers are all here."""
+        return next((found for other, found in self.pipelines if other is model), None)
+
+    def without_stages(self, models: Iterable[nn.Module]) -> list[nn.Module]:
+        """Return the models whose layers are all here."""
+        return [model for model in models if self.pipeline_of(model) is None]
+
+    def level_ties(self) -> None:
+        """Give all stages that have a tied weight the same values, in all places where parts of them are. Collective."""
+        if not self._parting():
+            return
+        for _, found in self.pipelines:
+            found.level_ties()
+        if any(tie.group is not None for _, found in self.pipelines for tie in found.ties):
+            self.follow()
+
+    def follow(self) -> None:
+        """Make whole parameters what their pieces are, where both are kept. Collective."""
+        for follow in self._followers:
+            follow()
+
+    def splits(self) -> list[list[int]]:
+        """Return how layers are dealt to stages: the first layer of each, and the end."""
+        return [list(found.split.bounds) for _, found in self.pipelines]
+
+    def level(self) -> None:
+        """Let all workers know what only those of a stage do, and a state has of all: buffers. Collective."""
+        self.level_ties()
+        for model, found in self.pipelines:
+            found.share_buffers(self.copies.of(model))
+
+    def end(self) -> None:
+        """End what cuts have begun, as the run is over."""
+        while self._endings:
+            self._endings.pop()()
+
+    def check_used(self, *_: Any) -> None:
+        """Raise `UsageError` where the mesh has an axis that no cut has used: its workers would all do the same."""
+        unused = [name for name in self._axes.cut if name not in self._used]
+        if unused:
+            raise UsageError(
+                f"the mesh ({self._axes.mesh}) has the axis `{unused[0]}`, and nothing is cut along it: its workers would all do the same. "
+                f"Give prepare(..., cut=[...]) a cut along `{unused[0]}`, or leave it out of the mesh"
+            )
+
+    def summed(self, slots: list[Slot]) -> list[Slot]:
+        """Return slots of what is trained. Raises `UsageError` for one whose gradients nothing sums along `shard`, as cuts alone do."""
+        for slot in slots if self._axes.mesh.extent("shard") > 1 else ():
+            if slot.optimizer is not None and slot.parameter not in self._summed:
+                raise UsageError(
+                    f"{slot.name} is trained, and its model isn't cut along `shard`, where workers have other samples: nothing would sum "
+                    "its gradients over them. Cut its model too, run.prepare(model, ..., cut=[shard()]), or leave `shard` out of the mesh "
+                    f"({self._axes.mesh})"
+                )
+        return slots
+
+
+def read(asked: Asked) -> tuple[ModelCut, ...]:
+    """Return the cuts that a script, or a text in notation, asks for."""
+    found = notation.cuts(asked) if isinstance(asked, str) else tuple(asked) if isinstance(asked, list | tuple) else (asked,)
+    if kind := next((each.__name__ for each in found if isinstance(each, type)), None):
+        raise UsageError(f"cut={kind} is the class itself; call it: cut=pl.{kind}(...)")
+    wrong = next((each for each in found if not (hasattr(each, "axis") and hasattr(each, "apply"))), None)
+    if wrong is not None:
+        raise UsageError(f"cut={wrong!r} is no cut; write e.g. cut=[shard('blocks.*')]")
+    return tuple(found)
+
+
+def _apply(cut: ModelCut, model: nn.Module, context: CutContext, models: int) -> None:
+    """Cut a model, and say which one it is where it is one of several that can't be cut alike."""
+    try:
+        cut.apply(model, context)
+    except UsageError as error:
+        if models == 1:
+            raise
+        raise UsageError(
+            f"{error}. That is the {type(model).__name__}: cut= is for each of the {models} models of this "
+            "call to run.prepare; give one that is cut otherwise, or not, to a call of its own"
+        ) from error
+
+
+def refuse_one_number(optimizer: Optimizer, placements: Placements, mesh: Mesh, dealt: Container[int]) -> None:
+    """Raise `UsageError` for an optimizer that takes one number over all parameters, where workers have parts or other layers (`dealt`)."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]) if takes_one_number(optimizer) else ():
+        along = [name for name in placements.of(parameter).axes if mesh.extent(name) > 1]
+        if along or id(parameter) in dealt:
+            raise UsageError(
+                f"{type(optimizer).__qualname__} takes one number (a norm, a step size) over all parameters, and each worker along "
+                f"`{along[0] if along else 'stage'}` would take that of its own parts: what goes is an optimizer that steps each "
+                "element by itself, such as AdamW"
+            )

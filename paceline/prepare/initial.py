@@ -1,0 +1,86 @@
+"""Values that models begin with: what `run.prepare(init=...)` says, or their own modules where they were built without memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.comm.agreement import Agreement, act_together
+from paceline.errors import UsageError
+from paceline.parallel.initialise import Blueprint, is_unborn
+from paceline.parallel.placement import Placements
+from paceline.parallel.weights import Weights, load
+from paceline.prepare.stored import Source, opened
+
+Init = Callable[[nn.Module], Any] | Source
+
+
+def check_asked(init: Init | None, models: Sequence[nn.Module], fresh: Sequence[nn.Module]) -> None:
+    """Raise `UsageError` where a call says `init` for models that were prepared before."""
+    if init is not None and models and not fresh:
+        raise UsageError("init= is for models that are prepared for the first time, and these were prepared before: say it then")
+
+
+def move(models: Sequence[nn.Module], device: torch.device) -> None:
+    """Move models to a GPU; parameters without memory get theirs there."""
+    for model in models if device.type == "cuda" else ():
+        if not is_unborn(model):
+            model.to(device)
+            continue
+        for module in model.modules():
+            module._buffers.update((name, buffer.to(device)) for name, buffer in module._buffers.items() if buffer is not None)
+
+
+class InitialValues:
+    """The values of models that are prepared together, which have these prefixes in names: known before they are cut, and given after that.
+
+    Raises `UsageError` where `init` says nothing that could be done.
+    """
+
+    def __init__(self, models: Sequence[tuple[str, nn.Module]], init: Init | None, seed: int, device: torch.device) -> None:
+        init = init if models else None
+        self._seed, self.device = seed, device
+        self._source: Source | None = None if init is None or callable(init) else init
+        unborn = [(prefix, model) for prefix, model in models if is_unborn(model)]
+        if callable(init) and not unborn:
+            raise UsageError(
+                "init=function gives values to models that were built under pl.meta(), and these have values already: build them so, or "
+                "give a file or a state dict, init='model.safetensors'"
+            )
+        if self._source is not None and len(models) != 1:
+            raise UsageError(f"init= has weights of one model, and {len(models)} models are prepared here: prepare each with its own")
+        self._models = list(models)
+        self._plans = [] if self._source is not None else [(model, Blueprint(model, init, prefix=prefix)) for prefix, model in unborn]  # type: ignore[arg-type]
+
+    def give(self, placements: Placements, agreement: Agreement, say: Callable[[str], None]) -> None:
+        """Give each worker its part of the values. Collective, where weights are read: if one worker can't, all raise.
+
+        `say` is told of checkpoints that can't be used, where an older one is.
+        """
+        for model, blueprint in self._plans:
+            blueprint.make(model, placements, self._seed, self.device)
+        if self._source is not None:
+            self._read(self._source, placements, agreement, say)
+        move([model for _, model in self._models], self.device)
+
+    def _read(self, source: Source, placements: Placements, agreement: Agreement, say: Callable[[str], None]) -> None:
+        (prefix, model), found = self._models[0], list[Weights]()
+
+        def begin() -> bytes:
+            found.append(files.enter_context(opened(source, say)))
+            return found[0].digest.encode()
+
+        def read() -> bytes:
+            load(model, found[0], placements, prefix=prefix, device=self.device)
+            return b""
+
+        with contextlib.ExitStack() as files:
+            digests = act_together(agreement, "weights of prepare", begin, UsageError)
+            other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+            if other is not None:
+                raise UsageError(f"ranks 0 and {other} were given different weights by init=; give all workers the same file or dict")
+            act_together(agreement, "parts of the weights of prepare", read, UsageError)

@@ -1,0 +1,82 @@
+"""Metrics of torchmetrics that take part in a run: they count nothing in a ghost turn.
+
+torchmetrics is never imported here; a script with a metric has done that.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from paceline.errors import UsageError
+from paceline.loop.turns import TrainingLoop
+from paceline.prepare.binding import rebind
+from paceline.record.logged.metric import HOME, is_metric
+
+
+def check_logged(values: Mapping[str, Any], prepared: Iterable[nn.Module]) -> None:
+    """Raise `UsageError` for a metric that is given to `run.log` and isn't among those `prepared`, or that can't be logged."""
+    for name, metric in values.items():
+        if not is_metric(metric):
+            continue
+        if isinstance(metric, sys.modules[HOME].MetricTracker):
+            raise UsageError(f"run.log({name}=...) got a {type(metric).__qualname__}; log the metric that it holds now: tracker[-1]")
+        if not any(part is metric for known in prepared for part in known.modules()):
+            raise UsageError(
+                f"run.log({name}=...) got a {type(metric).__qualname__} that run.prepare doesn't know, and that counts ghosts; give it to "
+                "run.prepare, too: metric = run.prepare(metric)"
+            )
+
+
+def within(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the metrics in a model; a collection counts as one."""
+    if is_metric(module):
+        yield module
+    else:
+        for child in module.children() if HOME in sys.modules else ():
+            yield from within(child)
+
+
+def bind(metric: nn.Module, loop: TrainingLoop) -> None:
+    """Let `update` and `forward` count nothing in a ghost turn. `forward` still returns a value, of the ghost alone.
+
+    Raises `UsageError` for a metric that exchanges in each step, where a ghost would count on the other workers.
+    """
+    if any(getattr(part, "dist_sync_on_step", False) for part in metric.modules()):
+        raise UsageError(
+            f"the {type(metric).__qualname__} has dist_sync_on_step=True, and would count the samples of ghosts in each step; leave that "
+            "out: compute() brings all workers together"
+        )
+
+    def updating(own: Callable[..., Any]) -> Callable[..., Any]:
+        def update(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return None if _ghost(loop) else own(self, *args, **kwargs)
+
+        return update
+
+    def running(own: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return type(self).forward(_fresh(self), *args, **kwargs) if _ghost(loop) else own(self, *args, **kwargs)
+
+        return forward
+
+    rebind(metric, "update", updating, loop)
+    rebind(metric, "forward", running, loop)
+
+
+def _fresh(metric: nn.Module) -> nn.Module:
+    """Return a copy of a metric that isn't bound."""
+    found = copy.deepcopy(metric)
+    for name in ("update", "forward"):
+        if getattr(found.__dict__.get(name), "__self__", None) is found:
+            delattr(found, name)
+    return found
+
+
+def _ghost(loop: TrainingLoop) -> bool:
+    turn = loop.turn
+    return turn is not None and turn.ghost

@@ -1,0 +1,164 @@
+"""Watches every optimizer of this process before it steps, prepared or not, and refuses wrong steps before they change anything.
+
+torch calls one hook for all optimizers. Each run has its `OptimizerWatch`, which knows its own by their parameters.
+
+    optimizer.step()    not prepared, where steps on its gradients are wrong         raises
+                        inside of loss.backward()                                    raises
+                        not prepared                                                 `strange` is told, once
+                        the run's                                                    counted (`StepCount`), looked at (`ManualGradients`)
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from paceline.errors import UsageError
+from paceline.loop.turns import TrainingLoop
+from paceline.prepare.registry import Prepared
+from paceline.replicas.manual_gradients import FIRST, ManualGradients
+from paceline.replicas.step_count import StepCount
+
+_REGISTRY: Final = threading.Lock()  # of what torch keeps for all threads
+
+
+class KnownOptimizer(NamedTuple):
+    """What is known of an optimizer, as long as nothing is added to it or to the run."""
+
+    optimizer: weakref.ref[Optimizer]
+    groups: int
+    slots: int
+    ours: bool  # some of its parameters are the run's
+    prepared: bool
+
+
+class OptimizerWatch:
+    """Sees optimizers step on behalf of one run, from `begin` to `end`.
+
+    `strange` is called once for each that was not prepared, and told whether it has parameters of the run.
+    """
+
+    def __init__(
+        self, prepared: Prepared, loop: TrainingLoop, by_hand: ManualGradients, tally: StepCount, strange: Callable[[Optimizer, bool], None]
+    ) -> None:
+        self._prepared, self._loop, self._by_hand, self.tally, self._strange = prepared, loop, by_hand, tally, strange
+        self._alike = False  # all workers take the same steps
+        self._known: dict[int, KnownOptimizer] = {}
+        self._ours: set[int] = set()
+        self._thread = threading.get_ident()
+
+    def begin(self) -> None:
+        """Watch from now on, and compare counts of steps where all workers take the same ones."""
+        self._alike = not self._loop.backward.sync.replicas_diverge and self._loop.abilities.remote is None
+        if self._alike:
+            self._prepared.context.agreement.compare_steps(self.tally.told)
+        with _REGISTRY:
+            hook = next(StepHook.all(), None)
+            if hook is None:
+                hook = StepHook()
+                register_optimizer_step_pre_hook(hook)
+            hook.watches = (*hook.watches, self)
+
+    def end(self) -> None:
+        """Stop watching. Calling it twice is harmless."""
+        with _REGISTRY:
+            for hook in StepHook.all():
+                hook.watches = tuple(watch for watch in hook.watches if watch is not self)
+
+    def see(self, optimizer: Optimizer, *, alone: bool, closure: bool) -> None:
+        """Check an optimizer that is about to step.
+
+        `alone`: this is the only run that watches in this process; `closure`: the gradients are made inside of the step.
+        """
+        known = self._known.get(id(optimizer))
+        if known is None or known.optimizer() is not optimizer or known[1:3] != (len(optimizer.param_groups), len(self._prepared.slots)):
+            known = self._meet(optimizer, known, alone=alone)
+        if not known.ours:
+            return
+        loop, tally = self._loop, self.tally
+        if torch._C._current_graph_task_id() != -1:
+            loop.backward.refuse_inside(f"{type(optimizer).__qualname__}.step")
+        if not known.prepared:
+            self._check(optimizer)
+        if self._prepared.context.group.size == 1:
+            return  # no other worker to compare with
+        if tally.at == loop.steps:
+            tally.now += 1
+        else:
+            tally.add()
+        if self._alike and not closure and loop.backward.hooks:
+            within = loop.leader is not None and loop.steps >= FIRST and loop.leader.turn is not None
+            if not within or loop.steps + 1 >= self._by_hand.meetings.next:
+                self._by_hand.look(optimizer)
+
+    def _meet(self, optimizer: Optimizer, before: KnownOptimizer | None, *, alone: bool) -> KnownOptimizer:
+        self._ours = {id(slot.parameter) for slot in self._prepared.slots}
+        prepared = any(optimizer is other for other in self._prepared.optimizers)
+        ours = prepared or any(id(p) in self._ours for group in optimizer.param_groups for p in group["params"])
+        if ours:
+            self._prepared.cuts.refuse_whole([optimizer])
+        found = KnownOptimizer(weakref.ref(optimizer), len(optimizer.param_groups), len(self._prepared.slots), ours, prepared)
+        self._known[id(optimizer)] = found
+        new = before is None or before.optimizer() is not optimizer
+        if new and not prepared and (ours or alone or threading.get_ident() == self._thread):
+            self._strange(optimizer, ours)
+        return found
+
+    def _check(self, optimizer: Optimizer) -> None:
+        """Raise `UsageError` where an optimizer that wasn't prepared can't be right."""
+        loop, name = self._loop, type(optimizer).__qualname__
+        watched, handles = bool(loop.backward.hooks), self._prepared.tables.handles()
+        why = ""
+        if watched and loop.abilities.remote is not None:
+            why = "with ParameterServer optimizers step on servers, and this one steps on one worker's share"
+        elif loop.transaction.recovers:
+            why = "when a worker is lost (--min-workers), it would step twice for one step"
+        elif any(id(p) in handles for group in optimizer.param_groups for p in group["params"]):
+            why = "it has sparse tables, whose rows are stepped by a prepared optimizer alone"
+        flat = self._prepared.cuts.flat(optimizer)
+        around = self._around() if why or flat else None
+        if not (why or flat) or around is not None:
+            return
+        if flat:
+            self._prepared.cuts.refuse_late([optimizer])
+        else:
+            raise UsageError(
+                f"{name} steps on parameters of a prepared model and was not given to run.prepare: {why}; give it to run.prepare"
+            )
+
+    def _around(self) -> Optimizer | None:
+        """Return the prepared optimizer that is stepping, and has this one inside (SAM, Lookahead)."""
+        frame, prepared = sys._getframe(2), {id(optimizer): optimizer for optimizer in self._prepared.optimizers}
+        while frame.f_back is not None:
+            frame = frame.f_back
+            if (found := prepared.get(id(frame.f_locals.get("self")))) is not None:
+                return found
+        return None
+
+
+class StepHook:
+    """The hook that torch calls before each step. One serves all runs, and stays when they are over.
+
+    Torch fails where its list of hooks changes while another thread's step goes through it.
+    """
+
+    def __init__(self) -> None:
+        self.watches: tuple[OptimizerWatch, ...] = ()
+
+    @staticmethod
+    def all() -> Iterator[StepHook]:
+        """Yield those that torch calls."""
+        return (hook for hook in torch_optimizer._global_optimizer_pre_hooks.values() if isinstance(hook, StepHook))
+
+    def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        watches = self.watches
+        for watch in watches:
+            watch.see(optimizer, alone=len(watches) == 1, closure=len(args) > 1 or bool(kwargs))

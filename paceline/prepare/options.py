@@ -1,0 +1,113 @@
+"""Options of run.prepare for loaders and models. One given before there is any is kept for those that come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, IterableDataset
+
+from paceline import notation
+from paceline.data.checks import check_options
+from paceline.data.costs import Cost
+from paceline.data.loader import ShareLoader
+from paceline.data.shares import AskedShares, policy
+from paceline.data.spec import Loss, Sharding, Weigh
+from paceline.errors import UsageError
+from paceline.formatting import unknown
+from paceline.prepare.cuts import Asked
+from paceline.prepare.initial import Init
+
+BatchNorm = Literal["sync", "local"]
+Preparable = nn.Module | Optimizer | DataLoader[Any] | LRScheduler | torch.amp.GradScaler  # metrics of torchmetrics are modules
+S = TypeVar("S")
+T = TypeVar("T")
+A = TypeVar("A", bound=Preparable)
+B = TypeVar("B", bound=Preparable)
+C = TypeVar("C", bound=Preparable)
+D = TypeVar("D", bound=Preparable)
+E = TypeVar("E", bound=Preparable)
+
+if TYPE_CHECKING:
+
+    class PreparedLoader(DataLoader[T]):
+        """What is known of a loader that `run.prepare` gives back: a `ShareLoader` has all that the DataLoader has."""
+
+        def peek(self) -> Any: ...
+
+else:
+    PreparedLoader = ShareLoader
+
+
+class PrepareKeywords(TypedDict, total=False):
+    """The options of `run.prepare`, as its overloads take them."""
+
+    loss: Loss | None
+    weigh: Weigh | None
+    cost: Cost | None
+    shares: AskedShares
+    batchnorm: BatchNorm | None
+    train: bool | None
+    pad: bool | None
+    shard: Sharding | None
+    cut: Asked | None
+    init: Init | None
+
+
+DEFAULTS: Mapping[str, Any] = {
+    **{"loss": "mean", "weigh": None, "shares": None, "shard": None, "train": None},
+    "pad": False,
+    "cost": None,
+    "batchnorm": "sync",
+    "cut": None,
+    "init": None,
+}
+OF_MODELS = frozenset({"batchnorm", "cut", "init"})
+OF_STREAMS = frozenset({"shard"})
+
+
+class PrepareOptions:
+    """The options of all calls of `prepare`. `given` are those of one call, with None for each that it leaves out.
+
+    `shares`: those of `paceline run --shares`, in the place of the script's.
+    """
+
+    def __init__(self, shares: str | None = None) -> None:
+        self._shares = None if shares is None else notation.shares(shares)
+        self._kept: dict[str, Any] = {}
+
+    def hear(self, given: Mapping[str, Any], size: int, *, loaders: bool, models: bool) -> dict[str, Any]:
+        """Return the options for the `loaders` and `models` of this call: what it says, else what was said before there were any.
+
+        `size` is the number of workers. Raises `UsageError` for an unknown value as early as it is said.
+        """
+        said = {name: value for name, value in given.items() if value is not None}
+        found = {**DEFAULTS, **self._before(said), **said}
+        if self._shares is not None:
+            found["shares"] = self._shares
+        _check(found, size)
+        later = {name: value for name, value in said.items() if not (models if name in OF_MODELS else loaders)}
+        self._kept = {**self._before(later), **later}
+        return found
+
+    def _before(self, said: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the kept options, but for those that can't go together with what is said now."""
+        against = {"weigh"} if said.get("loss") == "sum" else {"loss"} if "weigh" in said else set()
+        return {name: value for name, value in self._kept.items() if name not in against}
+
+    def of(self, dataset: Any, options: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of one loader. Options for streams that were said before don't hold for other data sets."""
+        stream = isinstance(dataset, IterableDataset)
+        out = {} if stream else {name: DEFAULTS[name] for name in OF_STREAMS if given.get(name) is None}
+        return {name: value for name, value in {**options, **out}.items() if name not in OF_MODELS}
+
+
+def _check(options: Mapping[str, Any], size: int) -> None:
+    if wrong := unknown("batchnorm", options["batchnorm"], BatchNorm):
+        raise UsageError(wrong)
+    check_options(options["loss"], options["weigh"])
+    policy(options["shares"], size)

@@ -1,0 +1,82 @@
+"""Weights out of checkpoints of other runs, read in parts, for `run.prepare(init="runs/NAME")`.
+
+runs/NAME/checkpoints/step-00000100    cut in any way, by any number of workers    each worker reads the rectangles that it holds now
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from paceline.checkpoint.files.block_files import BlockReader
+from paceline.checkpoint.files.checkpoint import Checkpoint
+from paceline.checkpoint.files.export import locate, model_tree
+from paceline.checkpoint.files.manifest import MANIFEST
+from paceline.errors import CheckpointError, UsageError
+from paceline.parallel import weights
+from paceline.parallel.placement import Rectangle
+from paceline.parallel.weights import Weights
+from paceline.state.snapshot import entries, path_of
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A model in a run's folder, or in one of its checkpoints. `part`, `best`: which, as for `paceline.state_dict`."""
+
+    folder: Path
+    part: str | None = None
+    best: bool = False
+
+
+Source = weights.Source | StoredModel
+
+
+@contextlib.contextmanager
+def opened(source: Source, say: Callable[[str], None]) -> Iterator[Weights]:
+    """Open weights: of a file, a dict, or the newest whole checkpoint of a run; `say` is told of checkpoints that are passed over.
+
+    Raises `UsageError` for what can't be read.
+    """
+    if isinstance(source, str | Path) and Path(source).is_dir():
+        source = StoredModel(Path(source))
+    if not isinstance(source, StoredModel):
+        with weights.opened(source) as found:
+            yield found
+        return
+    with contextlib.ExitStack() as files:
+        with _unusable():
+            stored = _of_checkpoint(locate(source.folder, say, best=source.best), source.part, files)
+        yield stored
+
+
+def _of_checkpoint(found: Checkpoint, part: str | None, files: contextlib.ExitStack) -> Weights:
+    nodes = entries(model_tree(found, part))
+    paths = {str(name): path_of(node) for name, node in nodes.items()}
+    odd = next((name for name, path in paths.items() if path is None), None)
+    if odd is not None or not paths:
+        what = "it is no dict of tensors" if odd is None else f"{odd} is no tensor"
+        raise CheckpointError(f"{found.path.name} has no model that can be read in parts: {what}; load paceline.state_dict by hand")
+    reader = files.enter_context(BlockReader(found.path, found.index))
+    shapes = {name: reader.stored(path).shape for name, path in paths.items() if path is not None}
+
+    def read(name: str, box: Rectangle) -> Tensor:
+        with _unusable():
+            return reader.read(str(paths[name]), box)
+
+    digest = hashlib.sha256((found.path / MANIFEST).read_bytes()).hexdigest()  # which has the hashes of all files
+    return Weights(os.path.relpath(found.path), shapes, read, digest)
+
+
+@contextlib.contextmanager
+def _unusable() -> Iterator[None]:
+    """Raise `UsageError` for a checkpoint that can't be used: what a model begins with is the script's choice."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise UsageError(str(error)) from error

@@ -1,0 +1,1 @@
+"""What a summary says that isn't measured elsewhere."""

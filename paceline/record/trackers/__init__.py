@@ -1,0 +1,1 @@
+"""Trackers that a run is reported to."""

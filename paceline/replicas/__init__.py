@@ -1,0 +1,1 @@
+"""Whether replicas are equal, and whole parameters of cut models."""

@@ -1,0 +1,1 @@
+"""The parameter server and sparse tables, on both sides."""

@@ -1,0 +1,324 @@
+"""The sparse tables of a run: found in prepared models, opened on servers, and stepped with their optimizer.
+
+model.parameters() -- handle of a table --> optimizer group       the group says how the table is stepped
+optimizer.step     -- gradients of rows --> servers               then its own step, for everything else in it
+
+Where workers are not in lockstep, both are made on servers, by the same workers (`servers.tables.steps`).
+Where losses are survived, both are made on all workers or on none (`servers.tables.steps`); a turn that is dealt again begins with the
+gradients that it began with at first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgpack
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from paceline.errors import UsageError
+from paceline.servers.process import row_optimizers
+from paceline.servers.process.table import TableSpec
+from paceline.servers.tables.client import TableClient, TableGradient, TableServers, merged
+from paceline.servers.tables.embedding import SparseEmbedding
+from paceline.servers.tables.steps import LockstepRowSteps, PerWorkerRowSteps
+from paceline.servers.worker.replication import ServerReplication
+from paceline.sync.autograd import GradientTracker
+from paceline.sync.context import SyncContext
+from paceline.trace import Served
+
+
+class TableView:
+    """What a module sees of its table (a `parallel.embedding.RowSource`)."""
+
+    def __init__(self, lookup: TableClient, backward: GradientTracker, *, frozen: bool) -> None:
+        self._lookup, self._backward, self._frozen = lookup, backward, frozen
+
+    def pull(self, ids: Tensor, *, train: bool) -> Tensor:
+        with _exchanging(self._backward, "rows"):
+            return self._lookup.pull(ids, train=train)
+
+    def prefetch(self, ids: Tensor) -> None:
+        self._lookup.prefetch(ids)
+
+    def weigh(self) -> float:
+        if self._frozen:
+            raise UsageError(
+                f"the sparse table {self._lookup.name} was frozen when it was prepared, and nothing steps it: thaw it before that"
+            )
+        return self._backward.unhooked_scale()
+
+
+@dataclass
+class RunTable:
+    """A table, and the optimizer that steps it."""
+
+    name: str
+    module: SparseEmbedding
+    lookup: TableClient
+    optimizer: Optimizer | None
+    group: int
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings of the table's parameter group as they are now."""
+        assert self.optimizer is not None
+        return row_optimizers.settings(self.name, self.optimizer, self.group)
+
+    def gradient(self) -> TableGradient:
+        """Return this worker's gradient for the next step."""
+        found, spec = self.module.gradient(), self.lookup.spec
+        whole = merged(found or [], spec.dim, spec.kind)
+        if found:
+            found[:] = [whole]  # more may be added to it before zero_grad
+        return TableGradient(*whole, found is not None)
+
+
+class RunTables:
+    """All sparse tables of a run."""
+
+    def __init__(self, context: SyncContext, backward: GradientTracker) -> None:
+        self._context, self._backward = context, backward
+        self._library: TableServers | None = None
+        self.lasting: LockstepRowSteps | None = None  # where losses are survived
+        self._free: PerWorkerRowSteps | None = None  # where workers are not in lockstep
+        self.kept: list[RunTable] = []
+        self._begun: list[tuple[SparseEmbedding, Any]] = []  # the gradients that the turn under way began with
+
+    def find(self, models: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, SparseEmbedding]]:
+        """Return the tables in these models that are not open yet, once each."""
+        found: dict[int, tuple[str, SparseEmbedding]] = {}
+        for prefix, model in models:
+            for name, module in model.named_modules():
+                if isinstance(module, SparseEmbedding) and all(kept.module is not module for kept in self.kept):
+                    found.setdefault(id(module), (prefix + name if name else prefix.rstrip(".") or "model", module))
+        return list(found.values())
+
+    def open(
+        self, found: Sequence[tuple[str, SparseEmbedding]], optimizers: Sequence[Optimizer], free: PerWorkerRowSteps | None = None
+    ) -> None:
+        """Open these tables on servers. Collective. Raises `UsageError` for options that can't be honoured.
+
+        `free`: steps the tables where workers are not in lockstep.
+        """
+        servers, replicas = _one("servers", found), _one("replicas", found)
+        owned = [_owner(name, module.weight, optimizers) for name, module in found]
+        rules = [row_optimizers.described(name, *owner) if owner else None for (name, _), owner in zip(found, owned, strict=True)]
+        for (name, module), owner in zip(found, owned, strict=True):
+            _check(name, module, frozen=owner is None)
+        if found and self._library is None:
+            self._begin(servers, replicas)
+        elif self._library is not None and not self._library.waiting:
+            here = {"servers": self._library.shards, "replicas": self._library.replicas}
+            for option, wanted in (("servers", servers), ("replicas", replicas)):
+                if wanted is not None and wanted != here[option]:
+                    raise UsageError(f"the tables of this run have {option}={here[option]}, and {option}={wanted} asks for others")
+        for (name, module), owner, how in zip(found, owned, rules, strict=True):
+            assert self._library is not None
+            rule, settings = how or ("SGD", {"lr": 0.0})
+            dtype = str(module.weight.dtype).removeprefix("torch.")
+            lookup = self._library.open(name, TableSpec(module.rows, module.dim, dtype, int(module.seed), module.std, rule), settings)
+            module.source = TableView(lookup, self._backward, frozen=owner is None)
+            self.kept.append(RunTable(name, module, lookup, *(owner or (None, 0))))
+        if found and free is not None:
+            assert self._library is not None
+            self._free = free
+            free.open(self._library, self._mine, optimizers)
+
+    def _begin(self, servers: int | None, replicas: int | None) -> None:
+        self._library = TableServers(self._context, servers, replicas or 1)
+        if self._library.endpoints.pool is not None:
+            self.lasting = LockstepRowSteps(self._library, self._library.endpoints.pool)
+
+    def handles(self) -> set[int]:
+        """Return the ids of the parameters that stand for tables."""
+        return {id(kept.module.weight) for kept in self.kept}
+
+    def has(self, optimizer: Any) -> bool:
+        """Whether this optimizer steps any table."""
+        return any(kept.optimizer is optimizer for kept in self.kept)
+
+    def _mine(self, optimizer: Any) -> list[RunTable]:
+        """Return the tables that this optimizer steps."""
+        return [kept for kept in self.kept if kept.optimizer is optimizer]
+
+    def give(self, optimizer: Any) -> None:
+        """Send the servers what they need for the next step of the optimizer's tables, without waiting.
+
+        Where losses are survived it returns once all servers have that of all workers, and `make` makes the step; or it raises
+        `CallDiscarded`. Where workers are not in lockstep, everything else of the step is sent with it.
+        """
+        mine = self._mine(optimizer)
+        if mine and self._free is not None:
+            self._free.offer(optimizer)
+        elif mine and self._library is not None:
+            with _exchanging(self._backward, "gradients of rows"):
+                found = [(kept.lookup, kept.gradient(), kept.settings) for kept in mine]
+                self._library.give(found) if self.lasting is None else self.lasting.settle(found)
+
+    def make(self, optimizer: Any) -> None:
+        """Make the step of the optimizer's tables, which all workers have sent gradients for."""
+        mine = [kept.lookup for kept in self._mine(optimizer)]
+        if mine and self.lasting is not None:
+            with _exchanging(self._backward, "steps of rows"):
+                self.lasting.make(mine)
+
+    @contextlib.contextmanager
+    def hidden(self, optimizer: Any) -> Iterator[None]:
+        """Hide the gradients of tables from the optimizer's own step."""
+        mine = [kept.module.weight for kept in self._mine(optimizer)]
+        grads = [weight.grad for weight in mine]
+        for weight in mine:
+            weight.grad = None
+        try:
+            yield
+        finally:
+            for weight, grad in zip(mine, grads, strict=True):
+                weight.grad = grad
+
+    def check_clip(self, parameters: Iterable[Tensor]) -> None:
+        """Raise `UsageError` if a table is to be clipped."""
+        handles = self.handles()
+        for parameter in parameters:
+            if id(parameter) in handles:
+                name = next(kept.name for kept in self.kept if kept.module.weight is parameter)
+                raise UsageError(
+                    f"run.clip can't see the gradients of the sparse table {name}, which go to servers: give it the other parameters, "
+                    "e.g. [p for p in model.parameters() if p.numel()]"
+                )
+
+    def check_scaler(self) -> None:
+        """Raise `UsageError` where a GradScaler would judge gradients that it can't see."""
+        if self.kept:
+            raise UsageError(
+                "a GradScaler can't see the gradients of sparse tables, which go to servers: use bfloat16, which needs no scaler"
+            )
+
+    def fingerprint(self, digest: str) -> str:
+        """Return one digest of `digest` and of the rows in use, the same on all workers. Collective."""
+        if not self.kept:
+            return digest
+        packed = self._context.agreement.tell("sparse tables", lambda: msgpack.packb([kept.lookup.facts()["digest"] for kept in self.kept]))
+        return hashlib.sha256(digest.encode() + packed).hexdigest()
+
+    # ---- where losses are survived
+
+    def begin(self) -> None:
+        """Begin a turn of training."""
+        if self.lasting is not None:
+            self.lasting.begin()
+            self._begun = [(kept.module, kept.module.kept()) for kept in self.kept]
+
+    def commit(self, *_: Any) -> None:
+        """Keep what the turn has changed. Collective, where copies of servers are about to be made."""
+        self._begun = []
+        if self.lasting is not None:
+            self.lasting.commit()
+
+    def back(self) -> None:
+        """Undo the turn: give each module back what it kept when the turn began."""
+        if self.lasting is not None:
+            self.lasting.back()
+        for module, kept in self._begun:
+            module.keep(kept)
+
+    def join_info(self) -> Any:
+        """Return what a joining worker has to know for `regroup`, as JSON values."""
+        return None if self.lasting is None else self.lasting.layout()
+
+    def regroup(self, context: SyncContext, layout: Any = None) -> None:
+        """Go on with the context's new group of workers. Collective. Raises `StateLost` where what a lost server kept is nowhere else."""
+        if self.lasting is not None:
+            self.lasting.regroup(context, layout)
+
+    @property
+    def copies(self) -> ServerReplication | None:
+        return None if self.lasting is None else self.lasting.copies
+
+    def facts(self) -> list[dict[str, Any]]:
+        """Return what each of the servers has done so far, for the summary. Not collective."""
+        found = self._library
+        return [] if found is None else self._context.agreement.lasting(lambda: found.wires.facts(self._context.deadline))
+
+    def served(self) -> list[Served]:
+        """Return what each server has been busy with and when, for the timeline."""
+        return [] if self._library is None or not self._context.trace.kept else self._library.wires.served(self._context.deadline)
+
+    def form(self) -> str:
+        """Describe the tables, all but their seeds."""
+        return " ".join(f"{kept.name} {replace(kept.lookup.spec, seed=0)}" for kept in self.kept)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether this worker is not let in yet, and has no servers."""
+        return self._library is not None and self._library.waiting
+
+    def forget(self) -> None:
+        """Discard rows that were asked for ahead, as the tables have changed."""
+        for kept in self.kept:
+            kept.lookup.forget(int(kept.module.seed))
+
+    def close(self, *, failed: bool) -> None:
+        """Close the servers; modules have no rows any more. `failed`: other workers may go on."""
+        for kept in self.kept:
+            kept.module.source = None
+        if self.lasting is not None:
+            self.lasting.copies.close()
+        if self._library is not None:
+            self._library.close(left=failed)
+
+
+@contextlib.contextmanager
+def _exchanging(backward: GradientTracker, what: str) -> Iterator[None]:
+    """Count the time of this block as exchange, and not as compute."""
+    began, inside = time.perf_counter_ns(), backward.since > 0
+    backward.computed(began)
+    try:
+        yield
+    finally:
+        ended = time.perf_counter_ns()
+        backward.expose((ended - began) / 1e9)
+        backward.compute_from(ended if inside else 0)
+        backward.context.trace.record(what, "exchange", began, ended)
+
+
+def _one(option: str, found: Sequence[tuple[str, SparseEmbedding]]) -> int | None:
+    """Return the value of an option that all tables share; None if no table asks for it. Raises `UsageError` if they differ."""
+    asked = {value for _, module in found if (value := getattr(module, option)) is not None}
+    if len(asked) > 1:
+        raise UsageError(f"all tables of a run share its servers, and tables ask for {option} {sorted(asked)}; give one number")
+    return max(asked, default=None)
+
+
+def _owner(name: str, weight: Parameter, optimizers: Sequence[Optimizer]) -> tuple[Optimizer, int] | None:
+    """Return the optimizer and the number of the group of a table; None for a frozen table."""
+    found = [
+        (optimizer, number)
+        for optimizer in optimizers
+        for number, group in enumerate(optimizer.param_groups)
+        if any(parameter is weight for parameter in group["params"])
+    ]
+    if not weight.requires_grad:
+        return None
+    if len(found) != 1:
+        raise UsageError(
+            f"the sparse table {name} is in {len(found)} of the optimizers that are prepared with it; give its model to run.prepare "
+            "together with the one optimizer that steps it, or freeze it (weight.requires_grad_(False))"
+        )
+    return found[0]
+
+
+def _check(name: str, module: SparseEmbedding, *, frozen: bool) -> None:
+    if module.weight.dtype not in (torch.float32, torch.float64):
+        raise UsageError(
+            f"the sparse table {name} is of {module.weight.dtype}; rows are float32 or float64: use model.float() before autocast"
+        )
+    if module.weight.grad is not None and not frozen:
+        raise UsageError(f"the sparse table {name} has a gradient before it is prepared; call zero_grad() first")

@@ -1,0 +1,1 @@
+"""Sparse tables, seen from a worker."""

@@ -1,0 +1,1 @@
+"""The parameter server, seen from a worker."""

@@ -1,0 +1,209 @@
+"""Transfer units: what travels to servers and back in one message, as a worker has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from paceline.comm.bucket_layout import BucketShape, build, cut
+from paceline.comm.group import Traffic
+from paceline.comm.rpc import RpcClient
+from paceline.errors import PacelineError, UsageError, WorkerLost
+from paceline.servers.process import optimizers as recipe
+from paceline.servers.process.codings import Phases
+from paceline.servers.process.endpoints import ServerEndpoints
+from paceline.servers.process.partition import RowRange, deal, pieces
+from paceline.servers.process.shard import ShardPlan
+from paceline.servers.protocol.message import Acknowledged, Index, SentRequest
+from paceline.servers.protocol.samples import Notes
+from paceline.sync.base import Slot
+from paceline.timings import DEFAULTS, ServerTimings
+
+
+@dataclass
+class TransferUnit:
+    """A unit of a server, as this worker has it: the memory that travels, and the parts of parameters in it."""
+
+    server: int
+    number: Index  # on that server
+    optimizer: int
+    flat: Tensor
+    members: list[tuple[RowRange, Tensor]]  # parts of parameters, and where each lies
+    sent: list[SentRequest[Acknowledged]] = field(default_factory=list)  # pushes that wait to be acknowledged
+    pushed: dict[int, tuple[Tensor | None, int]] = field(
+        default_factory=dict
+    )  # of this step: which gradients, by slot, as of which version
+    ways: Phases = ()  # the codings in which it travels
+
+    @property
+    def first(self) -> int:
+        """The first slot that has a part in this unit."""
+        return min(piece.slot for piece, _ in self.members)
+
+    def forget(self) -> None:
+        """Discard what was pushed of this unit."""
+        self.pushed = {}
+        self.sent.clear()
+
+    def over(self, flat: Tensor) -> list[Tensor]:
+        """Return where the members lie in another flat tensor of the same length."""
+        start = self.flat.storage_offset()
+        return [flat.as_strided(view.size(), view.stride(), view.storage_offset() - start) for _, view in self.members]
+
+    def pack(self, slots: Sequence[Slot], grads: Mapping[int, Tensor | None], factor: float) -> bytes:
+        """Lay these gradients, times `factor`, into the memory that travels; return a flag for each member: whether it has a gradient."""
+        used = bytearray()
+        for piece, view in self.members:
+            grad = grads[piece.slot]
+            if grad is not None and grad.is_sparse:
+                raise UsageError(
+                    f"the gradient of {slots[piece.slot].name} is sparse, and ParameterServer takes dense ones: leave out sparse=True"
+                )
+            used.append(grad is not None)
+            if grad is None or not factor:
+                view.zero_()
+            else:
+                torch.mul(rows(grad, piece), factor, out=view)
+        self.pushed = {slot: (grad, version(grad)) for slot, grad in grads.items()}
+        return bytes(used)
+
+    def changed(self, grads: Mapping[int, Tensor | None]) -> bool:
+        """Whether these gradients differ from those that were pushed."""
+        return not self.pushed or any(
+            grad is not self.pushed[slot][0] or version(grad) != self.pushed[slot][1] for slot, grad in grads.items()
+        )
+
+    def give(self, slots: Sequence[Slot], flat: Tensor) -> None:
+        """Copy what has come into the parameters."""
+        for (piece, _), values in zip(self.members, self.over(flat), strict=True):
+            rows(slots[piece.slot].parameter.detach(), piece).copy_(values)
+
+
+class UnitLayout:
+    """The layout of parameters: each server's part (`plans`), and its units here (`units`; `of`: by slot). `ways`: codings of each slot."""
+
+    def __init__(
+        self, slots: Sequence[Slot], optimizers: Sequence[Optimizer], servers: int, nbytes: int, *, ways: Sequence[Phases] = ()
+    ) -> None:
+        shapes = [BucketShape.of(slot.parameter) for slot in slots]
+        settings = [recipe.settings(optimizer) for optimizer in optimizers]
+        names = [recipe.describe(optimizer) for optimizer in optimizers]
+        self.owners = [_owner(slot, optimizers) for slot in slots]  # optimizer and group of each slot
+        found = pieces(shapes, servers, [names[optimizer] in recipe.WHOLE for optimizer, _ in self.owners])
+        ways = ways or [()] * len(slots)
+        self.plans: list[ShardPlan] = []
+        self.units: list[TransferUnit] = []
+        self.of: dict[int, list[TransferUnit]] = {}
+        for server, numbers in enumerate(deal(found, servers)):
+            mine = [found[number] for number in numbers]
+            kinds = [piece.shape._replace(kind=(self.owners[piece.slot][0], ways[piece.slot])) for piece in mine]
+            runs = cut(kinds, reversed(range(len(mine))), nbytes)
+            owners, coded = [self.owners[piece.slot] for piece in mine], [ways[mine[run[0]].slot] for run in runs]
+            plan = ShardPlan(mine, runs, owners, list(zip(names, settings, strict=True)), coded)
+            self.plans.append(plan)
+            for number, (run, bucket) in enumerate(zip(runs, build(plan.shapes, runs, _empty), strict=True)):
+                members = [(mine[piece], view) for piece, view in zip(run, bucket.views, strict=True)]
+                unit = TransferUnit(server, Index(number), owners[run[0]][0], bucket.flat, members, ways=coded[number])
+                self.units.append(unit)
+                for slot in {piece.slot for piece, _ in members}:
+                    self.of.setdefault(slot, []).append(unit)
+
+
+class ServerLinks:
+    """Connections to servers, as a part of what the worker sends (a `Sender`)."""
+
+    def __init__(self, *, timings: ServerTimings = DEFAULTS.servers) -> None:
+        self._timings = timings
+        self.waited = 0.0  # seconds, for workers that closed a step later
+        self.callers: list[RpcClient] = []
+        self.left = False  # this worker leaves, and others may go on
+        self._past = Traffic()  # on connections that were closed
+
+    @property
+    def traffic(self) -> Traffic:
+        return sum((_sent(caller) for caller in self.callers), self._past)
+
+    def open(self, endpoints: ServerEndpoints, me: int) -> None:
+        """Connect to these servers, as worker `me`; all waits end when one of them is lost."""
+        self.callers = [
+            RpcClient(address, endpoints.keys, sender=me, who=name, timings=self._timings)
+            for address, name in zip(endpoints.addresses, endpoints.names, strict=True)
+        ]
+        endpoints.watch(self.end)
+
+    def close(self) -> None:
+        callers, self.callers = self.callers, []
+        for caller in callers:
+            self._hang_up(caller)
+
+    def _hang_up(self, caller: RpcClient) -> None:
+        self._past += _sent(caller)
+        caller.close()
+
+    def abort(self) -> None:
+        self.left = True
+        self.end(WorkerLost("this worker leaves"))
+
+    def end(self, error: PacelineError) -> None:
+        """End all waits with this error. Any thread may call it."""
+        for caller in self.callers:
+            caller.end(error)
+
+
+def packed(body: bytes) -> Tensor:
+    """Return bytes as a tensor, to be sent."""
+    return torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else torch.empty(0, dtype=torch.uint8)
+
+
+def letters(found: Notes) -> list[tuple[int, bytes]]:
+    """Return the letters that the scheduler has passed on: the sender's number, and the contents."""
+    return [(worker, letter.numpy().tobytes()) for worker, letter in zip(found.workers, found.notes, strict=True)]
+
+
+def _sent(caller: RpcClient) -> Traffic:
+    return Traffic(caller.nbytes, 0) if caller.near else Traffic(0, caller.nbytes)
+
+
+def _owner(slot: Slot, optimizers: Sequence[Optimizer]) -> tuple[int, int]:
+    for number, optimizer in enumerate(optimizers):
+        for group, values in enumerate(optimizer.param_groups):
+            if any(parameter is slot.parameter for parameter in values["params"]):
+                return number, group
+    raise AssertionError(f"{slot.name} is in no group of its optimizer")
+
+
+def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(numel, dtype=dtype)
+
+
+def rows(x: Tensor, piece: RowRange) -> Tensor:
+    """Return the rows `piece` of a parameter, or of a tensor with its shape."""
+    return x if piece.whole else x[piece.start : piece.stop]
+
+
+def version(grad: Tensor | None) -> int:
+    """Return a number that grows when a gradient is changed in place."""
+    return 0 if grad is None else grad._version
+
+
+def part(memory: Mapping[str, Any], piece: RowRange, parameter: Tensor) -> dict[str, Any]:
+    """Return an optimizer's state for some rows, from that for all rows."""
+    return {
+        name: rows(value, piece).contiguous() if isinstance(value, Tensor) and value.shape == parameter.shape else value
+        for name, value in memory.items()
+    }
+
+
+def whole(parts: Sequence[tuple[RowRange, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Return an optimizer's state for a parameter, from those for its pieces."""
+    first, memory = parts[0]
+    if first.whole:
+        return dict(memory)
+    ordered = [found for _, found in sorted(parts, key=lambda found: found[0].start)]
+    like = {name for name, value in memory.items() if isinstance(value, Tensor) and value.shape == first.shape.size}
+    return {name: torch.cat([found[name] for found in ordered]) if name in like else value for name, value in memory.items()}

@@ -1,1 +1,0 @@
-"""Shares of work by what machines can do: their speeds, and their memory."""

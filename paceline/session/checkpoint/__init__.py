@@ -1,1 +1,0 @@
-"""Saving a run, and resuming it."""

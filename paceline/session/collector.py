@@ -1,0 +1,188 @@
+"""Collects logs on the first worker, about once a second, and brings workers that are not in lockstep together again.
+
+in lockstep    run.log: all meet, at a step agreed before             records -> the first worker
+not so         each posts a letter at its own pace                    letters -> the first worker, when it posts
+               the first call of all after an epoch: all come to the same step, with the same parameters
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+
+from paceline.comm.agreement import Agreement
+from paceline.comm.sample_queue import SampleQueue
+from paceline.elastic.eviction import Eviction
+from paceline.elastic.recovery import Recovery
+from paceline.errors import UsageError
+from paceline.loop.turns import TrainingLoop
+from paceline.prepare.registry import Prepared
+from paceline.record.live import LiveRecord
+from paceline.record.run_records import RunRecords
+from paceline.unequal.probe.link_watch import LinkWatch
+from paceline.unequal.shares.follower import ShareFollower
+
+
+class LogCollector:
+    """Collects on the first worker what was logged. `everyone`: all workers.
+
+    At the same meetings `follower` has shares follow speeds, `links` looks after slow links, and `eviction` has those leave that are late.
+    Then `live` is brought up to date.
+    """
+
+    def __init__(
+        self,
+        loop: TrainingLoop,
+        prepared: Prepared,
+        everyone: Agreement,
+        records: RunRecords,
+        *,
+        recovery: Recovery | None,
+        follower: ShareFollower,
+        links: LinkWatch,
+        live: LiveRecord,
+        eviction: Eviction | None = None,
+    ) -> None:
+        self._follower, self._links, self._live, self._eviction = follower, links, live, eviction
+        self._loop, self._prepared, self._everyone, self._recovery = loop, prepared, everyone, recovery
+        self._history, self._log, self._meetings = records.history, records.log, records.meetings
+        self._known: dict[int, bytes] = {}  # of each worker, how far its records are here, where they come by letter
+        self.asked = False  # this worker wants to stop
+        self.stopping = False  # all have agreed to
+
+    @property
+    def sample_queue(self) -> SampleQueue | None:
+        """Where workers get their samples while they are not in lockstep."""
+        return self._loop.abilities.sample_queue
+
+    def stop(self) -> None:
+        """Have all workers stop, when they learn that this one wants to."""
+        self.asked = True
+
+    def stop_agreed(self) -> bool:
+        """Whether all stop now, as one of them has asked to. Collective, until all have agreed to stop."""
+        if not self.stopping and any(self._everyone.meet("run.epochs", b"s" if self.asked else b"")):
+            self._stop()
+        return self.stopping
+
+    def _stop(self) -> None:
+        self.stopping = True
+        self._loop.stop()
+
+    def step_ended(self, step: int, *_: Any) -> None:
+        """Collect logs after a step, if it is time."""
+        if step < self._meetings.next:
+            return
+        self._prepared.check_known()
+        if self._loop.apart:
+            self._post()
+            self._meetings.put(step + self._log.steps_ahead())
+        else:
+            self._meet()
+
+    def _meet(self) -> None:
+        agreement, recovery = self._everyone, self._recovery
+        news = None if recovery is None else recovery.news()
+        name, work = agreement.origins[agreement.group.rank], self._follower.drain()
+        me = msgpack.packb([self._log.drain(), self.asked, self._log.steps_ahead(), name, news, work])
+        answers = [msgpack.unpackb(a) for a in agreement.meet("run.log", me)]
+        self._meetings.put(self._loop.steps + answers[0][2])
+        if recovery is not None:
+            recovery.hear([answer[4] for answer in answers])
+        names = [a[3] for a in answers]
+        reason = self._log.absorb([a[0] for a in answers], names, agreement.hosts, self._links.remark)
+        self._links.take(names, self._log.flushed)
+        if self._eviction is not None:
+            self._eviction.take(names, self._log.slowness.judgement, agreement.hosts, agreement.group.rank)
+        self._say(reason)
+        if reason is not None or any(a[1] for a in answers):
+            self._stop()
+            for loader in self._prepared.loaders:
+                if loader.terms.training:
+                    loader.finish()
+        self._follower.take([answer[5] for answer in answers])
+        self._live.update()
+
+    def _say(self, reason: str | None) -> None:
+        if reason is not None and not self.stopping:
+            self._history.note(f"stopped: {reason}")
+            self._prepared.context.announce(f"stopping: {reason}")
+
+    # ---- not in lockstep
+
+    def _post(self) -> None:
+        assert self.sample_queue is not None
+        self._read(self.sample_queue.post(self._log.drain(), stop=self.asked))
+
+    def _read(self, letters: list[tuple[int, bytes]]) -> None:
+        """Take in letters on the first worker. Some may be of workers that were lost since."""
+        agreement = self._everyone
+        for worker, letter in letters:
+            gone = [] if worker in agreement.origins else [worker]
+            names = [*agreement.origins, *gone]
+            bodies = [letter if name == worker else self._known.get(name, _NOTHING) for name in names]
+            reason = self._log.absorb(bodies, names, () if gone else agreement.hosts)
+            upto, bad, _ = msgpack.unpackb(letter)
+            self._known[worker] = msgpack.packb([upto, bad, []])
+            self._say(reason)
+            if reason is not None and not self.asked:
+                self.asked = True  # all stop at the end of this epoch, which is now
+                assert self.sample_queue is not None
+                self.sample_queue.post(b"", stop=True)
+        if letters:
+            self._live.update()
+
+    def part(self) -> None:
+        """Begin an epoch in which workers are not in lockstep."""
+        if self.sample_queue is not None:
+            self._loop.part()
+            self._everyone.lockstep.part(self._come_together)
+
+    def between(self, recovery: Recovery) -> None:
+        """Pause all workers between two turns where one waits to be let in, or others are waited for; once all pause, let them in."""
+        sample_queue, loop, agreement = self.sample_queue, self._loop, self._everyone
+        assert sample_queue is not None
+        if not sample_queue.paused:
+            if not loop.apart and sample_queue.open:
+                self.part()  # all go on
+            if recovery.waited or recovery.short:
+                sample_queue.pause()
+            return
+        agreement.lockstep.come_together()
+        recovery.note(min(self._line_up("the middle of an epoch", recovery.orders.latest)))
+        if recovery.short and not recovery.pending:
+            text = f"{self._everyone.group.size} workers are left, and more are needed: waiting for others"
+            self._history.tell(text)
+            recovery.wait()
+        if recovery.pending:
+            recovery.admit(loop.abilities.converge)
+
+    def _come_together(self) -> None:
+        loop, agreement = self._loop, self._everyone
+        if loop.training_now:
+            raise UsageError(
+                "with staleness or backup_workers workers are not in lockstep inside the loop over a training loader, so what all have to "
+                "do together (run.mean, gather, barrier, save, an evaluation) can't be done there: do it between epochs"
+            )
+        agreement.lockstep.come_together()
+        loop.end_broken()
+        self._line_up("the end of an epoch")
+        loop.abilities.converge()
+
+    def _line_up(self, where: str, mine: int = 0) -> list[int]:
+        """Bring all workers to the step of the one that took most. Returns each one's `mine`. Collective."""
+        loop = self._loop
+        self._post()
+        answers = self._everyone.meet(where, msgpack.packb([loop.steps, self._log.number, mine]))
+        assert self.sample_queue is not None
+        self._read(self.sample_queue.post(b""))
+        steps, numbers, theirs = zip(*map(msgpack.unpackb, answers), strict=True)
+        loop.come_together(max(steps))
+        self._log.place(max(numbers))
+        self._known.clear()
+        self._meetings.put(max(steps) + 1)
+        return list(theirs)
+
+
+_NOTHING = msgpack.packb([0, None, []])

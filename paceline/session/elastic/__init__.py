@@ -1,1 +1,0 @@
-"""Going on when workers are lost, and when others join."""

@@ -1,1 +1,0 @@
-"""Preparing a script's own objects for many workers: `Run.prepare`."""

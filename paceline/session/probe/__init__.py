@@ -1,1 +1,0 @@
-"""Measuring a cluster: what each worker computes, and what each link carries."""

@@ -1,1 +1,0 @@
-"""Comparing replicas, and what to do if they differ."""

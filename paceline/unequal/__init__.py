@@ -1,0 +1,1 @@
+"""Machines of different speed and memory."""

@@ -1,0 +1,1 @@
+"""Shares of work by what machines can do."""

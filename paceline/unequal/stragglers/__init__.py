@@ -1,0 +1,1 @@
+"""Workers that make the others wait, and why."""

@@ -1,0 +1,129 @@
+"""How late each worker is in each step, and why.
+
+own work of a step, ms       compute  data  collection  ...   late, ms    because of
+rank 0                          40      5        0                0
+rank 1                          40      5        0                0
+rank 2                          40      5        4                4        collection 4
+rank 3                          42     25        0               22        data 20, compute 2
+usual (the lower median)        40      5        0               (45 in all)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.record.logged.record import LogRecord
+from paceline.trace import PARTS
+from paceline.unequal.stragglers.causes import CAUSES, WORDS
+
+Seconds = NDArray[np.float64]
+
+
+class RankLateness(NamedTuple):
+    """The seconds of one step, or of a mean one, by which a rank was later than usual; `by_cause` adds up to it."""
+
+    rank: int
+    by_cause: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds for all causes."""
+        return sum(self.by_cause.values())
+
+    @property
+    def cause(self) -> str:
+        """The cause that took most, in words."""
+        return WORDS[main_cause(self.by_cause)]
+
+
+def main_cause(by_cause: Mapping[str, float]) -> str:
+    """Return the cause that took most."""
+    return max(by_cause, key=by_cause.__getitem__)
+
+
+def lateness(work: Seconds) -> Seconds:
+    """Return how late each rank was in each step, by cause; the axes of `work` are steps, ranks and CAUSES, seconds of own work.
+
+    Late is what is above the lower median of all ranks, so that at least half of them never are. It is dealt to the causes by what each of
+    them took more than is usual for it. Where processors are crowded for all, whoever has more to do loses more time to others: as much as
+    is usual for its work counts as that work.
+    """
+    work = _evened(work)
+    ranks = work.shape[1]
+    middle = (ranks - 1) // 2
+    own = work.sum(axis=2)
+    late = np.maximum(own - np.partition(own, middle, axis=1)[:, middle : middle + 1], 0.0)
+    more = np.maximum(work - np.partition(work, middle, axis=1)[:, middle : middle + 1], 0.0)
+    whole = more.sum(axis=2)
+    found: Seconds = more * np.divide(late, whole, out=np.zeros_like(late), where=whole > 0)[:, :, None]
+    return found
+
+
+def _evened(work: Seconds) -> Seconds:
+    """Return the same seconds, but count as work what of a stolen processor is usual for so much of it."""
+    middle, stolen = (work.shape[1] - 1) // 2, CAUSES.index("stolen")
+    busy = work[:, :, :stolen].sum(axis=2)
+    mine, lost = busy.sum(axis=0), work[:, :, stolen].sum(axis=0)  # of each rank in all steps: a single one is mostly chance
+    usual = np.partition(np.divide(lost, mine, out=np.zeros_like(mine), where=mine > 0), middle)[middle]
+    moved = np.minimum(np.divide(work[:, :, stolen], busy, out=np.zeros_like(busy), where=busy > 0), usual)
+    found = work.copy()
+    found[:, :, :stolen] *= 1 + moved[:, :, None]
+    found[:, :, stolen] -= moved * busy
+    return found
+
+
+def worst(late: Seconds, ranks: Sequence[int]) -> RankLateness:
+    """Return the rank that was latest in the mean of these steps."""
+    means = late.mean(axis=0)
+    at = int(means.sum(axis=1).argmax())
+    return RankLateness(ranks[at], _named(means[at]))
+
+
+def _named(seconds: Seconds) -> dict[str, float]:
+    return {cause: float(value) for cause, value in zip(CAUSES, seconds, strict=True)}
+
+
+class LatenessTotals:
+    """How late ranks were in all steps, and in each of the last ones."""
+
+    def __init__(self, last: int) -> None:
+        self._last = last
+        self._sums: dict[int, Seconds] = {}
+        self._steps: dict[int, int] = {}
+        self._recent: dict[int, list[RankLateness]] = {}  # by step
+
+    def add(self, steps: Sequence[int], ranks: Sequence[int], late: Seconds) -> None:
+        """Add steps in which these ranks took part."""
+        for at, rank in enumerate(ranks):
+            self._sums[rank] = self._sums.get(rank, 0.0) + late[:, at].sum(axis=0)
+            self._steps[rank] = self._steps.get(rank, 0) + len(steps)
+        kept = slice(max(len(steps) - self._last, 0), None)
+        for step, row in zip(steps[kept], late[kept], strict=True):
+            self._recent[step] = [RankLateness(ranks[at], _named(row[at])) for at in np.flatnonzero(row.sum(axis=1) > 0).tolist()]
+        for step in sorted(self._recent)[: -self._last]:
+            del self._recent[step]
+
+    def means(self) -> list[dict[str, float]]:
+        """Return the mean seconds of a step by which each rank was late, by cause, in the order of ranks."""
+        return [_named(self._sums[rank] / self._steps[rank]) for rank in sorted(self._sums)]
+
+    def of(self, step: int) -> list[RankLateness]:
+        """Return who was late in one of the last steps."""
+        return self._recent.get(step, [])
+
+    def recent(self) -> dict[int, list[RankLateness]]:
+        """Return who was late in each of the last steps."""
+        return dict(self._recent)
+
+
+def stacked(records: Sequence[Mapping[int, LogRecord]], ranks: Sequence[int]) -> Seconds:
+    """Return the work of steps as `lateness` takes it, by the records of each step by rank."""
+    rows = [[[*(step[rank].seconds or ()), *(step[rank].causes or ())] for rank in ranks] for step in records]
+    table = np.array(rows, dtype=np.float64).reshape(len(records), len(ranks), -1)
+    compute, data, measured = table[:, :, PARTS.index("compute")], table[:, :, PARTS.index("data")], table[:, :, len(PARTS) :] * 1e-6
+    rest = np.maximum(compute + data - measured.sum(axis=2), 0.0)
+    return np.concatenate([rest[:, :, None], measured], axis=2)

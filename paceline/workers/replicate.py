@@ -1,0 +1,7 @@
+"""How often state that one worker alone has is copied to another."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Replicate = int | Literal["auto", "off"]  # every so many steps; as often as it costs little, where there are several hosts; never

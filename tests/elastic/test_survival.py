@@ -1,0 +1,37 @@
+"""What a run that outlives lost workers does before it trains, and after a step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+
+from paceline.elastic.survival import Survival
+
+
+def survival(*, fresh: bool = False, apart: bool = False) -> tuple[Survival, MagicMock]:
+    parts = MagicMock()
+    parts.recovery.fresh = fresh
+    parts.prepared.optimizers = []
+    parts.prepared.state = SimpleNamespace(parts=[])
+    parts.loop.apart = apart
+    rest = {name: getattr(parts, name) for name in ("collector", "history", "tally", "save", "depart")}
+    return Survival(parts.recovery, parts.leaving, parts.view, parts.loop, parts.prepared, **rest), parts
+
+
+def test_who_trains_is_armed_and_who_has_just_come_is_let_in_first() -> None:
+    found, parts = survival()
+    found.begin()
+    assert parts.recovery.arm.called and not parts.recovery.join.called and not found.take_joined()
+    found, parts = survival(fresh=True)
+    found.begin()
+    assert parts.recovery.join.called and parts.tally.enter.called and parts.view.enter.called and not parts.recovery.arm.called
+    assert found.take_joined() and not found.take_joined()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_hosts_leave_where_workers_are_in_lockstep(apart: bool) -> None:
+    found, parts = survival(apart=apart)
+    found.step_ended(3)
+    assert parts.leaving.step_ended.called is not apart

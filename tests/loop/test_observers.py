@@ -1,0 +1,41 @@
+"""In which order parts of a run are told of what happens in the loop."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+import paceline as pl
+from paceline.loop.observers import LoopObservers
+from paceline.session.run import Run
+from paceline.sync.base import Strategy
+from tests.harness.runs import workers
+
+PLAIN = """\
+training_begins: begin_comparing
+epoch_began: LogCollector.part, ShareFollower.epoch_began, RunProgress.loop_began
+lead_taken: PolicyCheck.led, TotalSteps.led
+first_step: ModelCuts.check_used, MemoryWatch.predict, StartupHints.prepared
+doubled: MemoryWatch.measure
+step_ended: MetricsLog.step, ReplicaComparer.step_ended, ShareFollower.step_ended, LinkWatch.step_ended, LogCollector.step_ended
+ghost_ended: StartupHints.had_ghosts
+went_back: MetricsLog.fold"""
+OBSERVING = PLAIN.replace("doubled:", "stepped: {}.stepped\ndoubled:")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [(pl.AllReduce(), PLAIN), (pl.LocalSGD(2), OBSERVING.format("LocalSGDSync")), (pl.Gossip(), OBSERVING.format("GossipSync"))],
+    ids=["AllReduce", "LocalSGD", "Gossip"],
+)
+def test_the_order_of_a_run(strategy: Strategy, expected: str) -> None:
+    def order(run: Run) -> str:
+        return "\n".join(run._loop.observers.order())
+
+    assert workers(2, order, strategy=strategy) == [expected] * 2
+
+
+def test_nobody_is_told_of_anything_at_first() -> None:
+    assert list(LoopObservers().order()) == []
+    assert all(getattr(LoopObservers(), moment.name) == () for moment in fields(LoopObservers))

@@ -1,0 +1,245 @@
+"""Who starts which copy where, when servers are lost or leave: the same on all workers, with hosts and ends that are made up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import pytest
+
+from paceline.comm.agreement import Agreement
+from paceline.comm.group import Group
+from paceline.comm.rpc import keys
+from paceline.errors import ServerLost, StateLost
+from paceline.servers.process.endpoints import ServerEndpoints
+from paceline.servers.worker.replication import ServerReplication
+from paceline.sync.context import SyncContext
+from tests.harness.thread_groups import spawn
+
+Server = tuple[int, int, str]  # number, shard, host
+
+
+class Town:
+    """A `House` whose servers begin as soon as they are started."""
+
+    def __init__(self, here: str, servers: list[Server]) -> None:
+        self.here, self.servers, self.next = here, list(servers), 1 + max(number for number, _, _ in servers)
+        self.started: dict[int, Server] = {}
+
+    def _endpoints(self, servers: list[Server]) -> ServerEndpoints:
+        numbers, shards, _ = zip(*servers, strict=True) if servers else ((), (), ())
+        names = tuple(f"server {shard}" for shard in shards)
+        return ServerEndpoints(names, names, keys(b"k" * 32, "job"), lambda told: None, lambda: None, numbers, shards)
+
+    def lose(self, numbers: Collection[int]) -> ServerEndpoints:
+        self.servers = [each for each in self.servers if each[0] not in numbers]
+        return self._endpoints(self.servers)
+
+    def spawn(self, shard: int, *, mine: bool) -> int:
+        self.next += 1
+        if mine:
+            self.started[self.next - 1] = self.next - 1, shard, self.here
+        return self.next - 1
+
+    def spawned(self, number: int) -> Any:
+        return self.started[number]
+
+    def add(self, told: Any) -> ServerEndpoints:
+        self.servers.append(tuple(told))
+        return self._endpoints(self.servers)
+
+    def at(self, told: Any) -> ServerEndpoints:
+        return self._endpoints([tuple(told)])
+
+    def homes(self) -> list[tuple[str, int]]:
+        return [(host, shard) for _, shard, host in self.servers]
+
+    def on(self, hosts: Collection[str]) -> list[int]:
+        return [number for number, _, host in self.servers if host in hosts]
+
+
+class Ends:
+    """What `ReplicaConnections` is here: numbers instead of connections, of which some answer no more."""
+
+    cancel_scope = None
+
+    def __init__(self, shards: int) -> None:
+        self.of: list[list[int]] = [[] for _ in range(shards)]
+        self.dead: list[int] = []
+
+    def lost(self, seconds: float) -> list[int]:
+        return [number for copies in self.of for number in copies if number in self.dead]
+
+    def names(self, numbers: Collection[int]) -> list[str]:
+        return [f"server {number}" for number in sorted(numbers)]
+
+    def reach(self, endpoints: ServerEndpoints, me: int) -> None:
+        self.of = [[] for _ in self.of]
+        for number, shard in zip(endpoints.numbers, endpoints.shards, strict=True):
+            self.of[shard].append(number)
+
+    def know(self, number: int, end: Any) -> None:
+        pass
+
+    def call(self, endpoints: ServerEndpoints, me: int) -> Any:
+        return type("End", (), {"number": endpoints.numbers[0], "close": lambda self: None})()
+
+
+HOSTS = ["a", "a", "b", "c"]  # of each worker
+SERVERS: list[Server] = [(0, 0, "a"), (1, 1, "b"), (2, 2, "c")]
+
+
+def play(
+    act: Callable[[ServerReplication, Town, Ends], Any], servers: list[Server], copies: int = 1, hosts: list[str] = HOSTS
+) -> list[Any]:
+    """What each worker found."""
+
+    def work(group: Group) -> Any:
+        pool, ends = Town(hosts[group.rank], servers), Ends(len({shard for _, shard, _ in servers}))
+        ends.reach(pool.lose(()), 0)
+
+        def fill(shard: int, end: Any) -> Iterator[None]:
+            yield
+            if end.number in ends.dead:
+                raise ServerLost("gone")
+
+        context = SyncContext(group, Agreement(group), announce=lambda text: None)
+        return act(ServerReplication(context, pool, ends, copies, fill=fill), pool, ends)  # type: ignore[arg-type]
+
+    return spawn(len(hosts), work)
+
+
+def filled(replacing: ServerReplication, told: list[Any]) -> list[int]:
+    """Fill these, and return the numbers of those that live."""
+    return [number for number, found in told if found and all(replacing.filling(found))]
+
+
+def all_in(replacing: ServerReplication) -> None:
+    """Take in what has begun, wherever."""
+    told = [found for answer in replacing.context.group.agree(json.dumps(replacing.begun()).encode()) for found in json.loads(answer)]
+    replacing.take_in(told, filled(replacing, told))
+
+
+@pytest.mark.parametrize("leaving", [["a"], ["c"], ["a", "b"], ["b", "c"]])
+def test_what_leaving_hosts_keep_is_copied_to_those_that_stay(leaving: list[str]) -> None:
+    def act(replacing: ServerReplication, pool: Town, ends: Ends) -> Any:
+        hosts = dict(enumerate(HOSTS))
+        assert not replacing.relieve(hosts, leaving) and replacing.waits
+        assert not replacing.relieve(hosts, leaving) and pool.next == 3 + len(leaving)  # they are under way
+        all_in(replacing)
+        assert replacing.relieve(hosts, leaving) and not replacing.waits
+        replacing.part(leaving)
+        return pool.servers, ends.of
+
+    found = play(act, SERVERS)
+    servers, ends = found[0]
+    assert all(each == found[0] for each in found)
+    assert not {host for _, _, host in servers} & {*leaving} and sorted(shard for _, shard, _ in servers) == [0, 1, 2]
+    assert [len(copies) for copies in ends] == [1, 1, 1]
+    kept = {host: sum(home == host for _, _, home in servers) for host in {*HOSTS} - {*leaving}}
+    assert max(kept.values()) - min(kept.values()) <= 1 or len(kept) == 1
+
+
+def test_where_others_have_copies_nothing_is_started() -> None:
+    twice = [*SERVERS, *((3 + shard, shard, "bca"[shard]) for shard in range(3))]
+
+    def act(replacing: ServerReplication, pool: Town, ends: Ends) -> Any:
+        assert replacing.relieve(dict(enumerate(HOSTS)), ["a"]) and not replacing.waits
+        replacing.part(["a"])
+        return pool.servers
+
+    assert play(act, twice, copies=2)[0] == [each for each in twice if each[2] != "a"]
+
+
+def test_a_copy_that_starts_on_a_leaving_host_is_not_counted_on() -> None:
+    twice = [(0, 0, "a"), (1, 0, "b")]
+
+    def act(replacing: ServerReplication, pool: Town, ends: Ends) -> Any:
+        ends.dead.append(0)
+        replacing.survey(replacing.context)  # the new one is started on the first of two free hosts
+        (first,) = replacing._anew.values()
+        leaving = [HOSTS[first.starter], "b"]
+        assert not replacing.relieve(dict(enumerate(HOSTS)), leaving)
+        return leaving, [HOSTS[found.starter] for found in replacing._anew.values()]
+
+    leaving, starters = play(act, twice, copies=2)[0]
+    assert starters[0] == leaving[0] and {*starters[1:]} == {*HOSTS} - {*leaving}
+
+
+def test_who_has_not_heard_yet_that_servers_left_hears_it_after_a_loss() -> None:
+    """The next is lost when some have gone on from there, and others have not."""
+
+    def act(replacing: ServerReplication, pool: Town, ends: Ends) -> Any:
+        assert replacing.relieve(dict(enumerate(HOSTS)), ["b"])
+        if replacing.context.group.rank % 2:
+            replacing.part(["b"])
+        replacing.survey(replacing.context)
+        return pool.servers, ends.of, dict(replacing._anew), replacing.take_lost()
+
+    found = play(act, [(0, 0, "a"), (1, 0, "b")], copies=2)
+    assert all(each == found[0] for each in found)
+    servers, _, anew, lost = found[0]
+    assert servers == [(0, 0, "a")] and [one.shard for one in anew.values()] == [0] and not lost
+
+
+@pytest.mark.parametrize("quick", [(0,), (2,), (1, 2), (3,)])
+def test_who_has_not_taken_a_copy_in_yet_does_so_after_a_loss(quick: tuple[int, ...]) -> None:
+    """The same for copies that have been filled: also where who has started one is among the quick ones, or isn't."""
+
+    def act(replacing: ServerReplication, pool: Town, ends: Ends) -> Any:
+        replacing.relieve(dict(enumerate(HOSTS)), ["a"])
+        told = [found for answer in replacing.context.group.agree(json.dumps(replacing.begun()).encode()) for found in json.loads(answer)]
+        alive = filled(replacing, told)
+        if replacing.context.group.rank in quick:
+            replacing.take_in(told, alive)
+        ends.dead.append(0)  # or this would be the only one
+        replacing.survey(replacing.context)
+        if replacing.context.group.rank not in quick:
+            replacing.take_in(told, alive)
+        return sorted(pool.servers), ends.of, replacing.waits
+
+    found = play(act, SERVERS)
+    assert all(each == found[0] for each in found) and not found[0][2]
+    assert [number for number, _, _ in found[0][0]] == [1, 2, 3]
+
+
+def test_a_copy_that_its_starter_has_not_heard_of_is_not_waited_for() -> None:
+    """A loss in the middle of a call in which some have heard already who is to start it."""
+
+    where = ["c", "c", "a", "b"]
+
+    def act(replacing: ServerReplication, pool: Town, ends: Ends) -> Any:
+        if replacing.context.group.rank < 2:
+            replacing.relieve(dict(enumerate(where)), ["c"])
+        replacing.survey(replacing.context)
+        assert not replacing.waits
+        replacing.relieve(dict(enumerate(where)), ["c"])
+        all_in(replacing)
+        return pool.next, sorted(pool.servers), ends.of
+
+    found = play(act, SERVERS, hosts=where)
+    assert all(each == found[0] for each in found), found
+
+
+def test_a_server_that_dies_before_it_has_handed_over_is_lost() -> None:
+    def act(replacing: ServerReplication, pool: Town, ends: Ends) -> Any:
+        replacing.relieve(dict(enumerate(HOSTS)), ["b"])
+        ends.dead.append(1)
+        with pytest.raises(StateLost, match="server 1: gone, and nobody else has what was kept there"):
+            replacing.survey(replacing.context)
+
+    play(act, SERVERS)
+
+
+def test_a_copy_that_dies_while_it_is_filled_is_started_again() -> None:
+    def act(replacing: ServerReplication, pool: Town, ends: Ends) -> Any:
+        hosts = dict(enumerate(HOSTS))
+        replacing.relieve(hosts, ["c"])
+        ends.dead.append(3)
+        all_in(replacing)
+        assert not replacing.waits and not replacing.relieve(hosts, ["c"]) and replacing.waits
+        all_in(replacing)
+        return replacing.relieve(hosts, ["c"])
+
+    assert play(act, SERVERS) == [True] * len(HOSTS)
