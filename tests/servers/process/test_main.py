@@ -56,7 +56,7 @@ def test_who_is_late_is_found_out_though_nothing_comes(begun: Any, how: str) -> 
     assert [one.wait(SECONDS).workers for one in sent] == [(0, 1)] * 2, "nobody knows yet how long a turn takes"
     for worker in (0, 1):
         begun(worker, TakeSamples(1, 1))
-        assert begun(worker, CompleteTurn(1, False, 3)).made == ((0, 1),), "it may not have been taken yet"
+        assert begun(worker, CompleteTurn(1, False, False, 3)).made == ((0, 1),), "it may not have been taken yet"
     waits = begun.send(0, gather(2))
     if how == "late":
         found = waits.wait(SECONDS)
