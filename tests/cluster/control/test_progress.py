@@ -134,7 +134,7 @@ def test_a_folder_that_can_not_be_written_ends_the_launcher_before_it_starts(tmp
     script.write_text("print('started')\n")
     assert run(LaunchRequest(str(script)), dict(os.environ) | {"PACELINE_PROGRESS": str(tmp_path / "nowhere")}) == 2
     out, err = capfd.readouterr()
-    assert "started" not in out and err.startswith("paceline: the page") and "PACELINE_PROGRESS" in err
+    assert "started" not in out and "\npaceline: the page" in err and "PACELINE_PROGRESS" in err
 
 
 def test_the_loader_stops_before_the_step_asked_for(tmp_path: Path) -> None:
