@@ -130,7 +130,8 @@ model(torch.randn(8, 4)).sum().backward()
 grads = [torch.empty_like(model.module.weight.grad) for _ in range(size)]
 dist.all_gather(grads, model.module.weight.grad)
 assert all(torch.equal(grad, grads[0]) for grad in grads)
-print("ddp", size, os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"], os.environ["GROUP_RANK"], "paceline.session.run" in sys.modules)
+there = "paceline.session.run" in sys.modules
+print("ddp", size, os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"], os.environ["GROUP_RANK"], there)
 sys.stdout.flush()
 os._exit(0)  # DDP's Gloo threads abort one interpreter in ten as it ends, under torchrun too, whatever is destroyed before
 """
