@@ -81,7 +81,7 @@ class TestAWorkerGoes:
         ended = launched.end()
         assert ended.code == 1 and f"rank 1 on {HOST}" in ended.last, ended.err
         # torch's own words where its signal comes while the script computes, and ours where it waits for the reader
-        assert "DataLoader over Slow was killed" in ended.said or "is killed by signal" in ended.said, ended.err
+        assert "DataLoader over Slow was killed" in ended.err or "is killed by signal" in ended.err, ended.err
         for path in job.temporary.glob("tmp*"):  # of ten that torch makes when a reader is gone, and forgets if its signal comes just then
             assert path.is_file() and path.stat().st_size == 0
             path.unlink()
