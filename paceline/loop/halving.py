@@ -24,7 +24,6 @@ from paceline.formatting import counted
 from paceline.loop.ghost import buffers, put_back
 from paceline.loop.out_of_memory import is_out_of_memory
 from paceline.parallel.containers import tree_leaves
-from paceline.servers.tables.embedding import SparseEmbedding
 
 FIRST = 10  # steps in which memory may turn out to be too small: optimizers have all of their state after the first
 
@@ -39,8 +38,8 @@ class StepBatch(NamedTuple):
     def obstacle(self) -> str | None:
         """Return why the step can't be taken in parts; None where it can, as far as that is known before there is a loss."""
         for module in self.model.modules():
-            if isinstance(module, SparseEmbedding):
-                return "sparse parameters have gradients of their own"
+            if reason := getattr(module, "whole_batches_only", ""):
+                return str(reason)
             if getattr(module, "scale_grad_by_freq", False):
                 return f"{type(module).__name__} counts the words of the whole batch (scale_grad_by_freq)"
             if _takes_statistics(module):

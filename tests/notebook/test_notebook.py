@@ -22,7 +22,7 @@ from paceline.unequal.stragglers.lateness import RankLateness
 from tests.harness import short_timings
 from tests.harness.jobs import MARK, PATIENCE, Jobs, wait_for
 
-NOTEBOOK = Path(__file__).parents[3] / "examples" / "notebook.ipynb"
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 SECONDS = {"compute": 0.6, "exchange": 0.2, "wait": 0.2, "data": 0.0}
 
 

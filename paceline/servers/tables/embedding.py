@@ -60,6 +60,8 @@ class SparseEmbedding(nn.Module):
     `state_dict` has the seed and no rows: `run.save` keeps them. Clipping can't see the gradients of rows, and raises.
     """
 
+    whole_batches_only = "sparse parameters have gradients of their own"  # why `run.step` can't halve a batch of this module
+
     seed: Tensor
 
     def __init__(
