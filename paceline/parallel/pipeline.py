@@ -45,7 +45,7 @@ PER_WORKER = 4  # micro-batches for each worker along `stage`, where the script 
 @removed(again="the split stays the one that split='auto' has found at run.prepare; start again to have it measured again")
 @dataclass(frozen=True)
 class pipeline:
-    """Cut a model between layers, along the axis `stage` of the mesh.
+    """Put consecutive layers on different workers, along the axis `stage` of the mesh.
 
     >>> with pl.start(mesh="stage=2") as run:
     ...     model, optimizer, loader = run.prepare(model, optimizer, loader, cut=pl.pipeline("tokens, blocks.*, norm, head"))
@@ -54,15 +54,27 @@ class pipeline:
     ...         optimizer.step()
     ...         optimizer.zero_grad()
 
-    `layers`: names and patterns of modules in the order of the forward, "tokens, blocks.*, norm, head", or "auto". `schedule`: gpipe, 1f1b,
-    interleaved, zero-bubble or zbv. `micro_batches`: how many each worker's share of a batch is cut into (default: 4 for each stage's
-    worker). `chunks`: stages on each worker, for interleaved. `split`: layers of each stage, "even" for about as many parameters each, or
-    "auto": each worker measures all layers on samples of the loader that is prepared with the model, and the split is that by which the
-    schedule takes least, on workers of any speed.
-    A forward that can't be traced runs on each stage as it is, with the layers of other stages stood in for.
-    `trace=False` calls the layers one after the other, and not as the model's forward does. `inputs`: those arguments of the forward that a
-    batch gives, where it isn't those without a default. `loss`: what run.step will be given, so that split="auto" measures it as well; it
-    counts where it takes long, as over a large vocabulary.
+    If the forward can't be traced, each stage runs the model's own forward, and layers of other stages
+    are replaced by placeholders.
+
+    Args:
+        layers: Names and patterns of modules in the order of the forward, such as
+            "tokens, blocks.*, norm, head". Default: "auto".
+        schedule: "gpipe", "1f1b" (default), "interleaved", "zero-bubble" or "zbv".
+        micro_batches: Number of parts of each worker's share of a batch. Default: 4 for each worker
+            along `stage`.
+        chunks: Number of stages on each worker, for "interleaved".
+        split: Number of layers of each stage; "even" (default) for about as many parameters on each
+            stage; or "auto", which measures all layers on each worker and takes the split with the
+            shortest step. It needs a loader that is prepared with the model.
+        trace: Whether the model's forward is traced. False calls one layer after the other.
+        inputs: Arguments of the forward that a batch gives. Default: those without a default value.
+        loss: Loss that `run.step` will be given, so that `split="auto"` measures it as well. That
+            matters if it takes long, as over a large vocabulary.
+
+    Raises:
+        UsageError: `loss` is given without `split="auto"`. `run.prepare` raises it if the model can't
+            be cut in this way.
     """
 
     layers: str | Sequence[str] = "auto"

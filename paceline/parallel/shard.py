@@ -40,15 +40,23 @@ Reduce = Literal[Half, "float32"]
 
 @dataclass(frozen=True)
 class shard:
-    """Cut the state of a model along the axis `shard` of the mesh.
+    """Divide the state of a model along the axis `shard` of the mesh (ZeRO).
 
-    >>> with pl.start(mesh="shard=4") as run:  # each worker keeps a quarter of the model, its gradients and the optimizer's state
+    >>> with pl.start(mesh="shard=4") as run:  # each worker keeps a quarter of all state
     ...     model, optimizer, loader = run.prepare(model, optimizer, loader, cut=pl.shard("blocks.*", zero=3))
 
-    `units`: patterns of names of modules (`*` matches dots too), whose parameters travel together; what none matches is one more unit. Of
-    modules inside each other that one pattern matches, the outermost is meant. `zero`: what is shared out: 1 the optimizer's state, 2
-    gradients too, 3 parameters too. `params`: what parameters are gathered in (zero=3); optimizers step them in their own dtype.
-    `reduce`: what gradients are summed in.
+    Args:
+        units: Patterns of module names, such as "blocks.*" (`*` matches dots, too). The parameters of
+            a matching module travel together. Of nested modules that one pattern matches, the
+            outermost is the unit. All other parameters are one more unit.
+        zero: Stage of ZeRO (Rajbhandari et al. 2020): 1 divides the optimizer's state, 2 gradients as
+            well, 3 parameters as well. Default: 3.
+        params: dtype in which parameters are gathered, with `zero=3`: "bfloat16" or "float16".
+            Optimizers step them in their own dtype. Default: their own.
+        reduce: dtype in which gradients are summed: one of these, or "float32". Default: their own.
+
+    Raises:
+        UsageError: No such stage or dtype, or `params` without `zero=3`.
     """
 
     units: str | tuple[str, ...] = ()

@@ -204,25 +204,40 @@ class Run:
         cut: Asked | None = None,
         init: Init | None = None,
     ) -> Any:
-        """Make models, optimizers, DataLoaders, schedulers, GradScalers and metrics ready; return them in the order they were given.
+        """Prepare models, optimizers, DataLoaders, schedulers, GradScalers and metrics.
 
         >>> model, optimizer, loader = run.prepare(model, optimizer, loader, shares=[2, 1])
 
-        Models, optimizers, schedulers and scalers stay the objects they are; a DataLoader comes back as a loader of my shares. Its batch
-        size is the global one. `loss`: whether the loss is a "mean" (default) over the batch or a "sum"; `weigh(batch)` is a batch's weight
-        where the mean is over something else than samples (tokens).
-        `cost(sample)`: what a sample takes, where samples differ (its length): batches are dealt by sums of costs, not by counts
-        (`pl.padded(cost)`: where workers pad samples). `shares`: ratios, one for each worker, a function from the global batch size to
-        samples for each worker, or "auto": by the speeds of workers, which are measured in the first steps and followed from there on.
-        `batchnorm`: "sync" (default: statistics of the global batch) or "local". `train`: whether loaders are for training (default: what
-        torch.is_grad_enabled() is when iterated). `pad`: in evaluation a worker without samples gets the batch's first (left out by
-        `gather`, `mean` and `log`), and not 0 rows. `shard`: "mine" for a stream that gives each rank its own samples.
-        `cut`: a cut or several, by which workers along an axis of the mesh get their parts of the models (`paceline run --cut`
-        overrides it). `init`: what a model begins with, as a file of weights, a state dict, or a function of each
-        module of a model that was built under `pl.meta()`.
-        An option that is said where there is no loader (or model) yet is kept for those of later calls, unless they say something else.
+        Models, optimizers, schedulers and scalers stay the same objects. A DataLoader comes back as a
+        loader of this worker's shares: its batch size is that of the global batch. An option may be given
+        before there is a loader or a model. It then holds for later calls, until another value is given.
 
-        Raises `UsageError` for what can't be prepared, on every worker if their models differ.
+        Args:
+            objects: The objects, in any order.
+            loss: How the loss sums up the samples of a batch: "mean" (default) or "sum".
+            weigh: Function from a batch to its weight, if the loss is a mean over something else than
+                samples, such as `pl.tokens("labels")`.
+            cost: Function from a sample to its cost, such as its length. Shares are then equal in cost and
+                not in samples. `pl.padded(cost)` is for workers that pad their samples.
+            shares: How a global batch is divided: one ratio for each worker, a function from the batch
+                size to a number of samples for each worker, or "auto", which follows the measured speed
+                of each worker. Default: equal shares.
+            batchnorm: Statistics of BatchNorm: "sync" (over the global batch, the default) or "local".
+            train: Whether the loaders are for training. Default: `torch.is_grad_enabled()` when a loader
+                is iterated.
+            pad: Whether, in evaluation, a worker without samples gets the first sample of the batch and
+                not 0 rows. `gather`, `mean` and `log` leave it out.
+            shard: "mine" for a stream that already gives each rank its own samples.
+            cut: One cut or a list of cuts, which give each worker its part of the models. `paceline run
+                --cut` overrides it. See docs/cuts.md.
+            init: First values of a model: a file of weights, a state dict, or a function that is called
+                with each module of a model that was built under `pl.meta()`.
+
+        Returns:
+            The prepared objects in the same order; the object itself if there is one.
+
+        Raises:
+            UsageError: An object can't be prepared. All workers raise it if their models differ.
         """
         options = {"loss": loss, "weigh": weigh, "shares": shares}
         more = {"batchnorm": batchnorm, "cut": cut, "init": init, "cost": cost, "shard": shard}
@@ -462,20 +477,29 @@ class Run:
         metric: Tensor | float | None = None,
         best: Best | None = None,
     ) -> Path:
-        """Write a checkpoint of everything prepared and kept, and return its folder; the newest `keep` stay, and the best. Collective.
+        """Write a checkpoint of everything that is prepared and kept. Collective.
 
         >>> run.save(metric=run.mean(loss), best="min")
 
-        In the loop body the present step counts as taken: save after `optimizer.step()`, at the end of the body. When it returns, the
-        checkpoint is on the disk. With `background` it has been copied in the first worker's memory, and a thread there writes it while
-        training goes on: the folder is there once it is whole. One is written at a time: a save that comes before waits for it.
+        Call it at the end of the loop body, after `optimizer.step()`: the present step counts as taken.
+        `pl.state_dict(folder, best=True)` reads the model of the best checkpoint, `resume` takes the newest.
 
-        `metric` is one number by which checkpoints are compared, `best` says whether the smallest ("min") or the largest ("max") is the
-        best of them. The first worker's number counts for all; give `run.mean(loss)`. One that isn't finite is never the best, among equals
-        the earlier one is. `paceline.state_dict(folder, best=True)` gives the model of the best; `resume` takes the newest.
+        Args:
+            keep: Number of newest checkpoints that stay; the best one stays as well. Default: 3.
+            background: Whether a thread of the first worker writes while training goes on. The state is
+                copied in memory before `save` returns, and the folder appears when it is complete. A
+                second save waits for the first. Default: False, the checkpoint is on the disk on return.
+            metric: Number by which checkpoints are compared; the first worker's number counts. A number
+                that isn't finite is never the best.
+            best: Which metric is the best: "min" or "max". Of equal metrics the earlier one wins.
 
-        Raises `CheckpointError` where the disk refuses: for what was written in the background at the next save, `resume` or `close`.
-        Raises `UsageError` for a metric that is no number, and for a `best` that isn't that of the saves before.
+        Returns:
+            The folder of the checkpoint.
+
+        Raises:
+            CheckpointError: The disk refuses. For a background save, the next `save`, `resume` or `close`
+                raises it.
+            UsageError: `metric` is not a number, or `best` differs from earlier saves.
         """
         step = self.steps + (self._loop.led is not None)
         folder, measured = self.folder.checkpoints, asked(metric, best)

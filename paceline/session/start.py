@@ -84,29 +84,54 @@ def start(
     cluster: Measured | None = None,
     report_to: str | Sequence[str] | None = None,
 ) -> Run:
-    """Join the workers that were started with this process (torchrun, Slurm, MPI, `paceline run`); started alone, it is one worker.
+    """Join the workers that were started with this process, and open a run.
 
     >>> with pl.start() as run:
     ...     model, optimizer, loader = run.prepare(model, optimizer, loader)
 
-    `sync`: a strategy, as an object or in its notation (default `AllReduce()`; `paceline run --sync` overrides it). `name`: of the run's
-    folder in `folder` (default: the date and time). `seed`: the number that `run.seed` has on all workers (default: drawn by the first).
-    `device`: "cpu", "cuda" or "cuda:i" (default: a GPU of its own if there is one). `deadline`: seconds after which a wait for other
-    workers is given up, naming the missing ones. `late_after`: seconds after which `paceline run` shows what a worker does that others wait
-    for (default: ten times what calls take here, at least 5). `trace`: "last" keeps the spans of the last steps, "all", or "off".
-    `on_nan`: "warn" or "stop" when a logged loss is not a number. `total_steps`: for the time left, where the script's epochs don't tell.
-    `compare`: steps between two comparisons of all replicas (None: never; "auto": 100, where the strategy has moments at which they are
-    equal). `differing`: "stop" all when they differ, or "heal" those that don't have what most have. `replicate`: with
-    `paceline run --min-workers`, what only one worker has (what a codec keeps, what was changed since the last round) is copied to a worker
-    of another host every so many steps; "auto": on several hosts, as often as it takes at most a tenth of the time; "off": never. `mesh`:
-    the workers as a grid, such as "data=2, tensor=2", for models that are cut (see docs/cuts.md). `straggler`: what is done about workers
-    that make the others wait: "warn", "rebalance", "drop" or "evict" (default: the first, or the second with shares="auto"). `cluster`:
-    the file that `paceline probe` has written, or what `pl.probe` returned, by which ways between hosts are chosen (see docs/unequal.md).
-    `report_to`: where the first worker reports the run to beside its folder, a name or a list of "tensorboard", "wandb", "mlflow" and
-    "prometheus", each with an option behind a colon ("prometheus:9500", see docs/trackers.md); `paceline run --report-to` overrides it.
+    torchrun, Slurm, MPI and `paceline run` start workers. A process that is started alone is one
+    worker. The run is a context manager; without `with` it is closed when the process exits.
 
-    Returns the `Run`, to be used as a context manager; without `with` it is closed at exit. Raises `UsageError` (and its kinds) for
-    what can't be honoured, `DeadlineExceeded` when other workers don't come.
+    Args:
+        sync: Strategy, as an object or as text ("LocalSGD(every=8)"). Default: `AllReduce()`.
+            `paceline run --sync` overrides it.
+        name: Name of the run's folder. Default: the date and time.
+        folder: Folder of all runs. Default: "runs".
+        seed: Seed of the run, the same on all workers as `run.seed`. Default: drawn by the first
+            worker.
+        device: "cpu", "cuda" or "cuda:i". Default: a GPU for each worker if there is one, else "cpu".
+        deadline: Seconds after which a wait for other workers ends with an error that names the
+            missing workers. Default: 120.
+        late_after: Seconds after which `paceline run` shows what a late worker is doing. Default: ten
+            times the usual length of a call, at least 5.
+        trace: Steps whose spans `trace.json` keeps: "last" (the last steps, the default), "all" or
+            "off".
+        on_nan: What happens when a logged loss is not a number: "warn" (default) or "stop".
+        total_steps: Number of steps, for the time left. Default: from the script's epochs.
+        compare: Number of steps between two comparisons of all replicas; None for never. Default:
+            "auto", which is 100 if the strategy makes replicas equal at times.
+        differing: What happens when replicas differ: "stop" (default), or "heal", which gives a
+            deviating replica the values that most replicas have.
+        replicate: How often state that only one worker has (residuals of a codec, changes since the
+            last round) is copied to a worker on another host: a number of steps, "auto" or "off".
+            "auto" (default) takes at most a tenth of the time, and copies on several hosts only.
+            Needs `paceline run --min-workers`.
+        mesh: Grid of the workers for models that are cut, such as "data=2, tensor=2". See
+            docs/cuts.md. Default: all workers along "data".
+        straggler: What happens to workers that make the others wait: "warn" (default), "rebalance"
+            (default with `shares="auto"`), "drop" or "evict".
+        cluster: File that `paceline probe` wrote, or the result of `pl.probe`. paceline then chooses
+            the routes between hosts by measured links. See docs/unequal.md.
+        report_to: Trackers that the first worker reports to: one name or a list of "tensorboard",
+            "wandb", "mlflow" and "prometheus", each with an option after a colon
+            ("prometheus:9500"). See docs/trackers.md. `paceline run --report-to` overrides it.
+
+    Returns:
+        The `Run`.
+
+    Raises:
+        UsageError: An option has no such value, or two options don't go together.
+        DeadlineExceeded: Other workers didn't come in time.
     """
     _refuse_another_import()
     _check(deadline, trace, on_nan, replicate)

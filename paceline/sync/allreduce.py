@@ -43,16 +43,28 @@ CODED = ("auto", "native")  # the ways that a codec can have
 
 @dataclass(frozen=True)
 class AllReduce:
-    """Every replica takes the same step: p.grad is the weighted mean over the global batch when backward returns, and step is torch's own.
+    """Give every replica the same step: the mean gradient over the global batch.
 
     >>> pl.start(sync=pl.AllReduce(codec="auto"))  # or: paceline run --sync 'AllReduce(codec="auto")'
 
-    `via` says how it travels: "auto" (shared memory inside a host, one copy per host between hosts, NCCL between GPUs; with a measured
-    cluster what suits its links and cores, see `start`), "native" (Gloo or NCCL over all ranks), or a schedule: "direct", "owners", "ring",
-    "tree", "halving-doubling", "hierarchical", "uneven" (chunks by the links of a measured cluster). `bucket_mb`: size of a bucket in MB.
-    `codec`: how gradients are written on the wire, such as `int8()` or `error_feedback(topk(0.01))`; p.grad is then what arrived, the same
-    on every worker. "auto" begins exact and takes a codec where that pays (see `auto`). Inside a host sums are exact, unless all workers
-    have one host, or via="native".
+    When `backward()` returns, `p.grad` is the mean over the global batch, weighted by samples.
+    `optimizer.step()` is torch's own. Gradients are sent in buckets while backward runs.
+
+    Args:
+        via: Route of the gradients. "auto" (default) uses shared memory inside a host, sends one copy
+            per host between hosts, and uses NCCL between GPUs; with a measured cluster it chooses by
+            its links (see `start`). "native" is Gloo or NCCL over all ranks. A schedule may be named:
+            "direct", "owners", "ring", "tree", "halving-doubling", "hierarchical" or "uneven" (chunks
+            by measured links).
+        bucket_mb: Size of a bucket in MB. Default: 8.
+        codec: How gradients are written on the wire, such as `int8()` or
+            `error_feedback(topk(0.01))`. `p.grad` is then what has arrived, the same on all workers.
+            "auto" begins with exact sums and takes a codec if that is faster (see `auto`). Sums
+            inside a host stay exact, unless all workers are on one host or `via="native"`.
+            Default: `exact()`.
+
+    Raises:
+        UsageError: No such route, no size above 0, or a codec together with a schedule.
     """
 
     via: Via = "auto"

@@ -28,16 +28,24 @@ from paceline.parallel.tensor.styles import Style
 
 @dataclass(frozen=True)
 class tensor:
-    """Cut layers between the workers along `tensor`, which have the same samples.
+    """Divide layers between the workers along `tensor`, which have the same samples.
 
     >>> with pl.start(mesh="data=2, tensor=2") as run:
     ...     cut = pl.tensor({"blocks.*.up": pl.column(), "blocks.*.down": pl.row()})
     ...     model, optimizer, loader = run.prepare(model, optimizer, loader, cut=cut)
 
-    `layers`: patterns of module names (`*` is any text) to `column()`, `row()`, `vocab()`, `sequence()` or `summed()`; or "auto", which
-    takes the plan that a model brings: `tensor_plan` of its class, or that of a model of transformers. `divide`: patterns of integer
-    attributes of modules, such as numbers of heads, that are divided by the number of workers. `compare`: modules with a pair of layers
-    are compared, once, with what they return uncut.
+    Args:
+        layers: Mapping from patterns of module names (`*` is any text) to `column()`, `row()`,
+            `vocab()`, `sequence()` or `summed()`. Or "auto": the plan in `tensor_plan` of the model's
+            class, or the plan of a model of transformers.
+        divide: Patterns of integer attributes of modules, such as numbers of heads, that are divided
+            by the number of workers. Default: none.
+        compare: Whether the output of each module with a pair of divided layers is compared with its
+            undivided output, in its first call. Default: True.
+
+    Raises:
+        UsageError: `layers` or `divide` is something else. `run.prepare` raises it if a layer can't
+            be divided.
     """
 
     __repr__ = spell

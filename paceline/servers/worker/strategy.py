@@ -24,35 +24,45 @@ from paceline.sync.context import SyncContext
 )
 @dataclass(frozen=True)
 class ParameterServer:
-    """Optimizers step on servers, each of which keeps a part of the parameters; what they remember lies there alone.
+    """Keep parameters on servers, which step them.
 
     >>> pl.start(sync=pl.ParameterServer(servers=2, staleness=4))
 
-    p.grad is the gradient of my own share when backward returns. optimizer.step sends what p.grad is then, and sets the parameters to
-    what the servers have. Clip with `run.clip`. `servers`: how many (None: one on each host).
+    Each server has a part of the parameters and the optimizer's state for them. When `backward()`
+    returns, `p.grad` is the gradient of this worker's share. `optimizer.step()` sends `p.grad`, and
+    sets the parameters to the values of the servers. Clip with `run.clip`, which clips the gradient
+    that a step takes.
 
-    `staleness=0` (bulk synchronous): all workers take the same steps at the same time, with the gradients of all, weighted by samples:
-    the same weights as with AllReduce. With `backup_workers=b` a step is made by the first workers that come, all but b (Chen et al.
-    2016, "Revisiting Distributed Synchronous SGD"): what comes later is dropped and counted.
+    Lockstep (`staleness=0`, bulk synchronous): all workers take the same steps at the same time, with
+    the mean gradient weighted by samples. The weights are those of AllReduce.
 
-    `staleness=s` (stale synchronous, Ho et al. 2013): a worker goes on without those that are late, at most s turns ahead of the slowest,
-    and has parameters with all that the others had sent s turns before. A step is made by all who are on time, as in lockstep, and by who
-    has come late since the one before: nothing is dropped. It takes the mean of their gradients, weighted by samples, by the learning
-    rate times their part of a global batch: each sample counts the same (with momentum to the first order), and a step of all is that of
-    lockstep. `run.clip` clips the mean.
+    Stale synchronous (`staleness=s`, Ho et al. 2013): a worker goes on without late workers, and is at
+    most s turns ahead of the slowest. Its parameters have all gradients of s turns ago. A step takes
+    the mean over all gradients that have come since the step before, and a learning rate in
+    proportion to their part of a global batch. So each sample counts the same (with momentum to the
+    first order), and nothing is dropped.
 
-    `staleness=inf` (asynchronous): nobody waits. A worker's gradient, the mean over its own samples, is a step of its own, by the learning
-    rate times its part of the global batch; `run.clip` clips it alone.
+    Asynchronous (`staleness=inf`): no worker waits. The gradient of each worker is a step of its own,
+    with a learning rate in proportion to its part of the global batch.
 
-    `replicas=r` keeps each part on r servers, on different hosts if there are enough: what a lost one kept the others have. For runs that
-    go on when something is lost (`paceline run --min-workers`), in lockstep: weights are those of a run in which nothing was lost. Else a
-    lost server ends the run, and what a lost worker had under way is dealt again to the living.
+    Out of lockstep a worker takes its next samples when it is ready, so fast workers train more.
+    Calls that all workers make together (`run.mean`, `gather`, `save`, evaluation) belong between
+    epochs. A lost worker's samples are dealt again, and a lost server ends the run.
 
-    `codec`: how gradients are written on the way to servers, such as `int8()` or `error_feedback(topk(0.01))`. Parameters come back
-    exactly.
+    Args:
+        servers: Number of servers. Default: one on each host.
+        staleness: Turns that a worker may be ahead of the slowest: 0 (default), a number, or inf.
+        backup_workers: Number of slowest workers that a step doesn't wait for (Chen et al. 2016,
+            "Revisiting Distributed Synchronous SGD"). Their gradients are dropped and counted.
+            Default: 0.
+        replicas: Number of servers that keep the same part, on different hosts if possible, so that a
+            server may be lost (`paceline run --min-workers`). In lockstep only. Default: 1.
+        bucket_mb: Size of a bucket in MB. Default: 4.
+        codec: How gradients are written on the way to the servers, such as `int8()` or
+            `error_feedback(topk(0.01))`. Parameters come back exactly. Default: exact.
 
-    Where workers are not in lockstep each takes its next samples when it is ready for them, so that quick ones train more; what all have
-    to do together (run.mean, gather, save, evaluation) belongs between epochs.
+    Raises:
+        UsageError: A value is out of its range, or two options don't go together.
     """
 
     servers: int | None = None

@@ -23,17 +23,31 @@ from paceline.sync.localsgd.rounds import LocalSGDSync
 
 @dataclass(frozen=True)
 class LocalSGD(RoundOptions):
-    """p.grad is the gradient of my own share and step moves my own replica; every `every` steps replicas become equal again.
+    """Let each replica take its own steps, and make replicas equal every few steps.
 
     >>> pl.start(sync=pl.LocalSGD(every=32, outer=pl.nesterov(0.7, 0.9), codec=pl.int8()))  # DiLoCo
 
-    `outer`: `average()` (local SGD) or `nesterov(0.7, 0.9)` (DiLoCo). `codec`: how the changes travel. `every` may be `adaptive(...)`.
-    `momentum`: what the optimizers remember of each parameter is "kept" by each worker, or "averaged" with it. `after`: AllReduce for so
-    many steps first (post-local SGD, Lin et al. 2020). `fragments`, `delay`, `alpha` (streaming DiLoCo, Douillard et al. 2025): the model
-    is cut into so many parts that take turns; a part's mean is used `delay` steps after it was sent, mixed with what the worker has then:
-    x = alpha x + (1 - alpha) mean.
-
+    `p.grad` is the gradient of this worker's share, and `optimizer.step()` moves its own replica.
     Replicas also become equal before an evaluation, at `run.save`, and at the end of the run.
+
+    Args:
+        every: Steps between two exchanges, or `adaptive(...)`.
+        outer: What is done with the mean change of a round: `average()` (local SGD, the default) or
+            `nesterov(0.7, 0.9)` (DiLoCo, Douillard et al. 2023).
+        codec: How changes are written on the wire. Default: `exact()`.
+        momentum: The optimizer's state for each parameter is "kept" by each worker (default), or
+            "averaged" with the parameters.
+        after: Steps of AllReduce before the first local step (post-local SGD, Lin et al. 2020).
+            Default: 0.
+        fragments: Parts of the model that are exchanged in turn (streaming DiLoCo, Douillard et al.
+            2025). Default: 1.
+        delay: Steps between sending a part and using its mean, fewer than `every`. Default: 0.
+        alpha: Weight of the worker's own values when a mean comes in: x = alpha x + (1 - alpha) mean.
+            Default: 0.
+        bucket_mb: Size of a bucket in MB. Default: 8.
+
+    Raises:
+        UsageError: A value is out of its range.
     """
 
     __repr__ = spell
