@@ -1,1 +1,1 @@
-"""Commands of `paceline` that are more than a few lines: each a module with its options."""
+"""The commands of `paceline` that need more than a few lines, a module for each."""

@@ -1,1 +1,1 @@
-"""Layers that span workers: batch normalisation over the global batch, and embeddings whose rows lie on servers."""
+"""Models that are divided between workers: cuts along the axes of the mesh, and BatchNorm over the global batch."""

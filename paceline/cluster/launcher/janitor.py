@@ -61,9 +61,14 @@ def brand(mark: str) -> None:
 
 
 def end_group(group: int, held: set[int]) -> set[int]:
-    """Send SIGKILL to all processes of a group, and remove their litter; return their numbers. An empty group is no error.
+    """Kill all processes of a group, and remove the files that they leave behind. An empty group is no error.
 
-    `held` is called with the semaphores that they had in hand (`semaphores`).
+    Args:
+        group: Number of the process group.
+        held: Set to which the semaphores are added that the processes had open (`semaphores`).
+
+    Returns:
+        The numbers of the processes.
     """
     if not _signal_group(group, signal.SIGSTOP):  # or they would make more while we look
         return set()
@@ -173,10 +178,19 @@ def semaphores(suspects: list[int]) -> set[int]:
 
 
 def sweep(mark: str, groups: list[int], held: set[int], *, seconds: float) -> set[int]:
-    """End these groups and every process with the job's mark, then remove what they left in the temporary folder.
+    """End these groups and every process with the job's mark, then remove their temporary files.
 
-    Returns their numbers, once none of them does anything any more, or after so many `seconds`: a killed process that
-    is about to end has no environment, and its files still. `held` is called with their semaphores, as by `end_group`.
+    A killed process that is about to end has no environment any more, but still has its files. So this waits until
+    all of them have ended.
+
+    Args:
+        mark: The job's mark, which is in the environment of its processes.
+        groups: Numbers of process groups.
+        held: Set to which the semaphores are added that the processes had open, as in `end_group`.
+        seconds: Longest wait for the processes to end.
+
+    Returns:
+        The numbers of the processes.
     """
     ended = set(groups).union(*(end_group(group, held) for group in groups))
     for attempt in range(_ROUNDS):
