@@ -24,9 +24,9 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from paceline.apps.gpt import next_token_loss
 from paceline.apps.pretrain import BATCH, task
+from paceline.servers.process.arrivals import OpenStep
 from paceline.servers.process.scheduler import SampleScheduler
 from paceline.servers.process.spans import SampleSpan
-from paceline.servers.process.stragglers import OpenStep
 
 RATE = 3e-3
 

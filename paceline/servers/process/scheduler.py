@@ -21,9 +21,9 @@ from typing import Any
 from torch import Tensor
 
 from paceline.errors import Mismatch
+from paceline.servers.process.arrivals import FirstArrivals, OpenStep, PartialSteps, StepDecision, StepMade
 from paceline.servers.process.spans import SampleSpan
 from paceline.servers.process.staleness import WorkerClocks
-from paceline.servers.process.stragglers import FirstArrivals, OpenStep, PartialSteps, StepDecision, StepMade
 
 SHOWN = 1000  # dropped pieces that are listed one by one
 Part = tuple[int, int]  # of an epoch: its number, and that of the first batch in the part

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.errors import UsageError
+from paceline.servers.process.arrivals import OpenStep, StepDecision
 from paceline.servers.process.scheduler import SampleScheduler
-from paceline.servers.process.stragglers import OpenStep, StepDecision
 from paceline.servers.protocol import samples
 from paceline.servers.protocol.message import Acknowledged, Handlers
 

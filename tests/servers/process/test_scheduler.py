@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import Mismatch
+from paceline.servers.process.arrivals import OpenStep, StepDecision, StepMade
 from paceline.servers.process.scheduler import SHOWN, SampleScheduler
 from paceline.servers.process.spans import SampleSpan
-from paceline.servers.process.stragglers import OpenStep, StepDecision, StepMade
 
 
 def scheduler(*sizes: int, workers: int = 2, epoch: int = 0, first: int = 0) -> SampleScheduler:

@@ -107,8 +107,8 @@ class TestStepsTogether:
     @pytest.mark.parametrize("size", [1, 2, 3])
     def test_where_nobody_is_late_it_is_lockstep(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """The same weights as one worker alone has, with momentum, clipped, with a schedule: whoever is dealt which samples of a batch."""
-        monkeypatch.setattr("paceline.servers.process.stragglers.LEAST", 1e9)
-        monkeypatch.setattr("paceline.servers.process.stragglers.MOST", 1e9)
+        monkeypatch.setattr("paceline.servers.process.arrivals.LEAST", 1e9)
+        monkeypatch.setattr("paceline.servers.process.arrivals.MOST", 1e9)
         found, facts = self.losses(ParameterServer(2, 3), size)
         expected, _ = self.losses(ParameterServer(2), 1)
         assert (found - expected).norm() <= 1e-9 * expected.norm()

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from paceline.errors import Mismatch
-from paceline.servers.process.stragglers import LEAST, MOST, SHORT, SPANS, TOGETHER, PartialSteps
+from paceline.servers.process.arrivals import LEAST, MOST, SHORT, SPANS, TOGETHER, PartialSteps
 
 ALL = {0, 1, 2, 3}
 

@@ -1,4 +1,4 @@
-"""Steps without stragglers: which gradients make a step together, where a worker may be late.
+"""Which gradients make a step together, if a worker may be late.
 
 With backup workers the first to arrive make a step, and what comes later is dropped (`FirstArrivals`). Within a bound of staleness a late
 gradient is in a later step (`PartialSteps`):
