@@ -13,7 +13,7 @@ Script = Annotated[Path, typer.Argument(help="The training script. Words after i
 Arguments = Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")]
 Name = Annotated[str | None, typer.Option(help="Name of the run's folder. Default: the date and time.")]
 Servers = Annotated[int | None, typer.Option(help="Number of parameter servers, if the strategy has them. Default: one on each host.")]
-Backend = Annotated[str | None, typer.Option(help="'paceline': scripts that use torch.distributed get paceline instead of Gloo.")]
+Backend = Annotated[str | None, typer.Option(help="With 'paceline', scripts that use torch.distributed get paceline instead of Gloo.")]
 Sync = Annotated[str | None, typer.Option(help="Strategy as text, such as 'AllReduce(via=\"ring\")'. Replaces the script's strategy.")]
 Mesh = Annotated[str | None, typer.Option(help="Grid of the workers, such as 'data=2, tensor=2'. Replaces the script's grid.")]
 Cut = Annotated[str | None, typer.Option(help="Cuts of the model as text, such as 'shard(\"blocks.*\")'. Replaces the script's cuts.")]
