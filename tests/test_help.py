@@ -1,6 +1,4 @@
-"""`help` of everything public says what it does, and shows it at once: a first line, and then an
-example of names that exist.
-"""
+"""`help` of everything public says what it does, and shows an example of names that exist."""
 
 from __future__ import annotations
 
@@ -45,16 +43,11 @@ def homes() -> dict[str, Any]:
 
 
 def example(home: object) -> str:
-    """The source of the example that follows the first line of a docstring; empty where none
-    does.
-    """
+    """The source of the first example in a docstring; empty if there is none."""
     parts = (inspect.getdoc(home) or "").split("\n\n")
-    first = len(parts) > 1 and "\n" not in parts[0] and parts[1].startswith(">>> ")
-    return (
-        "".join(each.source for each in doctest.DocTestParser().get_examples(parts[1]))
-        if first
-        else ""
-    )
+    parts = [inspect.cleandoc(each.removeprefix("Example:\n")) for each in parts]
+    block = next((each for each in parts if each.startswith(">>> ")), "")
+    return "".join(each.source for each in doctest.DocTestParser().get_examples(block))
 
 
 def strangers(tree: ast.Module) -> Iterator[str]:
