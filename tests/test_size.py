@@ -22,6 +22,29 @@ ALLOWED: dict[str, int] = {
 }
 
 
+# Lines of code that each folder may have (and the files directly in `paceline/`, as "."). A folder
+# that grows says why in the commit; one that shrinks takes its figure along.
+BUDGET: dict[str, int] = {}
+SLACK = 40  # lines that a folder may grow or shrink without a word
+
+
+def folder_sizes() -> dict[str, int]:
+    """Lines of code of each folder directly in the package."""
+    lines: dict[str, int] = {}
+    for path in sorted((ROOT / "paceline").rglob("*.py")):
+        parts = path.relative_to(ROOT / "paceline").parts
+        folder = parts[0] if len(parts) > 1 else "."
+        lines[folder] = lines.get(folder, 0) + len(code_lines(path.read_text()))
+    return lines
+
+
+def test_folders_keep_within_their_budget() -> None:
+    sizes = folder_sizes()
+    assert {*sizes} == {*BUDGET}
+    assert {name: n for name, n in sizes.items() if n > BUDGET[name] + SLACK} == {}
+    assert {name: n for name, n in sizes.items() if n < BUDGET[name] - SLACK} == {}
+
+
 def sizes(path: Path) -> dict[str, int]:
     name, source = path.relative_to(ROOT).as_posix(), path.read_text()
     functions = (
