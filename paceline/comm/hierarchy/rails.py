@@ -96,7 +96,7 @@ class Rails:
             yield Flow(self._gather([flat[start:stop] for flat in flats]), stop - start)
 
     def _gather(self, parts: Sequence[Tensor]) -> Steps:
-        """Gather one chunk. `parts` has that chunk of every rank's tensor; this rank's is filled."""
+        """Gather one chunk. `parts` has that chunk of every tensor; only this rank's is filled."""
         own, inner_rank = parts[self._rank], self._inner.rank
         begun = time.perf_counter_ns()
         # Along the rail: this worker now has the chunks of its counterparts on all hosts ...
