@@ -80,8 +80,9 @@ class Lockstep:
 class Agreement:
     """Brings all workers together at named calls, over the control channel of a group.
 
-    `calls` counts completed calls, the same on all workers but for the call under way. `_inside` is
-    true during a call: calls made in it are parts of it, and are neither counted nor repeated.
+    `calls` counts completed calls, the same on all workers but for the call under way. During a
+    call `_is_inside_call` is true: calls made in it are parts of it, and are neither counted nor
+    repeated by themselves.
     `since` is set while this worker waits for others; `what` is that call in words.
 
     Args:
@@ -120,7 +121,7 @@ class Agreement:
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other worker that has to be told anything."""
+        """Whether there is no other worker to tell anything."""
         return self.group.size == 1
 
     def compare(self, what: str, body: bytes) -> list[bytes]:
@@ -181,7 +182,7 @@ class Agreement:
         return results[0]
 
     def repeat(self, act: Callable[[], T], discard: Callable[[], None] = lambda: None, what: str = "") -> T:
-        """Make a call as `settle` does, again after each loss. `discard` is called in between.
+        """Make a call as `settle_call` does, again after each loss. `discard` is called in between.
 
         Args:
             act: Makes the call.
@@ -238,7 +239,7 @@ class Agreement:
             self.what = f"{what} of step {self._step()}"
 
     def _make(self, act: Callable[[], T]) -> T:
-        """Make a call, the end of the run if a worker is lost in it."""
+        """Make a call in a run that ends with its first loss."""
         self._inside, self.since = True, time.monotonic()
         try:
             result = act()
@@ -359,8 +360,8 @@ class Agreement:
 class SliceAgreement(Agreement):
     """The agreement of a slice of the workers of a mesh.
 
-    All slices run the same script on the same data, and each meets by itself. A call that the first
-    worker answers for all is answered by the first of `everyone`, so all slices get the same.
+    All slices run the same script on the same data, and each has its own meetings. A call that the
+    first worker answers for all is answered by the first of `everyone`, so all slices get the same.
     """
 
     def __init__(self, group: Group, everyone: Agreement, *, step: Callable[[], int], hosts: tuple[str, ...]) -> None:
@@ -381,8 +382,8 @@ class SliceAgreement(Agreement):
 def act_together(agreement: Agreement, what: str, act: Callable[[], bytes], failure: type[PacelineError]) -> list[bytes]:
     """Let every worker call `act`, and gather the results in rank order. Collective.
 
-    If some fail with `failure`, all raise it: these workers their own error, the others the one
-    of the first failed rank.
+    If some workers fail with `failure`, all raise it: a failed worker its own error, the others
+    that of the first failed rank.
 
     Args:
         agreement: All workers.

@@ -89,7 +89,7 @@ class AxisGroups:
         return self._known[names]
 
     def another(self, *axes: str) -> Group:
-        """Make another group of the workers of `along(*axes)`, with its own order of calls.
+        """Make another group of the workers of `group_along(*axes)`, with its own order of calls.
 
         Collective.
         """

@@ -1,6 +1,6 @@
 """Cancels the waits of some groups from another thread, on this worker alone.
 
-Other workers are not told: they learn of the new view in the same way.
+Other workers get no message: they learn of the new view in the same way.
 """
 
 from __future__ import annotations

@@ -142,7 +142,10 @@ def all_reduce(
 def all_reduce_agreed(
     group: Group, x: Tensor, schedule: Schedule, op: Op = "sum", *, out: Tensor | None = None, tag: int = TAG
 ) -> Work[Tensor]:
-    """Reduce as `all_reduce` does, without comparing first. Its rounds use tags from `tag` on."""
+    """Reduce as `all_reduce_by_schedule` does, without comparing first.
+
+    `tag`: tag of the first round; each later round has the next one.
+    """
     reduction.admit(op, x.dtype)
     return GeneratorWork(_run(group, x.detach(), (schedule, op, tag), out), [] if out is None else [out])
 
@@ -159,7 +162,7 @@ class ScheduleQueue:
         self._last: Work[Any] | None = None
 
     def all_reduce(self, x: Tensor, schedule: Schedule, op: Op = "sum", *, out: Tensor | None = None) -> Work[Tensor]:
-        """Reduce as `all_reduce_agreed` does, after all operations in the queue.
+        """Reduce as `all_reduce_by_schedule_agreed` does, after all operations in the queue.
 
         If one of those fails, this one fails with the same error.
         """

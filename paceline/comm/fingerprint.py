@@ -162,7 +162,7 @@ def matching(sides: Sequence[Sequence[Sequence[tuple[int, str]]]], names: Sequen
     """Raise `Mismatch` if one rank sends other messages than its receiver expects.
 
     Args:
-        sides: Messages of each rank, (sends, recvs), each as (peer, `parcel`).
+        sides: Messages of each rank, (sends, recvs), each as (peer, `describe_message`).
         names: Rank of each member among all workers.
     """
     for source, (sends, _) in enumerate(sides):

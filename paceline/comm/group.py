@@ -155,7 +155,7 @@ class Group(Protocol):
 
         Args:
             x: A tensor of the same shape and dtype on all ranks. It is flattened and cut into
-                `pieces(x.numel(), size)`.
+                `piece_bounds(x.numel(), size)`.
             op: "sum" (default), "mean", "min", "max" or "product".
             name: The caller's word for this call. Default: none.
 
@@ -281,7 +281,7 @@ class WritesResults(Protocol):
 
         Args:
             x: A tensor of the same shape and dtype on all ranks.
-            out: A contiguous tensor of one dim, as long as piece `rank` of `pieces`.
+            out: A contiguous tensor of one dim, as long as piece `rank` of `piece_bounds`.
             op: As in `Group.reduce_scatter`. Default: "sum".
             name: The caller's word for this call. Default: none.
         """
@@ -345,7 +345,7 @@ def pieces(numel: int, size: int) -> list[tuple[int, int]]:
 
     Pieces are contiguous, and their sizes differ by one at most. The first ones are the larger.
 
-    >>> pieces(7, 3)
+    >>> piece_bounds(7, 3)
     [(0, 3), (3, 5), (5, 7)]
     """
     base, extra = divmod(numel, size)

@@ -82,7 +82,7 @@ class Pairs(Protocol):
     def close(self) -> None:
         """Leave. May be called twice.
 
-        Workers that wait for messages of this rank get those that it has sent, then `WorkerLost`.
+        Workers that wait for this rank get the messages that it has sent, then `WorkerLost`.
         """
         ...
 

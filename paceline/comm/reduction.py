@@ -57,7 +57,7 @@ def wide(kind: dtype, op: str) -> dtype:
 
 
 def combine(op: str, total: Tensor, x: Tensor) -> Tensor:
-    """Fold `x` into `total`, in place. A mean is only added here; `finish` divides it."""
+    """Fold `x` into `total`, in place. A mean is only added here; `finish_reduction` divides it."""
     if op in ("sum", "mean"):
         return total.add_(x)
     if op == "product":

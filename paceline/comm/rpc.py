@@ -112,7 +112,7 @@ class RpcMessage:
 
     @classmethod
     def load(cls, frames: Sequence[Any], route: bytes = b"", frame: int | None = None) -> RpcMessage:
-        """Read frames that `dump` has written. Raises `MalformedMessage`.
+        """Read frames that `to_frames` has written. Raises `MalformedMessage`.
 
         Args:
             frames: Objects with the buffer protocol.
@@ -141,7 +141,7 @@ def _head(frame: memoryview) -> tuple[str, list[int], dict[str, Any], list[Tenso
         raise MalformedMessage("its header is not of seven parts")
     kind, *numbers, body, forms = header
     if not isinstance(kind, str) or any(type(number) is not int or not 0 <= number < 1 << 63 for number in numbers):
-        raise MalformedMessage("its header begins with something else than a kind and four numbers")
+        raise MalformedMessage("its header doesn't begin with a kind and four numbers")
     if not isinstance(body, dict) or not _shallow(body, DEPTH):
         raise MalformedMessage(f"the body of its header is no map, or nests more than {DEPTH} deep")
     if not isinstance(forms, list):
@@ -382,7 +382,7 @@ class RpcClient:
             view: Number of this worker's membership. Default: 0.
             step: Step of this worker. Default: 0.
             body: Map of msgpack values. Default: empty.
-            tensors: On the CPU. They must not change until `wait` has returned. Default: none.
+            tensors: On the CPU. They must not change until the answer is here. Default: none.
             seconds: Seconds until `DeadlineExceeded` if the server takes nothing.
         """
         with self._lock:
@@ -402,7 +402,7 @@ class RpcClient:
             DeadlineExceeded: None came within `seconds`.
             Mismatch: The server refused the message.
             ServerLost: The server is gone.
-            PacelineError: The error that `end` was called with.
+            PacelineError: The error that `end_waits` was called with.
         """
         return self._wait(number, time.monotonic() + seconds, seconds)
 
@@ -413,7 +413,7 @@ class RpcClient:
                 try:
                     answer = RpcMessage.load(self._socket.recv_multipart(copy=False), b"", self._frame)
                 except MalformedMessage as error:
-                    raise Mismatch(f"{self.who} answered with something else than a message: {error}") from error
+                    raise Mismatch(f"{self.who} sent an answer that is no message: {error}") from error
                 # An answer to a forgotten message is dropped.
                 if self._sent.pop(answer.number, None) is not None:
                     self._found[answer.number] = answer

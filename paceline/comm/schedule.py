@@ -171,9 +171,10 @@ def uneven(rates: Sequence[float], pieces: int | None = None) -> Schedule:
                                        piece 1              1, 2 +> 0    0 -> 1, 2
                                                             0, 2 +> 1    1 -> 0, 2    ...
 
-    A rank that owns a part f of the tensor sends and receives 1 + (n-2) f of it. With `owners` and
-    `ring` each sends and receives 2 - 2/n, so the slowest link carries as little as half of that
-    here. If all rates are alike, or with two ranks, the result is `owners` in one piece.
+    A rank that owns a part f of the tensor sends and receives 1 + (n-2) f of it. With
+    `build_owners` and `build_ring` each sends and receives 2 - 2/n, so the slowest link carries as
+    little as half of that here. If all rates are alike, or with two ranks, the result is that of
+    `build_owners`.
 
     Args:
         rates: Rate of each rank's link, in any unit.
@@ -194,7 +195,7 @@ def uneven(rates: Sequence[float], pieces: int | None = None) -> Schedule:
 
 
 def fractions(rates: Sequence[float]) -> list[float]:
-    """Split a tensor for `uneven`: the part that each rank owns, so that links are equally busy.
+    """Split a tensor for `build_uneven`: each rank's part, so that links are equally busy.
 
     A link of rate b is busy for (1 + (n-2) f) / b seconds. If that is T for all, f is
     (T b - 1) / (n-2). Ranks for which it would be below 0 own nothing.
@@ -223,7 +224,7 @@ def hierarchical(hosts: Sequence[int], between: Callable[[int], Schedule] = ring
 
     Args:
         hosts: Host of each rank.
-        between: Builds the schedule of the leaders from their number. Default: `ring`.
+        between: Builds the schedule of the leaders from their number. Default: `build_ring`.
     """
     first: dict[int, int] = {}
     for rank, host in enumerate(hosts):
@@ -240,7 +241,7 @@ def hierarchical(hosts: Sequence[int], between: Callable[[int], Schedule] = ring
 
 
 def _uneven_hosts(hosts: Sequence[int], rates: Sequence[float]) -> Schedule:
-    # One rank for each host, in the order in which `hierarchical` picks leaders.
+    # One rank for each host, in the order in which `build_hierarchical` picks leaders.
     places = list(dict.fromkeys(hosts))
     if len(places) == 1:
         return uneven([1.0] * len(hosts))

@@ -77,7 +77,7 @@ class BackendBase(ProcessGroup):
 
     @property
     def group_desc(self) -> str:
-        """Purpose of this group, as torch was told."""
+        """Purpose of this group, in words that torch was given."""
         return self._described
 
     def _set_group_desc(self, text: str) -> None:
@@ -89,7 +89,9 @@ class BackendBase(ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> BackendBase:  # type: ignore[override]
         if torch.device(device).type != "cpu":
-            raise UsageError(f"the backend paceline moves tensors in the processor's memory, and was asked for one on {device}")
+            raise UsageError(
+                f"the backend paceline moves tensors in the processor's memory, not on {device}; use x.cpu() or another backend"
+            )
         return self
 
     def _set_sequence_number_for_group(self) -> None:

@@ -46,9 +46,9 @@ class Members(NamedTuple):
 class Issuer:
     """Begins operations on a group that is made at the first of them.
 
-    An operation begins in the calling thread (`_direct`) only if the group is one of AT_ONCE and
-    the thread has begun everything before it (`_behind` is 0). Once `_broken` is set, nothing
-    begins any more.
+    An operation begins in the calling thread (`_begins_directly`) only if the group is one of
+    AT_ONCE and the thread has begun everything before it (`_not_begun` is 0). Once `_broken` is
+    set, nothing begins any more.
 
     Args:
         meet: Makes the group.
@@ -145,7 +145,7 @@ class IssuedWork:
         self._begun.set()
 
     def fail(self, error: BaseException) -> None:
-        """Note the error because of which the operation could not begin."""
+        """End the operation with `error`: it could not begin."""
         self._error, self._call = error, None
         self._begun.set()
 

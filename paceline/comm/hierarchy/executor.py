@@ -84,7 +84,7 @@ class StagedJob:
             self._ended.set()
 
     def wait(self, timeout: float | None = None) -> Any:
-        # A wait with a time limit can't run the job itself: no stage could be left in the middle.
+        # A wait with a time limit can't run the job itself, as it could not stop in the middle.
         if timeout is None:
             self.take()
         else:
@@ -141,7 +141,7 @@ class _StageQueue:
             self._changed.notify_all()
 
     def first(self) -> _FlowInTransit | None:
-        """Wait for the first piece, and return it. It stays in the queue until `drop`."""
+        """Wait for the first piece, and return it. It stays in the queue until `drop_first`."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._pieces))
             return self._pieces[0]
@@ -157,9 +157,10 @@ class _StageQueue:
 class StagedExecutor:
     """Passes jobs through threads, one for each stage.
 
-    A job is in one of three places: held back in `_kept` for the thread that waits for it, with
-    that thread (`_free` is then clear), or in `_jobs` and the queues between stages. Jobs end in
-    the order of their start: the first stage waits for `_free` before it begins the next one.
+    A job is in one of three places: held back in `_held` for the thread that waits for it, with
+    that thread (`_caller_is_done` is then clear), or in `_jobs` and the queues between stages.
+    Jobs end in the order of their start: the first stage waits for `_caller_is_done` before it
+    begins the next one.
 
     Args:
         name: Part of the threads' names.
@@ -175,7 +176,7 @@ class StagedExecutor:
         self._jobs: queue.SimpleQueue[StagedJob | None] = queue.SimpleQueue()
         self._belts = [_StageQueue() for _ in range(stages - 1)]
         self._pending: deque[StagedJob] = deque()  # jobs that have not ended, in their order
-        self._turn = threading.Lock()  # guards `_kept` and the order of `_jobs`
+        self._turn = threading.Lock()  # guards `_held` and the order of `_jobs`
         self._kept: StagedJob | None = None
         self._free = threading.Event()
         self._free.set()
@@ -213,7 +214,7 @@ class StagedExecutor:
             self._kept = None
 
     def _give(self, job: StagedJob) -> None:
-        """Hand `job` to the threads if it is held back: its caller does not wait for it yet."""
+        """Hand `job` to the threads if it is held back: its caller does something else first."""
         with self._turn:
             if self._kept is job:
                 self._give_away()
@@ -276,8 +277,8 @@ class StagedExecutor:
             if threading.current_thread() is not thread:
                 thread.join(seconds)
 
-    # ---- the threads
     # ---- in the threads
+
     def _begin(self, stage: int) -> None:
         torch.set_num_threads(1)  # of this thread: several would take cores from the workers
         fine_timer()
@@ -326,8 +327,8 @@ class StagedExecutor:
     def _attempt(self, job: StagedJob, act: Callable[[Any], None], subject: Any) -> None:
         """Run `act(subject)` as a part of a job. The job ends with its error, if there is one.
 
-        Errors of the arguments end this job alone. Errors of a group end everything, with the same
-        error on all ranks.
+        Errors of torch and of the arguments end this job alone. Errors of a group end everything,
+        with the same error on all ranks.
         """
         if self.broken is not None:
             job.cancel(self.broken)

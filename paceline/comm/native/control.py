@@ -114,7 +114,7 @@ class ControlExchange:
             self._places[index][:] = payload
         else:
             source = self._end.names[self._awaited[index][0]]
-            self._flaw = f"{len(payload)} bytes came from rank {source} where {self._places[index].nbytes} were awaited"
+            self._flaw = f"rank {source} sent {len(payload)} bytes, not the {self._places[index].nbytes} that it should have sent"
         self._missing.discard(index)
 
     @property
@@ -142,7 +142,7 @@ class ControlExchange:
         return self.complete
 
     def now(self) -> bool:
-        """Whether `within` would return or raise at once."""
+        """Whether `wait_within` would return or raise at once."""
         self._end.run(lambda: self.complete, 0.0)
         return self.complete or bool(self.failure)
 
@@ -241,7 +241,7 @@ class ControlNetwork:
                 connection.close()
                 return
             self._enter(connection, peer, deadline)
-            # Wake `connect`, which then looks for the ranks that are still absent.
+            # Wake `connect_all`, which then looks for the ranks that are still absent.
             with contextlib.suppress(OSError):
                 self._waker.send(b"x")
 

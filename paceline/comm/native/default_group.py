@@ -63,7 +63,7 @@ class DefaultProcessGroup:
             return
         carrier = os.environ.get(INTERFACE) or network.carrier(address)
         if carrier is None:
-            self.why = f"the interface of {address} can't be told, so torch.distributed has no default process group: set {INTERFACE}"
+            self.why = f"the network interface of {address} is unknown, so torch.distributed has no default process group: set {INTERFACE}"
             return
         # It stays until the end: groups that a script makes later listen on the same interface.
         if INTERFACE not in os.environ:

@@ -137,7 +137,7 @@ class GroupSockets:
 
 
 def leading(address: str, port: int) -> set[str]:
-    """Find the connections of this process to an address, for `sever`."""
+    """Find the connections of this process to an address, for `sever_connections`."""
     connections = set()
     for descriptor, name in _sockets().items():
         with _borrowed_socket(descriptor) as line:

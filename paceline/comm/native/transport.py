@@ -57,7 +57,7 @@ class TorchWait(Protocol):
         ...
 
     def now(self) -> bool:
-        """Whether `within` would return or raise at once."""
+        """Whether `wait_within` would return or raise at once."""
         ...
 
 
@@ -175,7 +175,7 @@ class GlooTransport:
     """The connections of one rank with the other ranks of a group. Making them is collective.
 
     `made` counts the calls on each channel, and `broken` is the error that every later call raises;
-    it is set once. `waited` counts the seconds spent in `table`.
+    it is set once. `waited` counts the seconds spent in `gather_table`.
 
     Args:
         store: A part of the store for this group.

@@ -33,7 +33,7 @@ class Waitposts:
     """The waits of all ranks of one group.
 
     `others` holds the waits of other ranks, `stuck` those that can never end, as ranks wait for
-    each other. Nothing is published, and no thread runs, before the first `enter`.
+    each other. Nothing is published, and no thread runs, before the first `post_wait`.
     """
 
     def __init__(self, store: TorchStore | Store, rank: int, size: int) -> None:
@@ -65,9 +65,9 @@ class Waitposts:
             self._changed.notify_all()
 
     def verdict(self, own: GroupEnd, seconds: float = SILENCE) -> GroupEnd:
-        """Publish why this group has ended, unless another rank was faster; return what counts.
+        """Publish why this group has ended, and return the end that the first rank published.
 
-        If that can't be learned within `seconds`, it is `own`.
+        It is `own` if no answer of the store comes within `seconds`.
         """
         answers: list[GroupEnd] = []
 

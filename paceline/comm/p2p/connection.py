@@ -56,7 +56,7 @@ class Listening(NamedTuple):
 
 
 class CallerCrowd:
-    """Unproved connections, each of which holds a thread: at most `most`.
+    """Unproved connections, at most `most`, as each holds a thread.
 
     If strangers keep all of them open, they are hung up on, so that a worker can get in.
     """
@@ -112,7 +112,7 @@ def call(
             _enter(connection, last, check)
             return connection
         except ConnectionRefusedError as error:
-            raise WorkerLost(f"{who} is gone: nobody listens at {listening.address}:{listening.port} any more", (name,)) from error
+            raise WorkerLost(f"{who} is gone: no process listens at {listening.address}:{listening.port} any more", (name,)) from error
         except (OSError, PacelineError) as error:
             if connection is not None:
                 connection.close()
@@ -137,7 +137,7 @@ def introduce(connection: socket.socket, key: bytes, ranks: tuple[int, int], who
     answer = _exactly(connection, NONCE + secrets.MAC_BYTES, end)
     nonces = nonce + answer[:NONCE]
     if not hmac.compare_digest(answer[NONCE:], _proof(key, "receiver", ranks, nonces)):
-        raise SecretError(f"who answers in the place of {who} doesn't know the secret of this job: another program listens there")
+        raise SecretError(f"another program listens at the address of {who}: it doesn't know the secret of this job")
     connection.sendall(_proof(key, "sender", ranks, nonces))
 
 
@@ -222,7 +222,7 @@ def read(connection: socket.socket, pool: MemoryPool) -> tuple[int, PairMessage]
         return None
     [nbytes] = LENGTH.unpack(length)
     if came < LENGTH.size or nbytes > LONGEST:
-        raise MalformedMessage("what comes is no message")
+        raise MalformedMessage("the bytes received are no message")
     text = bytearray(nbytes)
     _whole(connection, memoryview(text))
     header = unpack(bytes(text))

@@ -32,7 +32,7 @@ class PairLink(Protocol):
         ...
 
     def rest(self, work: ReceiveWork, seconds: float) -> None:
-        """Sleep until `work` may have its message after another `look`, or `seconds` pass."""
+        """Sleep until `work` has its message, or another look may find it, or `seconds` pass."""
         ...
 
     def gone(self) -> PacelineError | None:

@@ -33,7 +33,7 @@ def capacity(nbytes: int) -> int:
 
 
 def lend(address: int, nbytes: int, done: Callable[..., None], *arguments: Any) -> Any:
-    """Make a buffer of the memory at `address`, for `tensor`.
+    """Make a buffer of the memory at `address`, for `view_tensor`.
 
     `done(*arguments)` is called once the buffer, and all tensors in it, are gone.
     """
@@ -64,7 +64,7 @@ class MemoryPool:
     """Blocks of this process's own memory. For any thread.
 
     There is no lock: a finalizer may give memory back at any moment, even while the same thread
-    holds the lock. List operations are atomic; `_kept` is only about right.
+    holds the lock. List operations are atomic; `_free_bytes` is only about right.
     """
 
     def __init__(self) -> None:

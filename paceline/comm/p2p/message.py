@@ -62,11 +62,13 @@ def pack(lane: int, head: Mapping[str, Any], tensors: Sequence[Tensor]) -> bytes
     try:
         json_head = _encode(head).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        text = f"the head of a message is no JSON value ({error}): send tensors apart, and numbers, text, lists and maps here"
+        text = f"the head of a message is no JSON value ({error}): it holds numbers, text, lists and maps; send tensors beside it"
         raise UsageError(text) from error
     header = b"%d\n%b\n%b" % (lane, _written(tuple((x.dtype, x.shape) for x in tensors)), json_head)
     if len(header) > LONGEST:
-        raise UsageError(f"the header of a message takes {len(header)} bytes, and {LONGEST} are possible: send what is large as a tensor")
+        raise UsageError(
+            f"the header of a message takes {len(header)} bytes, and at most {LONGEST} are possible: send large values as tensors"
+        )
     return header
 
 

@@ -47,7 +47,7 @@ class _Outgoing:
     def wait(self, timeout: float | None = None) -> None:
         seconds = self._deadline if timeout is None else timeout
         if not self._ended.wait(seconds):
-            raise DeadlineExceeded(f"{self._way} could not be sent within {seconds:g} s: the network, or that host, takes nothing")
+            raise DeadlineExceeded(f"{self._way} could not be sent within {seconds:g} s: the network or that host takes no data")
         if self._error is not None:
             raise copy.copy(self._error)
 

@@ -129,7 +129,7 @@ class RingReader:
         self._capacity = CAPACITY
 
     def take(self) -> RingEntry | None:
-        """Return the next entry; None if there is none. `confirm` must follow.
+        """Return the next entry; None if there is none. `confirm_entry` must follow.
 
         Raises `ResourceError` if the sender's memory can't be mapped.
         """

@@ -77,7 +77,7 @@ class SharedTable:
         self._cells[at] = max(self._cells[at], state)
 
     def state(self, place: int) -> int:
-        """Return how a worker has left: CLOSED, ABORTED, or 0 if it has not."""
+        """State of a worker: CLOSED, ABORTED, or 0 if it has not left."""
         return int(self._cells[(place * CELLS + STATE) // 8])
 
     def dead(self, place: int) -> bool:
@@ -146,7 +146,7 @@ class SharedWay:
                 self._reader.confirm()
                 self._inbox.put(self._source, lane, message)
         except ResourceError as error:  # the sender's memory went with its process
-            self._unreadable = WorkerLost(f"what rank {self.name} has sent can't be read ({error})", (self.name,))
+            self._unreadable = WorkerLost(f"messages of rank {self.name} can't be read ({error})", (self.name,))
         except PacelineError as error:
             self._unreadable = error
         finally:
@@ -191,7 +191,7 @@ class SharedWay:
 
     @property
     def pending(self) -> bool:
-        """Whether the other has still to take what was sent, and can."""
+        """Whether the other can still take messages that it has not taken yet."""
         return self._writer.pending and self.gone() is None
 
     def close(self) -> None:

@@ -121,7 +121,7 @@ class MovedMemory:
             moved.forget()
 
     def move(self, segment: ControlSegment, x: Tensor, call: CallFingerprint) -> Generator[int, None, MovedStorage | None]:
-        """Move the storage of `x`, which is `movable` on all ranks.
+        """Move the storage of `x`, which is `is_movable` on all ranks.
 
         Collective. None, on all ranks and from now on, if one of them can't.
         """
@@ -193,7 +193,7 @@ def _make(nbytes: int) -> tuple[SharedSegment, Storage]:
     segment = SharedSegment.create(nbytes)
     if segment.named:
         segment.seal()
-        raise ResourceError("this system has no shared memory without a name, which a killed process would leave behind")
+        raise ResourceError("this system has no unnamed shared memory, and a killed process would leave named memory behind")
     return segment, segment.again()
 
 

@@ -56,8 +56,8 @@ class WorkQueue:
     """The pending operations of one group, oldest first. `relatives` is shared with its relatives.
 
     A finalizer or a signal handler may begin and cancel operations while its own thread is inside
-    another one. So the lock is reentrant, and `_pushing` says that a frame of this thread, further
-    up, is advancing an operation: a nested call leaves everything to it.
+    another one. So the lock is reentrant, and `_is_advancing` says that a frame of this thread,
+    further up, is advancing an operation: a nested call leaves everything to it.
     """
 
     def __init__(self, segment: ControlSegment, relatives: list[weakref.ref[WorkQueue]]) -> None:

@@ -13,7 +13,7 @@ data. Other processors need fences, which Python does not have: see ORDERED_STOR
 Marks, metas, mailboxes and small stages exist twice, for even and odd meetings. A rank writes a
 half again only after all ranks have posted for the meeting in between, and a rank posts for that
 one only after it has read this half. So nothing is overwritten before it is read. Stages exist four
-times: see `reductions.flow`.
+times: see `reductions.run_phases`.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ class RankNotes:
 class ControlSegment:
     """One rank's view of the control segment.
 
-    Counters: `posted` and the cell OPS count this rank's posts, `_agreed` and the cell AGREES its
-    turns of agreements. `_met` counts meetings, whose parity picks a half. `turn` counts stages
-    used so far; all ranks have the same. A counter of a rank is written by that rank alone.
+    Counters: `posted` and the cell OPS count this rank's posts, `_mail_turns` and the cell AGREES
+    its turns of agreements. `_meetings` counts meetings, whose parity picks a half. `turn` counts
+    stages used so far; all ranks have the same. A rank's counter is written by that rank alone.
 
     Args:
         segment: The memory, mapped by all ranks.
@@ -171,7 +171,7 @@ class ControlSegment:
 
     @property
     def named(self) -> bool:
-        """Whether its memory is a file with a name: as was asked, or as memfd can't be had."""
+        """Whether its memory is a file with a name, in a `folder` or for lack of memfd."""
         return self._segment.named
 
     # ---- the channel of operations

@@ -201,7 +201,7 @@ class RankWaiter:
             raise DeadlineExceeded(f"rank {who} did not come within {timeout:g} s to {awaited.what}; it may still", named)
 
     def _hopeless(self, awaited: WaitCondition, missing: Sequence[int], since: float) -> PacelineError | None:
-        """Return the error because of which the missing ranks can't come; None if they may."""
+        """Return an error if the missing ranks can't come any more; None if they may."""
         gone = {rank: "has closed its group" for rank in missing if self._notes.left(rank)}
         gone |= {rank: "has died" for rank in self._dead() if rank in missing and rank not in gone}
         if gone:
