@@ -138,6 +138,7 @@ class Agreement:
             act: Makes the call.
             what: Name of the call, if `act` doesn't begin with a meeting. Default: none.
         """
+        # A call inside of a call is a part of it.
         if self._inside:
             return act()
         if self.lockstep.entering is not None:
@@ -170,6 +171,7 @@ class Agreement:
             self._meet("settled", b"", "")
 
         if self.recovery is None and apart:
+            # `act` doesn't wait, so only the meeting tells that all workers are done.
             self.attempt(act_and_meet, what)
             return results[0]
         if self.recovery is None or self._inside:
@@ -214,6 +216,7 @@ class Agreement:
             except LOSSES as error:
                 if self.recovery is None or self._inside:
                     raise
+                # While workers recover this one waits for none of them.
                 since, self.since = self.since, None
                 result = self.recovery(error)
                 assert result is None, "a worker outside of all calls can't have been cut off in one"
@@ -303,6 +306,7 @@ class Agreement:
             answers = self.group.agree(msgpack.packb((what, step, where, body, tally)))
         except DeadlineExceeded as error:
             raise DeadlineExceeded(self._sightings.missing(self.group.rank, what, step, error.missing), error.missing) from error
+        # All workers see the same heads, so all of them raise, or none.
         heads = [msgpack.unpackb(answer) for answer in answers]
         if any(head[0] != what or head[1] != step for head in heads):
             raise Mismatch(self._sightings.apart(heads, self._places()))
@@ -322,6 +326,7 @@ class Agreement:
     def _tell(self, what: str, make: Callable[[], bytes]) -> bytes:
         if self.group.size == 1:
             return make()
+        # The first byte says whether `make` gave a result (+) or failed (-).
         if self.group.rank != 0:
             answer = self._meet(what, b"", "")[0]
             if answer[:1] != b"+":
@@ -391,6 +396,7 @@ def act_together(agreement: Agreement, what: str, act: Callable[[], bytes], fail
         act: Does this worker's part.
         failure: The error that is passed on to all workers. Other errors are raised here only.
     """
+    # A worker that fails comes to the meeting as well, with its error in place of a result.
     own: PacelineError | None = None
     try:
         answer = b"+" + act()

@@ -167,6 +167,7 @@ def subgroup(group: Group, ranks: Sequence[int], axis: str = "") -> Group | None
     flat = group.flat.sub(ranks)
     if len(set(hosts)) == len(hosts):
         return flat
+    # The first rank on each host leads.
     leaders = group.flat.sub([ranks[hosts.index(host)] for host in dict.fromkeys(hosts)])
     if flat is None or inner is None:
         return None

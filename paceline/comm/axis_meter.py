@@ -78,11 +78,13 @@ class AxisMeter:
             name: Name of its span.
             begun: time.perf_counter_ns() at its begin.
         """
+        # It has ended during other work, so nothing was waited for.
         if work.done():
             result, self._name = work.wait(), name
             self._note()
             self._trace.record(name, self.axis, begun, time.perf_counter_ns())
             return result
+        # The wait is time that this worker stood still; the exchange itself began earlier.
         started = self._stand(name)
         try:
             return work.wait()
@@ -108,6 +110,7 @@ class AxisMeter:
     def _note(self) -> None:
         """Note that an exchange has ended. Those of one step count as one call."""
         self._step, now = self._trace.step, time.monotonic()
+        # Several exchanges of a step count once; only the end of the last one matters.
         if self._step == self._counted:
             self.ended[-1] = now
             return

@@ -42,6 +42,7 @@ class BucketShape(NamedTuple):
     @property
     def lying(self) -> tuple[int, ...]:
         """The size with dims in the order of memory: the largest stride first."""
+        # `sorted` is stable: dims of equal strides keep their order.
         order = sorted(range(len(self.size)), key=lambda dim: -self.stride[dim])
         return tuple(self.size[dim] for dim in order)
 
@@ -66,6 +67,7 @@ class Bucket(NamedTuple):
 
     def over(self, flat: Tensor) -> list[Tensor]:
         """View another flat tensor of the same length as the members of this bucket."""
+        # Views keep their offsets from the begin of the bucket.
         start = self.flat.storage_offset()
         return [flat.as_strided(view.size(), view.stride(), flat.storage_offset() + view.storage_offset() - start) for view in self.views]
 
@@ -89,9 +91,11 @@ def cut(shapes: Sequence[BucketShape], order: Iterable[int], limit: int, first: 
     open_runs: dict[Hashable, tuple[list[int], int]] = {}  # by kind: the run to fill, and its bytes
     for member in order:
         shape = shapes[member]
+        # Each kind has one open run at a time, which takes its parameters until it is full.
         kind = (shape.dtype, shape.device, shape.kind)
         nbytes = shape.room * shape.dtype.itemsize
         run, filled = open_runs.get(kind, ([], 0))
+        # The first bucket may be smaller, so that its exchange begins early.
         bound = first if first is not None and runs and run is runs[0] else limit
         if not run or filled + nbytes > bound:
             run, filled = [], 0

@@ -182,6 +182,7 @@ def _after(before: Work[Any], steps: Steps) -> Steps:
 
 
 def _run(group: Group, x: Tensor, what: tuple[Schedule, Op, int], out: Tensor | None) -> Steps:
+    """Run a schedule round by round. `what`: the schedule, the operation and the first tag."""
     schedule, op, tag = what
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     x = x.resolve_conj().resolve_neg()
@@ -190,6 +191,7 @@ def _run(group: Group, x: Tensor, what: tuple[Schedule, Op, int], out: Tensor | 
     flat = out.detach().view(-1) if direct else torch.empty(x.numel(), dtype=x.dtype, device=x.device)
     if flat.data_ptr() != x.data_ptr() or not x.is_contiguous():
         flat.view(x.shape).copy_(x)
+    # Partial sums. `to` copies only if the dtype differs, so for all but halves it is `flat`.
     held = flat.to(reduction.wide(x.dtype, op))
     buffers = _ScheduleBuffers(flat, held, edges(schedule.chunks, x.numel()), op, group.size)
     if group.size == 1:
@@ -292,6 +294,7 @@ def plan(schedule: Schedule) -> list[Round]:
     rounds: list[Round] = []
     for moves, loads in zip(schedule.rounds, carried(schedule), strict=True):
         parts = [(m.src, m.dst, m.add, 1 < len(load) < schedule.size, m.chunk) for m, load in zip(moves, loads, strict=True)]
+        # Sorted by rank and chunk, so that chunks side by side can be joined.
         messages: list[ChunkMessage] = []
         for src, dst, add, wide, chunk in sorted(parts):
             last = messages[-1] if messages else None
@@ -299,6 +302,7 @@ def plan(schedule: Schedule) -> list[Round]:
                 messages[-1] = last._replace(stop=chunk + 1)
             else:
                 messages.append(ChunkMessage(src, dst, chunk, chunk + 1, add, wide))
+        # A chunk is complete once it has the contributions of all ranks. It is then rounded once.
         completed: dict[int, list[int]] = {}
         for move, load in zip(moves, loads, strict=True):
             if move.add:

@@ -62,6 +62,7 @@ def sides(texts: Sequence[str], names: Sequence[int] | None = None, lines: Seque
         lines: Line of the script of each rank, as ` (train.py:12)`. Default: unknown.
     """
     by_text: dict[str, tuple[list[str], dict[str, None]]] = {}
+    # Ranks with the same text stand together, with all lines that they are at.
     for rank, (text, line) in enumerate(zip(texts, lines or [""] * len(texts), strict=True)):
         if text:
             ranks, places = by_text.setdefault(text, ([], {}))
@@ -87,6 +88,7 @@ def compare(calls: Sequence[tuple[str, str]], names: Sequence[int] | None = None
         Mismatch: Ranks make different calls.
         UsageError: All make the same call, and the arguments of one of them have a flaw.
     """
+    # First whether the calls differ: only then do flaws of one and the same call matter.
     texts = [text for text, _ in calls]
     if any(text != texts[0] for text in texts):
         where = sides(texts, names, lines)
@@ -197,6 +199,7 @@ def overlap_flaw(x: Tensor) -> str:
     """Describe why no result can be written to `x`. Empty if one can."""
     if x.layout is not torch.strided or x.is_contiguous():
         return ""
+    # A stride of 0 in a dim of several elements: they share one place in memory.
     if any(length > 1 and not stride for length, stride in zip(x.shape, x.stride(), strict=True)):
         return "elements of a tensor that was expanded share memory, so no result can be written there; give x.clone()"
     return ""

@@ -112,8 +112,10 @@ def pairs(group: Group, *, device: torch.device | str = "cpu", hostnames: Sequen
         hostnames: Name of each rank's host in errors. Default: the names of the machines.
     """
     flat = group.flat if isinstance(group, HostsGroup) else group
+    # A group of another kind, such as one of threads, may have its own way.
     if isinstance(flat, MakesPairs):
         return flat.make_pairs(torch.device(device))
+    # Memory is shared only if all machines order stores and have futexes: see `p2p.ring`.
     answers = group.gather_objects([platform.node(), platform.machine() in ORDERED_STORES and futex.available()], name="pairs")
     setting = PairSetting(
         rank=group.rank,
@@ -131,6 +133,7 @@ def pairs(group: Group, *, device: torch.device | str = "cpu", hostnames: Sequen
 def _fitted(setting: PairSetting, group: Group, flat: Group) -> PairSetting:
     """Complete the setting with the deadline, hosts and errors of this kind of group."""
     inner = group.inner if isinstance(group, HostsGroup) else flat
+    # The end of either group, inside the host or between hosts, ends the pairs.
     if isinstance(inner, SharedGroup):
         watch = inner.segment.watch
         setting = replace(setting, deadline=watch.deadline, broken=lambda: watch.broken, busy=watch.busy)

@@ -39,6 +39,7 @@ def admit(op: str, kind: dtype) -> Op:
         raise UsageError(f"op={op!r} is unknown; there are {', '.join(OPS)}")
     if kind not in DTYPES:
         raise UsageError(f"{kind} can't be reduced; convert it to one of {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}")
+    # Sums of bool would be counts in a dtype that can't hold them.
     if kind == torch.bool and op not in ("min", "max"):
         raise UsageError(f"a {op} of bool is not defined; use op='max' for any, op='min' for all, or convert to int64 to count")
     if op == "mean" and not (kind.is_floating_point or kind.is_complex):
@@ -81,6 +82,7 @@ def reduce(op: str, parts: Sequence[Tensor]) -> Tensor:
     The plain version: every faster one must have the same bits.
     """
     first = parts[0].detach()
+    # `empty` and `copy_` make it contiguous, whatever the strides of the parts.
     total = torch.empty(first.shape, dtype=wide(first.dtype, op), device=first.device).copy_(first)
     for part in parts[1:]:
         combine(op, total, part.detach().to(total))

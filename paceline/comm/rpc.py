@@ -120,6 +120,7 @@ class RpcMessage:
             frame: Most bytes of a frame of tensors. Default: one frame for each tensor.
         """
         kind, numbers, body, forms = _head(memoryview(frames[0]) if frames else memoryview(b""))
+        # The header says how many frames each tensor has; a message with others is cut short.
         counts = [1 if frame is None else max(1, -(-form.nbytes // frame)) for form in forms]
         if sum(counts) != len(frames) - 1:
             raise MalformedMessage(f"its header tells of {len(forms)} tensors in {sum(counts)} frames, and {len(frames) - 1} came")
@@ -200,6 +201,7 @@ class RpcServer:
         self._poller = zmq.Poller()
         self._ways: dict[bytes, zmq.Socket[Any]] = {}
         try:
+            # Encrypted, each at a port that the system chooses.
             for host in hosts:
                 socket = self._open(FRAME)
                 socket.curve_server, socket.curve_secretkey, socket.zap_domain = True, keys.server[1], _DOMAIN.encode()
@@ -209,6 +211,7 @@ class RpcServer:
                 self._guard.watch(socket)
                 socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:*")
                 self.addresses.append(str(socket.getsockopt_string(zmq.LAST_ENDPOINT)).rstrip("\0"))
+            # Without encryption: only the owner of the folder can reach the socket file.
             if path is not None:
                 _check_folder(os.path.dirname(path))
                 socket = self._open(largest)
@@ -256,6 +259,7 @@ class RpcServer:
         if message.sender != sender:
             self._refuse(f"a message was refused: {message.sender} speaks over the connection of {sender}")
             return None
+        # A number that has come before: a repeated message, by accident or by a stranger.
         if message.number <= last:
             self._refuse(f"a message was refused: number {message.number} of {message.sender} has come before")
             return None

@@ -235,6 +235,7 @@ def hierarchical(hosts: Sequence[int], between: Callable[[int], Schedule] = ring
     rest = [(rank, first[host]) for rank, host in enumerate(hosts) if rank != first[host]]
     gather = [Move(rank, leader, c, True) for rank, leader in rest for c in chunks]
     spread = [Move(leader, rank, c, False) for rank, leader in rest for c in chunks]
+    # The schedule of the leaders numbers them from 0: put their ranks into its moves.
     middle = [[Move(leaders[m.src], leaders[m.dst], m.chunk, m.add) for m in moves] for moves in outer.rounds]
     name = f"hierarchical({outer.name})"
     return Schedule(name, len(hosts), outer.chunks, _rounds([gather, *middle, spread]))
@@ -295,6 +296,7 @@ def carried(schedule: Schedule) -> list[list[frozenset[int]]]:
     state = [[frozenset((rank,))] * len(schedule.chunks) for rank in range(schedule.size)]
     loads = []
     for moves in schedule.rounds:
+        # All moves of a round carry the state from before the round.
         loads.append([state[m.src][m.chunk] for m in moves])
         for move, load in zip(moves, loads[-1], strict=True):
             state[move.dst][move.chunk] = state[move.dst][move.chunk] | load if move.add else load
@@ -346,7 +348,7 @@ def seconds(schedule: Schedule, nbytes: int, network: ScheduleNetwork) -> float:
         for move in moves:
             load = nbytes * schedule.chunks[move.chunk]
             src_host, dst_host = network.hosts[move.src], network.hosts[move.dst]
-            # Inside a host each rank has a link of its own; all moves that cross hosts share one.
+            # Inside a host each rank has a link of its own; moves to other hosts share the host's.
             if src_host == dst_host:
                 source, target = ("rank", move.src), ("rank", move.dst)
             else:
@@ -390,6 +392,7 @@ def draw(schedule: Schedule) -> str:
 
 
 def _cell(moves: Iterable[Move], rank: int) -> str:
+    """Draw the moves of one rank in one round."""
     sent = sorted((m for m in moves if m.src == rank), key=lambda m: (m.dst, m.chunk))
     parts = []
     for (dst, add), group in groupby(sent, key=lambda m: (m.dst, m.add)):
@@ -411,6 +414,7 @@ def _rounds(rounds: Iterable[list[Move]]) -> tuple[tuple[Move, ...], ...]:
 
 
 def _ranks(history: History) -> list[int]:
+    """List the ranks in a history, each as often as it was added."""
     ranks: list[int] = []
     for term in history:
         ranks += [term] if isinstance(term, int) else _ranks(term)

@@ -51,6 +51,7 @@ class Sightings:
         ago = time.monotonic() - self._met
         texts = []
         for name in ranks:
+            # A worker that is not of this group was never seen here.
             rank = self._names.index(name) if name in self._names else len(self._seen)
             seen = self._seen[rank] if rank < len(self._seen) else None
             last = f", last seen at {seen[0]} of step {seen[1]}, {ago:.1f} s ago" if seen else ", never seen"
@@ -66,6 +67,7 @@ class Sightings:
             for step, count in zip((at - 1, at), counts, strict=True):
                 if count is not None:
                     by_step.setdefault(step, {})[rank] = count
+        # The earliest step in which they differ says most: later ones follow from it.
         for step, counts in sorted(by_step.items()):
             if len(set(counts.values())) > 1:
                 sides = (f"rank {self._names[rank]}{self._on(rank)} has made {count}" for rank, count in counts.items())
@@ -74,6 +76,7 @@ class Sightings:
 
     def apart(self, heads: Sequence[Sequence[Any]], lines: Sequence[str]) -> str:
         """Describe the calls at which workers are. `lines`: the line of the script of each rank."""
+        # Ranks that are at the same call of the same step stand together.
         places: dict[str, list[str]] = {}
         for rank, (what, step, where, *_) in enumerate(heads):
             text = f"{what}{f' ({where})' if where else ''} of step {step}{lines[rank]}"

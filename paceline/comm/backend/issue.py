@@ -68,6 +68,7 @@ class Issuer:
 
     def begin(self, call: Callable[[Group], Work[Any]]) -> Work[Any]:
         """Begin an operation, after all earlier ones. Never waits for other ranks."""
+        # The order of operations must not change: only if the thread has nothing left to begin.
         if self._direct and not self._behind:
             assert self._met is not None
             return call(self._met.group)
@@ -114,10 +115,12 @@ class Issuer:
     def _issue(self) -> None:
         while (issued := self._waiting.get()) is not None:
             try:
+                # The first operation makes the group, as ranks meet in it.
                 if self._met is None:
                     self._met = self._meet()
                 issued.issue(self._met.group)
             except BaseException as error:  # noqa: BLE001  raised in the thread that waits for it
+                # Without a group, all later operations fail with the same error.
                 if self._met is None:
                     self._broken = self._broken or error
                 issued.fail(error)

@@ -153,6 +153,7 @@ class BackendWork(TorchWork):
         with self._lock:
             if self._future is None:
                 self._future = _Future(self.end)
+                # If it has ended before, there is nothing left to wait for.
                 if self.ended:
                     _settle(self._future, self._error, self._outputs)
                 else:
@@ -293,6 +294,7 @@ class Completer:
         `soon`: at once, as a future of it is waited for.
         """
         thread = None
+        # In a backward pass on a crowded host the thread of the pass ends it, not ours.
         if backward.inside() and self._crowded():
             thread = backward.PassThread()
             if soon:

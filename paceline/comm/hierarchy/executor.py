@@ -135,6 +135,7 @@ class _StageQueue:
         """Append a piece, once there is room. None ends the queue."""
         elements = 0 if piece is None else piece.elements
         with self._changed:
+            # A piece larger than AHEAD goes in alone, else it would wait for ever.
             self._changed.wait_for(lambda: not elements or not self._elements or self._elements + elements <= AHEAD)
             self._elements += elements
             self._pieces.append(piece)
@@ -194,6 +195,7 @@ class StagedExecutor:
         """
         if self.broken is not None:
             raise self.broken
+        # Jobs end in their order, so the ended ones are in front.
         while self._pending and self._pending[0].ended:
             self._pending.popleft()
         with self._turn:
@@ -229,6 +231,7 @@ class StagedExecutor:
         try:
             self._attempt(job, self._go_through, job)
             self._attempt(job, lambda job: job.end(job.conclude()), job)
+        # Whatever happens, the threads may go on.
         finally:
             self._free.set()
 
@@ -263,6 +266,7 @@ class StagedExecutor:
         if self._finished:
             return False
         self._finished = True
+        # Before `stop`, which ends all jobs.
         idle = self.idle
         self.stop(error)
         if idle:
@@ -297,6 +301,7 @@ class StagedExecutor:
         torch.set_num_threads(1)
         fine_timer()
         belt = self._belts[stage - 1]
+        # A piece counts until it is dealt with, so that not more than AHEAD elements are in memory.
         while (piece := belt.first()) is not None:
             if piece.flow is None:
                 self._pass(stage, piece)
@@ -330,6 +335,7 @@ class StagedExecutor:
         Errors of torch and of the arguments end this job alone. Errors of a group end everything,
         with the same error on all ranks.
         """
+        # Later parts of a job that has failed are skipped; its flows stay unfinished.
         if self.broken is not None:
             job.cancel(self.broken)
         if job.ended:

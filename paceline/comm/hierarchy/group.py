@@ -366,6 +366,7 @@ class HostsGroup:
 
     def _gather_flat(self, x: Tensor, shapes: Sequence[Sequence[int]], outs: list[Tensor] | None) -> Work[list[Tensor]]:
         """Gather from all ranks at once. All have agreed on the shapes."""
+        # Several may be under way at a time: each has a tag of its own.
         self._gathers = (self._gathers + 1) % CROSSINGS
         work = all_gather(self.flat, x, shapes, tag=GATHERS + self._gathers)
         return work if outs is None else _written(work, outs, outs)

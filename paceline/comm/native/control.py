@@ -78,6 +78,7 @@ class ControlLink:
         if not chunk:
             self.ended = "it has hung up"
             return []
+        # Take all complete frames; the rest waits for the next chunk.
         self._came += chunk
         frames, at = [], 0
         while len(self._came) >= at + FRAME.size:
@@ -236,6 +237,7 @@ class ControlNetwork:
         except OSError:
             peer = None
         crowd.leave(connection)
+        # A stranger, a rank that has connected already, or a network that has been closed.
         with self._changed:
             if peer is None or peer in self.links or self._closed:
                 connection.close()
@@ -275,6 +277,7 @@ class ControlNetwork:
         awaited = [(source, channel, key) for source in sources]
         exchange = ControlExchange(self, [peer for peer, _ in sends], awaited, places)
         with self._changed:
+            # Another rank may have sent before this one began to wait.
             for index, each in enumerate(awaited):
                 early = self._early.get(each)
                 if early:
@@ -307,6 +310,7 @@ class ControlNetwork:
                 self.run(lambda: not self.sending or self._closed, TICK)
 
     def _send(self, link: ControlLink, *parts: Payload) -> None:
+        # Nothing reaches that rank any more: exchanges with it fail.
         if link.ended:
             self.unreached.add(link.peer)
             return

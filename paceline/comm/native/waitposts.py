@@ -78,6 +78,7 @@ class Waitposts:
             except (WorkerLost, SecretError, ValueError, TypeError):
                 return  # the store is gone, too, or a stranger writes to it
 
+        # In a thread, as the store may have gone with the host that it was on.
         thread = threading.Thread(target=ask, name="paceline verdict", daemon=True)
         thread.start()
         thread.join(seconds)
@@ -112,6 +113,7 @@ class Waitposts:
                     self._changed.wait(PERIOD if posted is not None else None)
 
     def _look(self, own: RankWait) -> dict[int, RankWait]:
+        # One question to the store for all ranks.
         ranks = [rank for rank in range(self._size) if rank != self._rank]
         posts = self._store.look([f"wait/{rank}" for rank in ranks])
         waits = {rank: wait for rank, post in zip(ranks, posts, strict=True) if (wait := _wait(post)) is not None}

@@ -107,6 +107,8 @@ def call(
     while True:
         connection = None
         try:
+            # A refusal means that the port is closed, and the token in the store says that it was
+            # open once: the other has ended.
             connection = socket.create_connection((listening.address, listening.port), max(0.1, min(PROOF, last - time.monotonic())))
             introduce(connection, key, ranks, who)
             _enter(connection, last, check)
@@ -114,6 +116,7 @@ def call(
         except ConnectionRefusedError as error:
             raise WorkerLost(f"{who} is gone: no process listens at {listening.address}:{listening.port} any more", (name,)) from error
         except (OSError, PacelineError) as error:
+            # The other may be busy, or have hung up as it was full of strangers: try again.
             if connection is not None:
                 connection.close()
             if isinstance(error, PacelineError):
@@ -135,6 +138,7 @@ def introduce(connection: socket.socket, key: bytes, ranks: tuple[int, int], who
     end, nonce = time.monotonic() + PROOF, random.token_bytes(NONCE)
     connection.sendall(HELLO.pack(MAGIC, ranks[0], nonce))
     answer = _exactly(connection, NONCE + secrets.MAC_BYTES, end)
+    # The receiver proves itself first, so a stranger at its address gets no proof of ours.
     nonces = nonce + answer[:NONCE]
     if not hmac.compare_digest(answer[NONCE:], _proof(key, "receiver", ranks, nonces)):
         raise SecretError(f"another program listens at the address of {who}: it doesn't know the secret of this job")
@@ -165,6 +169,7 @@ def admit(connection: socket.socket, key: bytes, rank: int, known: Collection[in
     end = time.monotonic() + PROOF
     _tune(connection)
     magic, source, nonce = HELLO.unpack(_exactly(connection, HELLO.size, end))
+    # Nothing is said to a program that doesn't speak this protocol.
     if magic != MAGIC or source not in known:
         return None
     nonces = nonce + random.token_bytes(NONCE)
@@ -221,6 +226,7 @@ def read(connection: socket.socket, pool: MemoryPool) -> tuple[int, PairMessage]
     if not came:
         return None
     [nbytes] = LENGTH.unpack(length)
+    # Check the length before memory is allocated for it.
     if came < LENGTH.size or nbytes > LONGEST:
         raise MalformedMessage("the bytes received are no message")
     text = bytearray(nbytes)

@@ -141,6 +141,7 @@ class ReceiveWork:
     def done(self) -> bool:
         if self.came or self._error is not None:
             return True
+        # Look before asking for errors: a message that came before the end still counts.
         self._link.look()
         if self.came:
             return True

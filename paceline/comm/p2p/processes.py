@@ -103,6 +103,7 @@ class ProcessPairs:
 
     def send(self, to: int, lane: int, head: Mapping[str, Any], tensors: Sequence[Tensor] = (), *, what: str = "") -> Work[None]:
         way = self._way(to)
+        # Raises before anything is sent, if the message can't be.
         header = pack(lane, head, tensors)
         with self._counting:
             self._meter.sent(to, len(header) + sum(x.numel() * x.element_size() for x in tensors))

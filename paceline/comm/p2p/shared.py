@@ -127,6 +127,7 @@ class SharedWay:
 
     def send(self, header: bytes, tensors: Sequence[Tensor], what: str) -> Work[None]:
         """Copy a message to shared memory, and tell the other worker."""
+        # Memory that the other will never read need not be filled.
         state = self._table.state(self._place)
         if state:
             return Finished(error=self._left(state, f": it does not take {what}"))
@@ -141,6 +142,7 @@ class SharedWay:
         if self._unreadable is not None or not self._looking.acquire(blocking=last):
             return
         try:
+            # Read first, then confirm: the sender may close a segment that was confirmed.
             while (entry := self._reader.take()) is not None:
                 lane, message = self._blocks.read(entry)
                 self._reader.confirm()

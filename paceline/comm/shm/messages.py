@@ -92,6 +92,7 @@ def _arrivals(segment: ControlSegment, incoming: Landing, sent: Sequence[Any]) -
     cuts: dict[int, list[MessageStretch]] = {}
     for source, messages in enumerate(sent):
         at = 0
+        # Walk through the sender's whole stream, as messages to others take room in its windows.
         for to, nbytes in messages:
             if to == segment.rank or (to == ALL and source != segment.rank):
                 into = expected[source].popleft()

@@ -167,6 +167,7 @@ def all_reduce_small(segment: ControlSegment, x: Tensor, out: Tensor, op: Op, me
     segment.small(segment.rank, parity, x.numel(), x.dtype).copy_(x)
     yield from meeting
     admit(op, x.dtype)
+    # All parts are there once ranks have met. No second meeting: the next one has the other half.
     fold([segment.small(r, parity, x.numel(), x.dtype) for r in range(segment.size)], out, op)
 
 

@@ -186,6 +186,7 @@ class RankWaiter:
                 self._tell(None)
 
     def _look(self, awaited: WaitCondition, since: float, timeout: float | None) -> None:
+        # Most waits are short, so a note is written late: it is for ranks that look for deadlocks.
         if since > GRACE and not self._telling:
             self._tell(awaited)
         missing = awaited.missing()
@@ -195,6 +196,7 @@ class RankWaiter:
         if error is None and since > self.deadline:
             what = f"{awaited.what} (asked by rank {self.names[self.rank]})"
             error = DeadlineExceeded(f"rank {who} did not come within {self.deadline:g} s to {what}", named)
+        # It may have become ready while we looked.
         if error is not None and not awaited.ready():
             raise self.end(error)
         if timeout is not None and since > timeout and not awaited.ready():
@@ -202,6 +204,8 @@ class RankWaiter:
 
     def _hopeless(self, awaited: WaitCondition, missing: Sequence[int], since: float) -> PacelineError | None:
         """Return an error if the missing ranks can't come any more; None if they may."""
+        # A rank that has left or died can't come. Else ranks may wait for each other for ever, but
+        # only once all of them have had time to leave a note.
         gone = {rank: "has closed its group" for rank in missing if self._notes.left(rank)}
         gone |= {rank: "has died" for rank in self._dead() if rank in missing and rank not in gone}
         if gone:
@@ -241,6 +245,7 @@ class RankWaiter:
     def _dead(self) -> Sequence[int]:
         if not self._pidfds:
             return []
+        # A pidfd becomes readable when its process ends.
         poll = select.poll()
         for fd in tuple(self._pidfds):
             poll.register(fd, select.POLLIN)
