@@ -1,4 +1,4 @@
-"""Backward passes in which operations begin: work that is left to their end, and their threads.
+"""Finds the backward pass in which an operation begins, and leaves work to the end of the pass.
 
     thread of the pass   backward: begin 0 . begin 1 . begin 2 | end 0, 1, 2 | DDP waits for them
 
@@ -20,8 +20,8 @@ REST = 20e-3  # seconds without processor time after which a thread is taken to 
 
 def inside() -> bool:
     """Whether this thread is inside a backward pass."""
-    # Private to torch: the id of the pass that runs in this thread, -1 outside of one. Without it
-    # nothing else tells the two apart, and operations would always end in the background.
+    # Private to torch, though fully_shard uses it as well: the id of the pass that runs in this
+    # thread, -1 outside of one. Without it operations would have to end in the background.
     return torch._C._current_graph_task_id() != -1
 
 

@@ -1,4 +1,4 @@
-"""paceline as a backend of torch.distributed: collectives of our groups as a process group.
+"""paceline as a backend of torch.distributed: a process group that is made of our groups.
 
     dist.init_process_group("paceline")
         dist.all_reduce, DDP, fully_shard, DTensor, pipelining    call a `GroupBackend`

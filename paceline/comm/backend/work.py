@@ -1,4 +1,4 @@
-"""Operations under way as torch.distributed knows them: works with futures, ended in background."""
+"""Operations under way as works of torch.distributed, with futures; some end in the background."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from paceline.errors import DeadlineExceeded, PacelineError, WorkerLost
 
 LOOK = 5e-3  # seconds between two looks for operations that no caller waits for
 QUIET = 20  # looks without such an operation, after which the thread sleeps until there is one
-SHORTEST = 1e-3  # seconds of the shortest wait: Gloo takes 0 to mean without a limit
+SHORTEST = 1e-3  # seconds of the shortest wait, as Gloo takes 0 to mean no limit
 FAREWELL = 1.0  # seconds that the thread may take to end
 
 

@@ -35,7 +35,7 @@ class CodedAllReduce:
 
     Args:
         group: All workers.
-        stages: How often a `Way` yields at most.
+        stages: How often a `CodedExchange` yields at most.
         trace: Gets the spans of each stage. Default: none.
         deadline: Seconds that a wait for a sum may take. Default: 240.
     """

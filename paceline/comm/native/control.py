@@ -1,7 +1,7 @@
 """Small messages between ranks: a TCP connection for each pair, used by the threads that wait.
 
     rank 2  -- calls, both prove the job's secret -->  ranks 0 and 1     a rank calls lower ranks,
-                                                                        and answers higher ones
+                                                                         and answers higher ones
     a frame:  length of the payload | channel | key | payload           channels share a connection
 
 Workers agree by such messages, and sum small tensors, in every training step. Gloo could carry
@@ -243,7 +243,7 @@ class ControlNetwork:
                 connection.close()
                 return
             self._enter(connection, peer, deadline)
-            # Wake `connect_all`, which then looks for the ranks that are still absent.
+            # Wake `connect_ranks`, which then looks for the ranks that are still absent.
             with contextlib.suppress(OSError):
                 self._waker.send(b"x")
 

@@ -211,8 +211,7 @@ def connect_plainly(address: str, store: TorchStore, rank: int, size: int, deadl
 
 
 def _options(device: Any, deadline: float) -> Any:
-    # Private to torch, which passes the same options inside `init_process_group`. Without them Gloo
-    # would choose its interface and threads by itself.
+    # Private to torch. There is no public way to tell Gloo its listener and its number of threads.
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [device]
     options._timeout = timedelta(seconds=max(3.0, deadline))

@@ -97,7 +97,7 @@ class BlockPool:
                 used.append(block)
 
     def _grow(self, size: int) -> None:
-        # Small blocks come in numbers, as mapping a segment costs more than a small message.
+        # Small blocks are made many at a time: mapping a segment costs more than a small message.
         count = max(1, SLAB // size)
         segment = self._make(count * size)
         number = len(self._segments)
