@@ -61,8 +61,8 @@ class ConnectionGuard:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for each in (self._socket, *self._monitors):
-            poller.register(each, zmq.POLLIN)
+        for zmq_socket in (self._socket, *self._monitors):
+            poller.register(zmq_socket, zmq.POLLIN)
         try:
             while True:
                 for ready, _ in poller.poll():
@@ -93,7 +93,7 @@ class ConnectionGuard:
             return
         if len(self._open) > MOST:
             # First forget the connections that have proved themselves, then close the oldest.
-            self._open = {one: inode for one, inode in self._open.items() if _unproved(one, inode)}
+            self._open = {number: inode for number, inode in self._open.items() if _unproved(number, inode)}
         for oldest in [*self._open][: max(0, len(self._open) - MOST)]:
             _hang_up(oldest, self._open.pop(oldest))
 
@@ -108,8 +108,8 @@ class ConnectionGuard:
             self._thread.join()
 
     def _close(self) -> None:
-        for each in (self._socket, *self._monitors):
-            each.close(0)
+        for zmq_socket in (self._socket, *self._monitors):
+            zmq_socket.close(0)
 
 
 def _unproved(descriptor: int, inode: int) -> bool:

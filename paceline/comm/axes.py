@@ -159,8 +159,8 @@ def subgroup(group: Group, ranks: Sequence[int], axis: str = "") -> Group | None
         return group.sub(ranks)
     hosts = [group.hosts[rank] for rank in ranks]
     # All ranks of a host make its part of the group, then all ranks make the rest, in this order.
-    here = [place for place, host in enumerate(group.hosts) if host == group.hosts[group.rank]]
-    inner_ranks = [here.index(rank) for rank in ranks if rank in here]
+    ranks_here = [place for place, host in enumerate(group.hosts) if host == group.hosts[group.rank]]
+    inner_ranks = [ranks_here.index(rank) for rank in ranks if rank in ranks_here]
     inner = group.inner.sub(inner_ranks) if len(inner_ranks) > 1 else SoloGroup(rank=group.global_rank(group.rank), view=group.view)
     if len(set(hosts)) == 1:
         return inner if group.rank in ranks else None

@@ -39,7 +39,7 @@ class AxisMeter:
 
     def add(self, group: Group | Pairs) -> None:
         """Count the traffic of one more group, or of messages beside groups."""
-        if all(group is not known for known in self._groups):
+        if all(group is not counted for counted in self._groups):
             self._groups.append(group)
 
     @property

@@ -199,7 +199,6 @@ class RpcServer:
         self._sockets: list[zmq.Socket[Any]] = []
         self.addresses: list[str] = []
         self._poller = zmq.Poller()
-        self._ways: dict[bytes, zmq.Socket[Any]] = {}
         try:
             # Encrypted, each at a port that the system chooses.
             for host in hosts:

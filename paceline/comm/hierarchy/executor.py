@@ -300,14 +300,14 @@ class StagedExecutor:
     def _go_on(self, stage: int) -> None:
         torch.set_num_threads(1)
         fine_timer()
-        belt = self._belts[stage - 1]
+        incoming = self._belts[stage - 1]
         # A piece counts until it is dealt with, so that not more than AHEAD elements are in memory.
-        while (piece := belt.first()) is not None:
+        while (piece := incoming.first()) is not None:
             if piece.flow is None:
                 self._pass(stage, piece)
             else:
                 self._attempt(piece.job, lambda piece: self._step(stage, piece), piece)
-            belt.drop()
+            incoming.drop()
         if stage < len(self._belts):
             self._belts[stage].put(None)
 

@@ -278,14 +278,14 @@ class ControlNetwork:
         exchange = ControlExchange(self, [peer for peer, _ in sends], awaited, places)
         with self._changed:
             # Another rank may have sent before this one began to wait.
-            for index, each in enumerate(awaited):
-                early = self._early.get(each)
+            for index, message_key in enumerate(awaited):
+                early = self._early.get(message_key)
                 if early:
                     exchange.take(index, early.popleft())
                     if not early:
-                        del self._early[each]
+                        del self._early[message_key]
                 else:
-                    self._awaited.setdefault(each, deque()).append((exchange, index))
+                    self._awaited.setdefault(message_key, deque()).append((exchange, index))
             for peer, payload in sends:
                 self._send(self.links[peer], FRAME.pack(len(payload), channel, key), payload)
         return exchange

@@ -161,16 +161,16 @@ def _enter(connection: socket.socket, last: float, check: Callable[[], None]) ->
     connection.settimeout(None)
 
 
-def admit(connection: socket.socket, key: bytes, rank: int, known: Collection[int]) -> int | None:
+def admit(connection: socket.socket, key: bytes, rank: int, allowed: Collection[int]) -> int | None:
     """Check the proof of a sender that has connected, and return its rank.
 
-    None for a stranger. `known`: ranks that may connect. Raises `OSError`.
+    None for a stranger. `allowed`: ranks that may connect. Raises `OSError`.
     """
     end = time.monotonic() + PROOF
     _tune(connection)
     magic, source, nonce = HELLO.unpack(_exactly(connection, HELLO.size, end))
     # Nothing is said to a program that doesn't speak this protocol.
-    if magic != MAGIC or source not in known:
+    if magic != MAGIC or source not in allowed:
         return None
     nonces = nonce + random.token_bytes(NONCE)
     connection.sendall(nonces[NONCE:] + _proof(key, "receiver", (source, rank), nonces))
@@ -222,12 +222,12 @@ def read(connection: socket.socket, pool: MemoryPool) -> tuple[int, PairMessage]
     Raises `OSError`, and `MalformedMessage`.
     """
     length = bytearray(LENGTH.size)
-    came = _fill(connection, memoryview(length))
-    if not came:
+    bytes_read = _fill(connection, memoryview(length))
+    if not bytes_read:
         return None
     [nbytes] = LENGTH.unpack(length)
     # Check the length before memory is allocated for it.
-    if came < LENGTH.size or nbytes > LONGEST:
+    if bytes_read < LENGTH.size or nbytes > LONGEST:
         raise MalformedMessage("the bytes received are no message")
     text = bytearray(nbytes)
     _whole(connection, memoryview(text))

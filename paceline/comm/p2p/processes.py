@@ -164,9 +164,9 @@ def _table(setting: PairSetting) -> SharedTable | None:
     """
     if not setting.shares or len(set(setting.hosts)) == len(setting.hosts):
         return None
-    here = [rank for rank, host in enumerate(setting.hosts) if host == setting.hosts[setting.rank]]
+    ranks_here = [rank for rank, host in enumerate(setting.hosts) if host == setting.hosts[setting.rank]]
     try:
-        return SharedTable(here, setting.rank, setting.meet)
+        return SharedTable(ranks_here, setting.rank, setting.meet)
     except ResourceError:
         if setting.meeting is None:
             raise

@@ -182,19 +182,19 @@ class SharedGroup:
             raise
 
     def _reduce_there(self, x: Tensor, op: Op, call: CallFingerprint, whole: Tensor | None) -> Steps:
-        # `lies` says where `x` is if it was moved before; `moves` whether it may move now.
+        # `own_place` says where `x` is if it was moved before; `may_move` whether it may move now.
         moved = None if call.flaw or not plain(x) else self._moved.find(x)
-        lies = None if moved is None or moved.place is None else [moved.place.number, x.data_ptr() - moved.place.start]
-        free = not call.flaw and moved is None and not self._moved.refused and not self.segment.named
-        moves = whole is not None and free and movable(whole)
+        own_place = None if moved is None or moved.place is None else [moved.place.number, x.data_ptr() - moved.place.start]
+        is_free_to_move = not call.flaw and moved is None and not self._moved.refused and not self.segment.named
+        may_move = whole is not None and is_free_to_move and movable(whole)
         # A rank that neither moved `x` nor may move it meets in `_meet_moving`, which has the same
         # meetings as the lines below have for the others.
-        if moved is None and not moves:
+        if moved is None and not may_move:
             return (yield from self._reduce(x, x, op, call, self._meet_moving(call)))
-        sides = yield from self.segment.meet(call, [lies, moves])
+        sides = yield from self.segment.meet(call, [own_place, may_move])
         if whole is not None and all(other for _, other in sides):
             moved = yield from self._moved.move(self.segment, whole, call)
-        elif any(other != lies for other, _ in sides):
+        elif any(other != own_place for other, _ in sides):
             moved = None
         if moved is None:
             return (yield from self._reduce(x, x, op, call))
@@ -206,9 +206,9 @@ class SharedGroup:
 
         If another rank's tensor was moved, or may move, that rank meets a second time.
         """
-        here = [None, False]
-        sides = yield from self.segment.meet(call, here)
-        if any(side != here for side in sides):
+        own_side = [None, False]
+        sides = yield from self.segment.meet(call, own_side)
+        if any(side != own_side for side in sides):
             yield from self.segment.meet(call)
 
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
@@ -275,7 +275,7 @@ class SharedGroup:
         call = _here(rooted(x, root, self.size, name), x)
         outgoing = self._outgoing(call, [(ALL, x)] if self.rank == root else [])
         nbytes = x.numel() * x.element_size()
-        place, where = self._lies(x) if nbytes > SMALL and plain(x) and not call.flaw else (None, None)
+        place, own_place = self._lies(x) if nbytes > SMALL and plain(x) and not call.flaw else (None, None)
         landing = x.detach() if call.flaw or plain(x) else fresh(x.shape, x.dtype)
         places: list[Any] = []  # the place of every rank's tensor, if all ranks reach it
 
@@ -284,10 +284,10 @@ class SharedGroup:
             return [] if self.rank == root or metas[root] is not None else [(root, landing)]
 
         def steps() -> Steps:
-            yield from deliver(self.segment, outgoing if place is None else [], call, where, land)
+            yield from deliver(self.segment, outgoing if place is None else [], call, own_place, land)
             # The root's tensor is in memory that all reach: copy from there, without its help. The
             # post tells it when all have done so.
-            if places[root] is not None and place is not None and all(other == where for other in places):
+            if places[root] is not None and place is not None and all(other == own_place for other in places):
                 if self.rank != root:
                     memmove(landing.data_ptr(), place.regions[root].data_ptr() + landing.data_ptr() - place.start, nbytes)
                 self.segment.post()

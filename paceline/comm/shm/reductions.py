@@ -140,14 +140,14 @@ def all_reduce(segment: ControlSegment, x: Tensor, out: Tensor, op: Op, meeting:
         if parts:
             views = parts[k % SLOTS].copy()
             summed, views[me] = views[me], x.narrow(0, k * width + low // item, (high - low) // item)
-            staged, lies = own_stages[k % SLOTS] + low, target + k * span + low
-            # In place: add where `x` lies, which is in the cache by then, and copy to the stage.
+            stage_address, out_address = own_stages[k % SLOTS] + low, target + k * span + low
+            # In place: add where `x` is, which is in the cache by then, and copy to the stage.
             if source == target:
                 fold(views, views[me], op, spare=summed)
-                memmove(staged, lies, high - low)
+                memmove(stage_address, out_address, high - low)
             else:
                 fold(views, summed, op)
-                memmove(lies, staged, high - low)
+                memmove(out_address, stage_address, high - low)
 
     def collect(k: int) -> None:
         to, slot = target + k * span, k % SLOTS

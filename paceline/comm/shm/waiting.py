@@ -239,8 +239,8 @@ class RankWaiter:
 
     def _stuck(self) -> dict[int, RankWait]:
         """Find waits that can never end: the same in two looks, as notes are not read at once."""
-        one, other = (apart({rank: RankWait(*wait) for rank, (wait, _) in self._told().items() if wait is not None}) for _ in range(2))
-        return one if one == other else {}
+        first, second = (apart({rank: RankWait(*wait) for rank, (wait, _) in self._told().items() if wait is not None}) for _ in range(2))
+        return first if first == second else {}
 
     def _dead(self) -> Sequence[int]:
         if not self._pidfds:
