@@ -40,7 +40,9 @@ class ConnectionGuard:
         refused: Called with a line for each connection with another key.
     """
 
-    def __init__(self, context: zmq.Context[Any], allowed: bytes, refused: Callable[[str], None]) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], allowed: bytes, refused: Callable[[str], None]
+    ) -> None:
         self._socket = context.socket(zmq.REP)
         self._socket.linger = 0
         self._socket.bind("inproc://zeromq.zap.01")
@@ -52,7 +54,9 @@ class ConnectionGuard:
 
     def watch(self, listening: zmq.Socket[Any]) -> None:
         """Limit the unproved connections of a listening socket. Call it before `start`."""
-        self._monitors.append(listening.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED))
+        self._monitors.append(
+            listening.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        )
 
     def start(self) -> None:
         """Begin to answer. Connections wait until then."""
@@ -77,9 +81,13 @@ class ConnectionGuard:
         version, request, _, address, _, mechanism, *credentials = self._socket.recv_multipart()
         is_allowed = mechanism == b"CURVE" and credentials == [self._allowed]
         if not is_allowed:
-            self._refused(f"{address.decode(errors='replace')} has not the key of this job's workers")
+            self._refused(
+                f"{address.decode(errors='replace')} has not the key of this job's workers"
+            )
         status, text = (b"200", b"OK") if is_allowed else (b"400", b"no key of this job")
-        self._socket.send_multipart([version, request, status, text, b"worker" if is_allowed else b"", b""])
+        self._socket.send_multipart(
+            [version, request, status, text, b"worker" if is_allowed else b"", b""]
+        )
 
     def _count(self, monitor: zmq.Socket[Any]) -> None:
         event = parse_monitor_message(monitor.recv_multipart())
@@ -93,7 +101,9 @@ class ConnectionGuard:
             return
         if len(self._open) > MOST:
             # First forget the connections that have proved themselves, then close the oldest.
-            self._open = {number: inode for number, inode in self._open.items() if _unproved(number, inode)}
+            self._open = {
+                number: inode for number, inode in self._open.items() if _unproved(number, inode)
+            }
         for oldest in [*self._open][: max(0, len(self._open) - MOST)]:
             _hang_up(oldest, self._open.pop(oldest))
 
@@ -118,7 +128,9 @@ def _unproved(descriptor: int, inode: int) -> bool:
     if connection is None:
         return False
     with connection:
-        acknowledged = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED.stop)[_ACKNOWLEDGED]
+        acknowledged = connection.getsockopt(
+            socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED.stop
+        )[_ACKNOWLEDGED]
     return int.from_bytes(acknowledged, sys.byteorder) < _READY
 
 

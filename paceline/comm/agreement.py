@@ -91,7 +91,9 @@ class Agreement:
         hosts: Name of each rank's host, for messages. Default: unknown.
     """
 
-    def __init__(self, group: Group, *, step: Callable[[], int] = lambda: 0, hosts: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, group: Group, *, step: Callable[[], int] = lambda: 0, hosts: tuple[str, ...] = ()
+    ) -> None:
         self.group = group
         self._step = step
         self._sightings = Sightings(hosts, _names(group))
@@ -183,7 +185,9 @@ class Agreement:
         self._complete(None)
         return results[0]
 
-    def repeat(self, act: Callable[[], T], discard: Callable[[], None] = lambda: None, what: str = "") -> T:
+    def repeat(
+        self, act: Callable[[], T], discard: Callable[[], None] = lambda: None, what: str = ""
+    ) -> T:
         """Make a call as `settle_call` does, again after each loss. `discard` is called in between.
 
         Args:
@@ -219,7 +223,9 @@ class Agreement:
                 # While workers recover this one waits for none of them.
                 since, self.since = self.since, None
                 result = self.recovery(error)
-                assert result is None, "a worker outside of all calls can't have been cut off in one"
+                assert result is None, (
+                    "a worker outside of all calls can't have been cut off in one"
+                )
                 self.since = None if since is None else time.monotonic()
 
     def compare_steps(self, tally: Callable[[], list[int | None]]) -> None:
@@ -305,7 +311,9 @@ class Agreement:
             tally = None if self._tally is None else self._tally()
             answers = self.group.agree(msgpack.packb((what, step, where, body, tally)))
         except DeadlineExceeded as error:
-            raise DeadlineExceeded(self._sightings.missing(self.group.rank, what, step, error.missing), error.missing) from error
+            raise DeadlineExceeded(
+                self._sightings.missing(self.group.rank, what, step, error.missing), error.missing
+            ) from error
         # All workers see the same heads, so all of them raise, or none.
         heads = [msgpack.unpackb(answer) for answer in answers]
         if any(head[0] != what or head[1] != step for head in heads):
@@ -330,7 +338,10 @@ class Agreement:
         if self.group.rank != 0:
             answer = self._meet(what, b"", "")[0]
             if answer[:1] != b"+":
-                raise Mismatch(f"the first worker failed at {what} with {answer[1:].decode()}; its own traceback says more")
+                raise Mismatch(
+                    f"the first worker failed at {what} with {answer[1:].decode()}; "
+                    "its own traceback says more"
+                )
             return answer[1:]
         try:
             self.since = None  # others wait for this worker; it waits for none of them
@@ -347,11 +358,19 @@ class Agreement:
 
         `wider`: an agreement of more workers, for ranks that are not of this one. Default: none.
         """
-        absent = error.missing if isinstance(error, DeadlineExceeded) else error.ranks if isinstance(error, WorkerLost) else ()
+        absent = (
+            error.missing
+            if isinstance(error, DeadlineExceeded)
+            else error.ranks
+            if isinstance(error, WorkerLost)
+            else ()
+        )
         if wider is not None and not self._sightings.knows(absent):
             wider.locate(error)
         elif error is not None and absent and not isinstance(error.__cause__, DeadlineExceeded):
-            error.add_note(f"This was at step {self._step()}: {self._sightings.whereabouts(absent)}")
+            error.add_note(
+                f"This was at step {self._step()}: {self._sightings.whereabouts(absent)}"
+            )
 
     def _places(self) -> list[str]:
         """Gather the line of the script of every rank, after all have seen that they differ."""
@@ -369,7 +388,9 @@ class SliceAgreement(Agreement):
     first worker answers for all is answered by the first of `everyone`, so all slices get the same.
     """
 
-    def __init__(self, group: Group, everyone: Agreement, *, step: Callable[[], int], hosts: tuple[str, ...]) -> None:
+    def __init__(
+        self, group: Group, everyone: Agreement, *, step: Callable[[], int], hosts: tuple[str, ...]
+    ) -> None:
         super().__init__(group, step=step, hosts=hosts)
         self._everyone = everyone
 
@@ -384,7 +405,9 @@ class SliceAgreement(Agreement):
         return self._everyone.tell(what, make)
 
 
-def act_together(agreement: Agreement, what: str, act: Callable[[], bytes], failure: type[PacelineError]) -> list[bytes]:
+def act_together(
+    agreement: Agreement, what: str, act: Callable[[], bytes], failure: type[PacelineError]
+) -> list[bytes]:
     """Let every worker call `act`, and gather the results in rank order. Collective.
 
     If some workers fail with `failure`, all raise it: a failed worker its own error, the others

@@ -65,10 +65,17 @@ class AxisGroups:
     """
 
     def __init__(
-        self, mesh: Mesh, group: Group, opened: Callable[[Sender], None] = lambda sender: None, trace: Trace | None = None
+        self,
+        mesh: Mesh,
+        group: Group,
+        opened: Callable[[Sender], None] = lambda sender: None,
+        trace: Trace | None = None,
     ) -> None:
         if mesh.size != group.size:
-            raise UsageError(f"the mesh {mesh} has {mesh.size} workers, and this group has {group.size}; give the group of all workers")
+            raise UsageError(
+                f"the mesh {mesh} has {mesh.size} workers, and this group has {group.size}; "
+                "give the group of all workers"
+            )
         self.mesh, self.everyone, self._opened = mesh, group, opened
         self._known: dict[tuple[str, ...], Group] = {}  # by the axes' names
         # By the id of the group that they are a part of, which is never closed before.
@@ -137,7 +144,11 @@ class AxisGroups:
         if len(slices) == 1:
             return everyone
         # Every rank takes part in making every group, and is in one of them.
-        made = [part for ranks in slices if (part := subgroup(everyone, ranks, ", ".join(names))) is not None]
+        made = [
+            part
+            for ranks in slices
+            if (part := subgroup(everyone, ranks, ", ".join(names))) is not None
+        ]
         self._opened(made[0])
         return made[0]
 
@@ -159,9 +170,15 @@ def subgroup(group: Group, ranks: Sequence[int], axis: str = "") -> Group | None
         return group.sub(ranks)
     hosts = [group.hosts[rank] for rank in ranks]
     # All ranks of a host make its part of the group, then all ranks make the rest, in this order.
-    ranks_here = [place for place, host in enumerate(group.hosts) if host == group.hosts[group.rank]]
+    ranks_here = [
+        place for place, host in enumerate(group.hosts) if host == group.hosts[group.rank]
+    ]
     inner_ranks = [ranks_here.index(rank) for rank in ranks if rank in ranks_here]
-    inner = group.inner.sub(inner_ranks) if len(inner_ranks) > 1 else SoloGroup(rank=group.global_rank(group.rank), view=group.view)
+    inner = (
+        group.inner.sub(inner_ranks)
+        if len(inner_ranks) > 1
+        else SoloGroup(rank=group.global_rank(group.rank), view=group.view)
+    )
     if len(set(hosts)) == 1:
         return inner if group.rank in ranks else None
     flat = group.flat.sub(ranks)
@@ -171,4 +188,6 @@ def subgroup(group: Group, ranks: Sequence[int], axis: str = "") -> Group | None
     leaders = group.flat.sub([ranks[hosts.index(host)] for host in dict.fromkeys(hosts)])
     if flat is None or inner is None:
         return None
-    return HostsGroup(inner, leaders, flat, hosts, deadline=group.deadline, trace=group.trace.along(axis))
+    return HostsGroup(
+        inner, leaders, flat, hosts, deadline=group.deadline, trace=group.trace.along(axis)
+    )

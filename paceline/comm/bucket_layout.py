@@ -69,10 +69,17 @@ class Bucket(NamedTuple):
         """View another flat tensor of the same length as the members of this bucket."""
         # Views keep their offsets from the begin of the bucket.
         start = self.flat.storage_offset()
-        return [flat.as_strided(view.size(), view.stride(), flat.storage_offset() + view.storage_offset() - start) for view in self.views]
+        return [
+            flat.as_strided(
+                view.size(), view.stride(), flat.storage_offset() + view.storage_offset() - start
+            )
+            for view in self.views
+        ]
 
 
-def cut(shapes: Sequence[BucketShape], order: Iterable[int], limit: int, first: int | None = None) -> list[list[int]]:
+def cut(
+    shapes: Sequence[BucketShape], order: Iterable[int], limit: int, first: int | None = None
+) -> list[list[int]]:
     """Cut parameters into runs, one for each bucket.
 
     All parameters of a run have the same dtype, device and kind. A parameter above the limit gets a
@@ -106,7 +113,9 @@ def cut(shapes: Sequence[BucketShape], order: Iterable[int], limit: int, first: 
 
 
 def build(
-    shapes: Sequence[BucketShape], runs: Sequence[Sequence[int]], empty: Callable[[int, torch.dtype, torch.device], Tensor]
+    shapes: Sequence[BucketShape],
+    runs: Sequence[Sequence[int]],
+    empty: Callable[[int, torch.dtype, torch.device], Tensor],
 ) -> list[Bucket]:
     """Allocate buckets of zeros.
 
@@ -123,7 +132,9 @@ def build(
         views, at = [], 0
         for member in run:
             shape = shapes[member]
-            views.append(torch.as_strided(flat, shape.size, shape.stride, flat.storage_offset() + at))
+            views.append(
+                torch.as_strided(flat, shape.size, shape.stride, flat.storage_offset() + at)
+            )
             at += shape.room
         buckets.append(Bucket(flat, tuple(run), tuple(views)))
     return buckets

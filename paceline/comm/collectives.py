@@ -36,7 +36,13 @@ Steps = Generator[Work[None], None, Any]
 class UncheckedExchange(Protocol):
     """A group that can exchange messages without comparing them first."""
 
-    def exchange_agreed(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
+    def exchange_agreed(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        *,
+        tag: int = 0,
+    ) -> Work[None]:
         """Exchange as `Group.exchange` does, but without a check that ranks agree."""
         ...
 
@@ -115,7 +121,13 @@ def meet(group: Group, call: CallFingerprint) -> None:
 
 
 def all_reduce(
-    group: Group, x: Tensor, schedule: Schedule, op: Op = "sum", *, name: str | None = None, out: Tensor | None = None
+    group: Group,
+    x: Tensor,
+    schedule: Schedule,
+    op: Op = "sum",
+    *,
+    name: str | None = None,
+    out: Tensor | None = None,
 ) -> Work[Tensor]:
     """Reduce every rank's `x` by the moves of `schedule`, after comparing the call on all ranks.
 
@@ -134,20 +146,33 @@ def all_reduce(
     """
     call = fingerprint.reducing("all_reduce", x, op, name, out)
     if schedule.size != group.size:
-        call = call._replace(flaw=f"{schedule.name} is a schedule of {schedule.size} ranks, the group has {group.size}")
+        call = call._replace(
+            flaw=(
+                f"{schedule.name} is a schedule of {schedule.size} ranks, the group has "
+                f"{group.size}"
+            )
+        )
     meet(group, call._replace(detail=f"{call.detail}, by {schedule.name}"))
     return all_reduce_agreed(group, x, schedule, op, out=out)
 
 
 def all_reduce_agreed(
-    group: Group, x: Tensor, schedule: Schedule, op: Op = "sum", *, out: Tensor | None = None, tag: int = TAG
+    group: Group,
+    x: Tensor,
+    schedule: Schedule,
+    op: Op = "sum",
+    *,
+    out: Tensor | None = None,
+    tag: int = TAG,
 ) -> Work[Tensor]:
     """Reduce as `all_reduce_by_schedule` does, without comparing first.
 
     `tag`: tag of the first round; each later round has the next one.
     """
     reduction.admit(op, x.dtype)
-    return GeneratorWork(_run(group, x.detach(), (schedule, op, tag), out), [] if out is None else [out])
+    return GeneratorWork(
+        _run(group, x.detach(), (schedule, op, tag), out), [] if out is None else [out]
+    )
 
 
 class ScheduleQueue:
@@ -161,14 +186,18 @@ class ScheduleQueue:
         self._group = group
         self._last: Work[Any] | None = None
 
-    def all_reduce(self, x: Tensor, schedule: Schedule, op: Op = "sum", *, out: Tensor | None = None) -> Work[Tensor]:
+    def all_reduce(
+        self, x: Tensor, schedule: Schedule, op: Op = "sum", *, out: Tensor | None = None
+    ) -> Work[Tensor]:
         """Reduce as `all_reduce_by_schedule_agreed` does, after all operations in the queue.
 
         If one of those fails, this one fails with the same error.
         """
         reduction.admit(op, x.dtype)
         steps = _run(self._group, x.detach(), (schedule, op, TAG), out)
-        self._last = GeneratorWork(steps if self._last is None else _after(self._last, steps), [] if out is None else [out])
+        self._last = GeneratorWork(
+            steps if self._last is None else _after(self._last, steps), [] if out is None else [out]
+        )
         return self._last
 
 
@@ -188,7 +217,9 @@ def _run(group: Group, x: Tensor, what: tuple[Schedule, Op, int], out: Tensor | 
     x = x.resolve_conj().resolve_neg()
     # Work in the memory of `out` if its elements lie in order and overlap no unread part of `x`.
     direct = plain(out) and not reduction.crossing(x, out)
-    flat = out.detach().view(-1) if direct else torch.empty(x.numel(), dtype=x.dtype, device=x.device)
+    flat = (
+        out.detach().view(-1) if direct else torch.empty(x.numel(), dtype=x.dtype, device=x.device)
+    )
     if flat.data_ptr() != x.data_ptr() or not x.is_contiguous():
         flat.view(x.shape).copy_(x)
     # Partial sums. `to` copies only if the dtype differs, so for all but halves it is `flat`.
@@ -221,7 +252,9 @@ class _ScheduleBuffers(NamedTuple):
 
     def part(self, message: ChunkMessage) -> Tensor:
         """Select the elements that `message` takes away, or the place where they belong."""
-        return (self.held if message.wide else self.flat)[self.edges[message.start] : self.edges[message.stop]]
+        return (self.held if message.wide else self.flat)[
+            self.edges[message.start] : self.edges[message.stop]
+        ]
 
     def complete(self, start: int, stop: int) -> None:
         """Finish chunks that have every contribution: divide a mean, round once to the dtype."""
@@ -245,7 +278,9 @@ class _ScheduleBuffers(NamedTuple):
             own.copy_(total)
 
 
-def _round(group: Group, buffers: _ScheduleBuffers, messages: Sequence[ChunkMessage], tag: int) -> Steps:
+def _round(
+    group: Group, buffers: _ScheduleBuffers, messages: Sequence[ChunkMessage], tag: int
+) -> Steps:
     """Exchange the messages of one round, and add or store the parts that came."""
     nonempty = [m for m in messages if buffers.edges[m.stop] > buffers.edges[m.start]]
     outgoing = [m for m in nonempty if m.src == group.rank]
@@ -281,7 +316,11 @@ Round: TypeAlias = tuple[list[ChunkMessage], dict[int, list[int]]]
 
 def edges(chunks: Sequence[float], numel: int) -> list[int]:
     """List the element at which each chunk of `numel` elements begins, and the end of the last."""
-    return [0, *(min(numel, round(total * numel)) for total in list(accumulate(chunks))[:-1]), numel]
+    return [
+        0,
+        *(min(numel, round(total * numel)) for total in list(accumulate(chunks))[:-1]),
+        numel,
+    ]
 
 
 @lru_cache(maxsize=256)
@@ -293,12 +332,21 @@ def plan(schedule: Schedule) -> list[Round]:
     contributions = [[1] * len(schedule.chunks) for _ in range(schedule.size)]
     rounds: list[Round] = []
     for moves, loads in zip(schedule.rounds, carried(schedule), strict=True):
-        parts = [(m.src, m.dst, m.add, 1 < len(load) < schedule.size, m.chunk) for m, load in zip(moves, loads, strict=True)]
+        parts = [
+            (m.src, m.dst, m.add, 1 < len(load) < schedule.size, m.chunk)
+            for m, load in zip(moves, loads, strict=True)
+        ]
         # Sorted by rank and chunk, so that chunks side by side can be joined.
         messages: list[ChunkMessage] = []
         for src, dst, add, wide, chunk in sorted(parts):
             last = messages[-1] if messages else None
-            if last is not None and (last.src, last.dst, last.add, last.wide, last.stop) == (src, dst, add, wide, chunk):
+            if last is not None and (last.src, last.dst, last.add, last.wide, last.stop) == (
+                src,
+                dst,
+                add,
+                wide,
+                chunk,
+            ):
                 messages[-1] = last._replace(stop=chunk + 1)
             else:
                 messages.append(ChunkMessage(src, dst, chunk, chunk + 1, add, wide))
@@ -331,7 +379,9 @@ def reduce_scatter(group: Group, x: Tensor, op: Op = "sum", *, tag: int = 0) -> 
     return GeneratorWork(steps())
 
 
-def all_gather(group: Group, x: Tensor, shapes: Sequence[Sequence[int]], *, tag: int = 0) -> Work[list[Tensor]]:
+def all_gather(
+    group: Group, x: Tensor, shapes: Sequence[Sequence[int]], *, tag: int = 0
+) -> Work[list[Tensor]]:
     """Send `x` from every rank to all others. Not compared.
 
     `shapes`: the shape of every rank's tensor, which all ranks have agreed on before.
@@ -339,7 +389,9 @@ def all_gather(group: Group, x: Tensor, shapes: Sequence[Sequence[int]], *, tag:
     return GeneratorWork(_deal(group, [x.detach()] * group.size, shapes, tag))
 
 
-def all_to_all(group: Group, xs: Sequence[Tensor], shapes: Sequence[Sequence[int]], *, tag: int = 0) -> Work[list[Tensor]]:
+def all_to_all(
+    group: Group, xs: Sequence[Tensor], shapes: Sequence[Sequence[int]], *, tag: int = 0
+) -> Work[list[Tensor]]:
     """Send `xs[r]` to rank r. Not compared.
 
     `shapes`: the shape of the tensor that comes from each rank, agreed on before.
@@ -356,5 +408,7 @@ def _deal(group: Group, xs: Sequence[Tensor], shapes: Sequence[Sequence[int]], t
     turns = [(me + step) % group.size for step in range(1, group.size)]
     sends = [(to, xs[to].detach().contiguous()) for to in turns if xs[to].numel()]
     exchange = group.exchange_agreed if isinstance(group, UncheckedExchange) else group.exchange
-    yield exchange(sends, [(source, outs[source]) for source in turns if outs[source].numel()], tag=tag)
+    yield exchange(
+        sends, [(source, outs[source]) for source in turns if outs[source].numel()], tag=tag
+    )
     return outs

@@ -42,7 +42,11 @@ class CallFingerprint(NamedTuple):
 
     def __str__(self) -> str:
         name = f" of {self.name!r}" if self.name is not None else ""
-        tensor = f" ({str(self.dtype).removeprefix('torch.')} [{', '.join(map(str, self.shape))}])" if self.shape is not None else ""
+        tensor = (
+            f" ({str(self.dtype).removeprefix('torch.')} [{', '.join(map(str, self.shape))}])"
+            if self.shape is not None
+            else ""
+        )
         detail = f", {self.detail}" if self.detail else ""
         return f"{self.kind}{name}{tensor}{detail}"
 
@@ -53,7 +57,9 @@ def digest(call: CallFingerprint) -> bytes:
     return blake2b(f"{call}\0{call.flaw}\0{call.place}".encode(), digest_size=DIGEST).digest()
 
 
-def sides(texts: Sequence[str], names: Sequence[int] | None = None, lines: Sequence[str] = ()) -> str:
+def sides(
+    texts: Sequence[str], names: Sequence[int] | None = None, lines: Sequence[str] = ()
+) -> str:
     """Describe which ranks are where: `rank 0 at barrier; ranks 1, 2 at all_reduce of 'w'`.
 
     Args:
@@ -76,7 +82,9 @@ def _side(ranks: list[str], text: str, places: list[str]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)} at {text}{where}"
 
 
-def compare(calls: Sequence[tuple[str, str]], names: Sequence[int] | None = None, lines: Sequence[str] = ()) -> None:
+def compare(
+    calls: Sequence[tuple[str, str]], names: Sequence[int] | None = None, lines: Sequence[str] = ()
+) -> None:
     """Raise the error that all ranks have to raise about their calls, if there is one.
 
     Args:
@@ -92,7 +100,10 @@ def compare(calls: Sequence[tuple[str, str]], names: Sequence[int] | None = None
     texts = [text for text, _ in calls]
     if any(text != texts[0] for text in texts):
         where = sides(texts, names, lines)
-        raise Mismatch(f"workers have come apart: {where}. Every worker has to make the same collective calls in the same order")
+        raise Mismatch(
+            f"workers have come apart: {where}. Every worker has to make the same collective calls "
+            "in the same order"
+        )
     flaws = [(rank, flaw) for rank, (_, flaw) in enumerate(calls) if flaw]
     if flaws:
         rank, flaw = flaws[0]
@@ -104,11 +115,16 @@ def on_device(x: Tensor) -> str:
     return "" if x.device.type == "cpu" else f" on {x.device.type}"
 
 
-def reducing(kind: str, x: Tensor, op: str, name: str | None, out: Tensor | None = None) -> CallFingerprint:
+def reducing(
+    kind: str, x: Tensor, op: str, name: str | None, out: Tensor | None = None
+) -> CallFingerprint:
     """Make the fingerprint of a reduction of `x`."""
     flaw = dense_flaw(x) or ("" if out is None else overlap_flaw(out))
     if out is not None and (out.shape != x.shape or out.dtype != x.dtype or out.device != x.device):
-        flaw = f"out is {out.dtype} {list(out.shape)} on {out.device}, which has to be as x: {x.dtype} {list(x.shape)} on {x.device}"
+        flaw = (
+            f"out is {out.dtype} {list(out.shape)} on {out.device}, which has to be as x: "
+            f"{x.dtype} {list(x.shape)} on {x.device}"
+        )
     elif op not in OPS:
         flaw = f"op={op!r} is unknown; there are {', '.join(OPS)}"
     return CallFingerprint(kind, name, tuple(x.shape), x.dtype, f"{op}{on_device(x)}", flaw)
@@ -122,19 +138,30 @@ def rows(kind: str, x: Tensor, name: str | None) -> CallFingerprint:
 
 def rooted(x: Tensor, root: int, size: int, name: str | None) -> CallFingerprint:
     """Make the fingerprint of a broadcast of `x` from `root`."""
-    flaw = (dense_flaw(x) or overlap_flaw(x)) if 0 <= root < size else f"root={root} is not a rank; there are 0..{size - 1}"
-    return CallFingerprint("broadcast", name, tuple(x.shape), x.dtype, f"root {root}{on_device(x)}", flaw)
+    flaw = (
+        (dense_flaw(x) or overlap_flaw(x))
+        if 0 <= root < size
+        else f"root={root} is not a rank; there are 0..{size - 1}"
+    )
+    return CallFingerprint(
+        "broadcast", name, tuple(x.shape), x.dtype, f"root {root}{on_device(x)}", flaw
+    )
 
 
 def dealing(xs: Sequence[Tensor], size: int, name: str | None) -> CallFingerprint:
     """Make the fingerprint of an all_to_all of `xs`."""
     if len(xs) != size:
-        return CallFingerprint("all_to_all", name, flaw=f"{len(xs)} tensors for {size} ranks; give one for each rank")
+        return CallFingerprint(
+            "all_to_all", name, flaw=f"{len(xs)} tensors for {size} ranks; give one for each rank"
+        )
     call = rows("all_to_all", xs[0], name)
     for rank, x in enumerate(xs):
         # All tensors must agree in everything but the first dim: kind to detail, without the flaw.
         if rows("all_to_all", x, name)[:5] != call[:5]:
-            flaw = f"the tensor for rank {rank} is {x.dtype} {list(x.shape)}, the one for rank 0 {xs[0].dtype} {list(xs[0].shape)}"
+            flaw = (
+                f"the tensor for rank {rank} is {x.dtype} {list(x.shape)}, the one for rank 0 "
+                f"{xs[0].dtype} {list(xs[0].shape)}"
+            )
             return call._replace(flaw=f"{flaw}; only the first dim may differ")
     return call
 
@@ -152,9 +179,15 @@ def parcel(x: Tensor) -> str:
     return f"{x.numel()} x {str(x.dtype).removeprefix('torch.')}"
 
 
-def exchanging(sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int, size: int) -> CallFingerprint:
+def exchanging(
+    sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int, size: int
+) -> CallFingerprint:
     """Make the fingerprint of an exchange. Its messages are compared apart, pair by pair."""
-    flaws = [f"rank {peer} does not exist; there are 0..{size - 1}" for peer, _ in (*sends, *recvs) if not 0 <= peer < size]
+    flaws = [
+        f"rank {peer} does not exist; there are 0..{size - 1}"
+        for peer, _ in (*sends, *recvs)
+        if not 0 <= peer < size
+    ]
     flaws += [flaw for _, x in (*sends, *recvs) if (flaw := dense_flaw(x))]
     flaws += [flaw for _, x in recvs if (flaw := overlap_flaw(x))]
     return CallFingerprint("exchange", detail=f"tag {tag}", flaw=flaws[0] if flaws else "")
@@ -173,7 +206,10 @@ def matching(sides: Sequence[Sequence[Sequence[tuple[int, str]]]], names: Sequen
             expected = [text for peer, text in recvs if peer == source]
             if sent != expected:
                 offers, expects = ", ".join(sent) or "nothing", ", ".join(expected) or "nothing"
-                raise Mismatch(f"exchange: rank {names[source]} sends {offers} to rank {names[to]}, which expects {expects}")
+                raise Mismatch(
+                    f"exchange: rank {names[source]} sends {offers} to rank {names[to]}, which "
+                    f"expects {expects}"
+                )
 
 
 def objects(obj: Any, name: str | None) -> tuple[str, CallFingerprint]:
@@ -182,16 +218,27 @@ def objects(obj: Any, name: str | None) -> tuple[str, CallFingerprint]:
         return json.dumps(obj), CallFingerprint("gather_objects", name)
     except (TypeError, ValueError) as error:
         return "", CallFingerprint(
-            "gather_objects", name, flaw=f"{type(obj).__name__} is not JSON (dict, list, str, int, float, bool, None): {error}"
+            "gather_objects",
+            name,
+            flaw=(
+                f"{type(obj).__name__} is not JSON (dict, list, str, int, float, bool, None): "
+                f"{error}"
+            ),
         )
 
 
 def dense_flaw(x: Tensor) -> str:
     """Describe why `x` can't be exchanged. Empty if it can."""
     if x.layout is not torch.strided:
-        return f"a tensor of layout {x.layout} can't be exchanged; exchange its values and indices, or x.to_dense()"
+        return (
+            f"a tensor of layout {x.layout} can't be exchanged; exchange its values and indices, "
+            "or x.to_dense()"
+        )
     if x.is_meta:
-        return "a tensor on the device meta has no values that could be exchanged; make it on another device"
+        return (
+            "a tensor on the device meta has no values that could be exchanged; "
+            "make it on another device"
+        )
     return "a quantized tensor can't be exchanged; exchange x.int_repr()" if x.is_quantized else ""
 
 
@@ -201,5 +248,8 @@ def overlap_flaw(x: Tensor) -> str:
         return ""
     # A stride of 0 in a dim of several elements: they share one place in memory.
     if any(length > 1 and not stride for length, stride in zip(x.shape, x.stride(), strict=True)):
-        return "elements of a tensor that was expanded share memory, so no result can be written there; give x.clone()"
+        return (
+            "elements of a tensor that was expanded share memory, so no result can be written "
+            "there; give x.clone()"
+        )
     return ""

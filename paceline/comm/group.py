@@ -118,7 +118,13 @@ class Group(Protocol):
         """Seconds that this rank has spent waiting for slower ranks."""
         ...
 
-    def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        *,
+        tag: int = 0,
+    ) -> Work[None]:
         """Send tensors to some ranks and receive tensors from some, all at once.
 
         Args:
@@ -132,7 +138,9 @@ class Group(Protocol):
         """
         ...
 
-    def all_reduce(self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None) -> Work[Tensor]:
+    def all_reduce(
+        self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None
+    ) -> Work[Tensor]:
         """Begin to reduce every rank's `x`. The result has the same bits on all ranks.
 
         Args:
@@ -229,7 +237,9 @@ class UncheckedAllReduce(Protocol):
     again would only cost time.
     """
 
-    def all_reduce_agreed(self, x: Tensor, *, op: Op = "sum", out: Tensor | None = None) -> Work[Tensor]:
+    def all_reduce_agreed(
+        self, x: Tensor, *, op: Op = "sum", out: Tensor | None = None
+    ) -> Work[Tensor]:
         """Reduce as `Group.all_reduce` does, but without a check that ranks agree."""
         ...
 
@@ -263,7 +273,9 @@ class ConnectsAhead(Protocol):
 class WritesResults(Protocol):
     """A group that can write results into tensors of the caller, without a copy in between."""
 
-    def all_gather_into(self, x: Tensor, outs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
+    def all_gather_into(
+        self, x: Tensor, outs: Sequence[Tensor], *, name: str | None = None
+    ) -> Work[list[Tensor]]:
         """Gather every rank's `x` into `outs`.
 
         Args:
@@ -276,7 +288,9 @@ class WritesResults(Protocol):
         """
         ...
 
-    def reduce_scatter_into(self, x: Tensor, out: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
+    def reduce_scatter_into(
+        self, x: Tensor, out: Tensor, *, op: Op = "sum", name: str | None = None
+    ) -> Work[Tensor]:
         """Reduce `x`, and write piece `rank` to `out`.
 
         Args:
@@ -322,7 +336,9 @@ def as_begun(inference: bool) -> AbstractContextManager[Any]:
 
     Tensors that are made here then belong to that mode, too.
     """
-    return torch.no_grad() if inference == torch.is_inference_mode_enabled() else _in_mode(inference)
+    return (
+        torch.no_grad() if inference == torch.is_inference_mode_enabled() else _in_mode(inference)
+    )
 
 
 @contextmanager
@@ -332,12 +348,18 @@ def _in_mode(inference: bool) -> Iterator[None]:
         yield
 
 
-def gather_into(group: Group, x: Tensor, outs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
+def gather_into(
+    group: Group, x: Tensor, outs: Sequence[Tensor], *, name: str | None = None
+) -> Work[list[Tensor]]:
     """Gather every rank's `x`, into `outs` if the group can write there, else elsewhere.
 
     The caller compares addresses: the result is `outs` only for groups with `WritesResults`.
     """
-    return group.all_gather_into(x, outs, name=name) if isinstance(group, WritesResults) else group.all_gather(x, name=name)
+    return (
+        group.all_gather_into(x, outs, name=name)
+        if isinstance(group, WritesResults)
+        else group.all_gather(x, name=name)
+    )
 
 
 def pieces(numel: int, size: int) -> list[tuple[int, int]]:

@@ -46,7 +46,15 @@ class Pairs(Protocol):
         """Number of bytes that this rank has sent, headers included."""
         ...
 
-    def send(self, to: int, lane: int, head: Mapping[str, Any], tensors: Sequence[Tensor] = (), *, what: str = "") -> Work[None]:
+    def send(
+        self,
+        to: int,
+        lane: int,
+        head: Mapping[str, Any],
+        tensors: Sequence[Tensor] = (),
+        *,
+        what: str = "",
+    ) -> Work[None]:
         """Send a message, without waiting for its receiver.
 
         Args:
@@ -100,7 +108,9 @@ class MakesPairs(Protocol):
         ...
 
 
-def pairs(group: Group, *, device: torch.device | str = "cpu", hostnames: Sequence[str] | None = None) -> Pairs:
+def pairs(
+    group: Group, *, device: torch.device | str = "cpu", hostnames: Sequence[str] | None = None
+) -> Pairs:
     """Connect the workers of `group` in pairs. Collective. The end of the group ends the pairs.
 
     Inside a host, messages go through shared memory. Between hosts they go over TCP connections,
@@ -116,7 +126,9 @@ def pairs(group: Group, *, device: torch.device | str = "cpu", hostnames: Sequen
     if isinstance(flat, MakesPairs):
         return flat.make_pairs(torch.device(device))
     # Memory is shared only if all machines order stores and have futexes: see `p2p.ring`.
-    answers = group.gather_objects([platform.node(), platform.machine() in ORDERED_STORES and futex.available()], name="pairs")
+    answers = group.gather_objects(
+        [platform.node(), platform.machine() in ORDERED_STORES and futex.available()], name="pairs"
+    )
     setting = PairSetting(
         rank=group.rank,
         names=tuple(group.global_rank(rank) for rank in range(group.size)),
@@ -136,7 +148,9 @@ def _fitted(setting: PairSetting, group: Group, flat: Group) -> PairSetting:
     # The end of either group, inside the host or between hosts, ends the pairs.
     if isinstance(inner, SharedGroup):
         watch = inner.segment.watch
-        setting = replace(setting, deadline=watch.deadline, broken=lambda: watch.broken, busy=watch.busy)
+        setting = replace(
+            setting, deadline=watch.deadline, broken=lambda: watch.broken, busy=watch.busy
+        )
     if isinstance(flat, TorchGroup):
         inner_broken = setting.broken
         return replace(
@@ -147,5 +161,8 @@ def _fitted(setting: PairSetting, group: Group, flat: Group) -> PairSetting:
             meeting=flat.reserve(),
         )
     if not isinstance(flat, SharedGroup | SoloGroup):
-        raise UsageError(f"workers of a {type(flat).__name__} can't be connected in pairs; use a group that paceline has made")
+        raise UsageError(
+            f"workers of a {type(flat).__name__} can't be connected in pairs; "
+            "use a group that paceline has made"
+        )
     return setting

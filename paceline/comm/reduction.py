@@ -38,14 +38,24 @@ def admit(op: str, kind: dtype) -> Op:
     if op not in OPS:
         raise UsageError(f"op={op!r} is unknown; there are {', '.join(OPS)}")
     if kind not in DTYPES:
-        raise UsageError(f"{kind} can't be reduced; convert it to one of {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}")
+        raise UsageError(
+            f"{kind} can't be reduced; "
+            f"convert it to one of {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}"
+        )
     # Sums of bool would be counts in a dtype that can't hold them.
     if kind == torch.bool and op not in ("min", "max"):
-        raise UsageError(f"a {op} of bool is not defined; use op='max' for any, op='min' for all, or convert to int64 to count")
+        raise UsageError(
+            f"a {op} of bool is not defined; use op='max' for any, op='min' for all, or convert to "
+            "int64 to count"
+        )
     if op == "mean" and not (kind.is_floating_point or kind.is_complex):
-        raise UsageError(f"a mean of {kind} would not be exact; convert to a floating type, or use op='sum'")
+        raise UsageError(
+            f"a mean of {kind} would not be exact; convert to a floating type, or use op='sum'"
+        )
     if kind.is_complex and op in ("min", "max"):
-        raise UsageError(f"a {op} of {kind} is not defined; reduce the absolute value, or view_as_real")
+        raise UsageError(
+            f"a {op} of {kind} is not defined; reduce the absolute value, or view_as_real"
+        )
     return op
 
 
@@ -54,7 +64,11 @@ def wide(kind: dtype, op: str) -> dtype:
 
     It is float32 for halves that are added or multiplied, else `kind` itself.
     """
-    return torch.float32 if kind in (torch.float16, torch.bfloat16) and op in ("sum", "mean", "product") else kind
+    return (
+        torch.float32
+        if kind in (torch.float16, torch.bfloat16) and op in ("sum", "mean", "product")
+        else kind
+    )
 
 
 def combine(op: str, total: Tensor, x: Tensor) -> Tensor:

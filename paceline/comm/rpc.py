@@ -105,13 +105,23 @@ class RpcMessage:
         at a time gets that as its answer.
         """
         forms = [[str(x.dtype).removeprefix("torch."), list(x.shape)] for x in self.tensors]
-        head = msgpack.packb([self.kind, self.number, self.sender, self.view, self.step, self.body, forms])
+        head = msgpack.packb(
+            [self.kind, self.number, self.sender, self.view, self.step, self.body, forms]
+        )
         if len(head) > HEAD_BYTES:
-            raise MalformedMessage(f"a header of {len(head)} bytes (message {self.kind}) would be refused: send tensors, or less")
-        return [head, *(part for x in self.tensors for part in wire_format.cut(raw(x).numpy().data, frame))]
+            raise MalformedMessage(
+                f"a header of {len(head)} bytes (message {self.kind}) would be refused: "
+                "send tensors, or less"
+            )
+        return [
+            head,
+            *(part for x in self.tensors for part in wire_format.cut(raw(x).numpy().data, frame)),
+        ]
 
     @classmethod
-    def load(cls, frames: Sequence[Any], route: bytes = b"", frame: int | None = None) -> RpcMessage:
+    def load(
+        cls, frames: Sequence[Any], route: bytes = b"", frame: int | None = None
+    ) -> RpcMessage:
         """Read frames that `to_frames` has written. Raises `MalformedMessage`.
 
         Args:
@@ -123,16 +133,24 @@ class RpcMessage:
         # The header says how many frames each tensor has; a message with others is cut short.
         counts = [1 if frame is None else max(1, -(-form.nbytes // frame)) for form in forms]
         if sum(counts) != len(frames) - 1:
-            raise MalformedMessage(f"its header tells of {len(forms)} tensors in {sum(counts)} frames, and {len(frames) - 1} came")
+            raise MalformedMessage(
+                f"its header tells of {len(forms)} tensors in {sum(counts)} frames, and "
+                f"{len(frames) - 1} came"
+            )
         parts = iter([memoryview(part) for part in frames[1:]])
-        tensors = tuple(wire_format.tensor(form, [*islice(parts, count)]) for form, count in zip(forms, counts, strict=True))
+        tensors = tuple(
+            wire_format.tensor(form, [*islice(parts, count)])
+            for form, count in zip(forms, counts, strict=True)
+        )
         number, sender, view, step = numbers
         return cls(kind, number, sender, view, step, body, tensors, route)
 
 
 def _head(frame: memoryview) -> tuple[str, list[int], dict[str, Any], list[TensorForm]]:
     if not 0 < frame.nbytes <= HEAD_BYTES:
-        raise MalformedMessage(f"its header has {frame.nbytes} bytes, and 1 to {HEAD_BYTES} are possible")
+        raise MalformedMessage(
+            f"its header has {frame.nbytes} bytes, and 1 to {HEAD_BYTES} are possible"
+        )
     try:
         # The one place where foreign bytes are parsed; all types and sizes are checked below.
         header = msgpack.unpackb(frame, strict_map_key=True)
@@ -141,7 +159,9 @@ def _head(frame: memoryview) -> tuple[str, list[int], dict[str, Any], list[Tenso
     if not isinstance(header, list) or len(header) != 7:
         raise MalformedMessage("its header is not of seven parts")
     kind, *numbers, body, forms = header
-    if not isinstance(kind, str) or any(type(number) is not int or not 0 <= number < 1 << 63 for number in numbers):
+    if not isinstance(kind, str) or any(
+        type(number) is not int or not 0 <= number < 1 << 63 for number in numbers
+    ):
         raise MalformedMessage("its header doesn't begin with a kind and four numbers")
     if not isinstance(body, dict) or not _shallow(body, DEPTH):
         raise MalformedMessage(f"the body of its header is no map, or nests more than {DEPTH} deep")
@@ -153,7 +173,9 @@ def _head(frame: memoryview) -> tuple[str, list[int], dict[str, Any], list[Tenso
 def _shallow(value: Any, depth: int) -> bool:
     if not isinstance(value, dict | list):
         return True
-    return depth > 0 and all(_shallow(part, depth - 1) for part in (value.values() if isinstance(value, dict) else value))
+    return depth > 0 and all(
+        _shallow(part, depth - 1) for part in (value.values() if isinstance(value, dict) else value)
+    )
 
 
 def _tune(socket: zmq.Socket[Any], largest: int, timings: ServerTimings) -> None:
@@ -203,7 +225,11 @@ class RpcServer:
             # Encrypted, each at a port that the system chooses.
             for host in hosts:
                 socket = self._open(FRAME)
-                socket.curve_server, socket.curve_secretkey, socket.zap_domain = True, keys.server[1], _DOMAIN.encode()
+                socket.curve_server, socket.curve_secretkey, socket.zap_domain = (
+                    True,
+                    keys.server[1],
+                    _DOMAIN.encode(),
+                )
                 # Without an answer of the guard, no client gets in.
                 socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
                 socket.ipv6, socket.backlog = ":" in host, 512
@@ -256,11 +282,16 @@ class RpcServer:
             del self._heard[next(iter(self._heard))]
         # Replies are kept by sender: a worker must not be able to claim any number of senders.
         if message.sender != sender:
-            self._refuse(f"a message was refused: {message.sender} speaks over the connection of {sender}")
+            self._refuse(
+                f"a message was refused: {message.sender} speaks over the connection of {sender}"
+            )
             return None
         # A number that has come before: a repeated message, by accident or by a stranger.
         if message.number <= last:
-            self._refuse(f"a message was refused: number {message.number} of {message.sender} has come before")
+            self._refuse(
+                f"a message was refused: number {message.number} of {message.sender} has come "
+                "before"
+            )
             return None
         return message
 
@@ -268,18 +299,30 @@ class RpcServer:
         """Most bytes of a frame on this way. None: one frame for each tensor."""
         return None if self.addresses[way[0]].startswith("ipc:") else FRAME
 
-    def answer(self, message: RpcMessage, kind: str, body: Mapping[str, Any] | None = None, tensors: Sequence[Tensor] = ()) -> bool:
+    def answer(
+        self,
+        message: RpcMessage,
+        kind: str,
+        body: Mapping[str, Any] | None = None,
+        tensors: Sequence[Tensor] = (),
+    ) -> bool:
         """Answer a message. False if its sender is gone, or does not read.
 
         The tensors must not change until they have arrived. Raises `MalformedMessage` if the answer
         can't be sent.
         """
-        reply = RpcMessage(kind, message.number, 0, message.view, message.step, body or {}, tuple(tensors))
+        reply = RpcMessage(
+            kind, message.number, 0, message.view, message.step, body or {}, tuple(tensors)
+        )
         frames = reply.dump(self._frame(message.route))
         try:
-            self._sockets[message.route[0]].send_multipart([message.route[1:], *frames], zmq.DONTWAIT, copy=False)
+            self._sockets[message.route[0]].send_multipart(
+                [message.route[1:], *frames], zmq.DONTWAIT, copy=False
+            )
         except zmq.Again:
-            self._refuse(f"an answer to {message.sender} was dropped: it has not read {UNREAD} others")
+            self._refuse(
+                f"an answer to {message.sender} was dropped: it has not read {UNREAD} others"
+            )
             return False
         except zmq.ZMQError:
             return False
@@ -294,7 +337,9 @@ class RpcServer:
     def _refuse(self, text: str) -> None:
         self._said += 1
         if self._said <= self.LOUD:
-            self._say(text + (" (more of the kind are not shown)" if self._said == self.LOUD else ""))
+            self._say(
+                text + (" (more of the kind are not shown)" if self._said == self.LOUD else "")
+            )
 
     @property
     def refused(self) -> int:
@@ -352,11 +397,19 @@ class RpcClient:
         _tune(self._socket, largest if self.near else FRAME, timings)
         self._socket.ipv6 = "[" in address
         if not self.near:
-            self._socket.curve_serverkey, (self._socket.curve_publickey, self._socket.curve_secretkey) = keys.server[0], keys.worker
+            (
+                self._socket.curve_serverkey,
+                (self._socket.curve_publickey, self._socket.curve_secretkey),
+            ) = keys.server[0], keys.worker
         self._monitor: zmq.Socket[Any] | None = None
         if alert is not None:
-            self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = round(250 * alert), round(1000 * alert)
-            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+            self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = (
+                round(250 * alert),
+                round(1000 * alert),
+            )
+            self._monitor = self._socket.get_monitor_socket(
+                zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+            )
         self._socket.connect(address)
         self._lock = threading.RLock()
         self._found: dict[int, RpcMessage] = {}  # answers that came before their wait, by number
@@ -391,7 +444,9 @@ class RpcClient:
         with self._lock:
             self._number += 1
             sent_tensors = tuple(tensors)
-            frames = RpcMessage(kind, self._number, self._sender, view, step, body or {}, sent_tensors).dump(self._frame)
+            frames = RpcMessage(
+                kind, self._number, self._sender, view, step, body or {}, sent_tensors
+            ).dump(self._frame)
             self._poll(zmq.POLLOUT, time.monotonic() + seconds, f"takes no {kind}", seconds)
             self._socket.send_multipart(frames, copy=False)
             self._sent[self._number] = sent_tensors
@@ -414,9 +469,13 @@ class RpcClient:
             while number not in self._found:
                 self._poll(zmq.POLLIN, end, f"has not answered message {number}", seconds)
                 try:
-                    answer = RpcMessage.load(self._socket.recv_multipart(copy=False), b"", self._frame)
+                    answer = RpcMessage.load(
+                        self._socket.recv_multipart(copy=False), b"", self._frame
+                    )
                 except MalformedMessage as error:
-                    raise Mismatch(f"{self.who} sent an answer that is no message: {error}") from error
+                    raise Mismatch(
+                        f"{self.who} sent an answer that is no message: {error}"
+                    ) from error
                 # An answer to a forgotten message is dropped.
                 if self._sent.pop(answer.number, None) is not None:
                     self._found[answer.number] = answer
@@ -452,7 +511,10 @@ class RpcClient:
     def gone(self) -> bool:
         """Whether the connection has ended, so that no answer can come any more."""
         while self._broken is None and self._monitor is not None and self._monitor.poll(0):
-            stood = parse_monitor_message(self._monitor.recv_multipart())["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            stood = (
+                parse_monitor_message(self._monitor.recv_multipart())["event"]
+                == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            )
             if self._stood and not stood:
                 self._broken = ServerLost(f"{self.who} is gone")
             # A connection that never stood is tried again: many workers may call at the same time.

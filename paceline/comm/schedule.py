@@ -98,8 +98,14 @@ def ring(size: int) -> Schedule:
     0 -+> 1 -+> 2 -+> 0     rank r sends chunk r-t in round t; n-1 rounds
     0 --> 1 --> 2 --> 0     then chunk r+1-t;                  n-1 rounds
     """
-    add = [[Move(r, (r + 1) % size, (r - t) % size, True) for r in range(size)] for t in range(size - 1)]
-    keep = [[Move(r, (r + 1) % size, (r + 1 - t) % size, False) for r in range(size)] for t in range(size - 1)]
+    add = [
+        [Move(r, (r + 1) % size, (r - t) % size, True) for r in range(size)]
+        for t in range(size - 1)
+    ]
+    keep = [
+        [Move(r, (r + 1) % size, (r + 1 - t) % size, False) for r in range(size)]
+        for t in range(size - 1)
+    ]
     return Schedule("ring", size, _even(size), _rounds(add + keep))
 
 
@@ -127,7 +133,9 @@ def tree(size: int) -> Schedule:
        3   4
     """
     edges = [((child - 1) // 2, child) for child in range(1, size)]
-    levels = [list(level) for _, level in groupby(edges, key=lambda edge: (edge[1] + 1).bit_length())]
+    levels = [
+        list(level) for _, level in groupby(edges, key=lambda edge: (edge[1] + 1).bit_length())
+    ]
     up = [[Move(child, parent, 0, True) for parent, child in level] for level in reversed(levels)]
     down = [[Move(parent, child, 0, False) for parent, child in level] for level in levels]
     return Schedule("tree", size, (1.0,), _rounds(up + down))
@@ -148,15 +156,25 @@ def halving_doubling(size: int) -> Schedule:
     power = 1 << (size.bit_length() - 1)
     distances = [power >> k for k in range(1, power.bit_length())]
     halving = [
-        [Move(r, r ^ d, c, True) for r in range(power) for c in range(power) if c // (2 * d) == r // (2 * d) and (c ^ r) & d]
+        [
+            Move(r, r ^ d, c, True)
+            for r in range(power)
+            for c in range(power)
+            if c // (2 * d) == r // (2 * d) and (c ^ r) & d
+        ]
         for d in distances
     ]
-    doubling = [[Move(r, r ^ d, c, False) for r in range(power) for c in range(r // d * d, r // d * d + d)] for d in reversed(distances)]
+    doubling = [
+        [Move(r, r ^ d, c, False) for r in range(power) for c in range(r // d * d, r // d * d + d)]
+        for d in reversed(distances)
+    ]
     # Extra ranks have no partner: they give their parts to a rank in the power of two at the
     # start, and get the result from it at the end.
     fold = [Move(r, r - power, c, True) for r in range(power, size) for c in range(power)]
     unfold = [Move(r - power, r, c, False) for r in range(power, size) for c in range(power)]
-    return Schedule("halving-doubling", size, _even(power), _rounds([fold, *halving, *doubling, unfold]))
+    return Schedule(
+        "halving-doubling", size, _even(power), _rounds([fold, *halving, *doubling, unfold])
+    )
 
 
 def uneven(rates: Sequence[float], pieces: int | None = None) -> Schedule:
@@ -188,10 +206,15 @@ def uneven(rates: Sequence[float], pieces: int | None = None) -> Schedule:
     rounds: list[list[Move]] = [[] for _ in range(pieces + 1)]
     for piece in range(pieces):
         for place, owner in enumerate(owning):
-            chunk, others = piece * len(owning) + place, [rank for rank in range(size) if rank != owner]
+            chunk, others = (
+                piece * len(owning) + place,
+                [rank for rank in range(size) if rank != owner],
+            )
             rounds[piece] += [Move(src, owner, chunk, True) for src in others]
             rounds[piece + 1] += [Move(owner, dst, chunk, False) for dst in others]
-    return Schedule("uneven", size, tuple(parts[owner] / pieces for owner in owning) * pieces, _rounds(rounds))
+    return Schedule(
+        "uneven", size, tuple(parts[owner] / pieces for owner in owning) * pieces, _rounds(rounds)
+    )
 
 
 def fractions(rates: Sequence[float]) -> list[float]:
@@ -236,7 +259,10 @@ def hierarchical(hosts: Sequence[int], between: Callable[[int], Schedule] = ring
     gather = [Move(rank, leader, c, True) for rank, leader in rest for c in chunks]
     spread = [Move(leader, rank, c, False) for rank, leader in rest for c in chunks]
     # The schedule of the leaders numbers them from 0: put their ranks into its moves.
-    middle = [[Move(leaders[m.src], leaders[m.dst], m.chunk, m.add) for m in moves] for moves in outer.rounds]
+    middle = [
+        [Move(leaders[m.src], leaders[m.dst], m.chunk, m.add) for m in moves]
+        for moves in outer.rounds
+    ]
     name = f"hierarchical({outer.name})"
     return Schedule(name, len(hosts), outer.chunks, _rounds([gather, *middle, spread]))
 
@@ -252,7 +278,9 @@ def _uneven_hosts(hosts: Sequence[int], rates: Sequence[float]) -> Schedule:
     return hierarchical(hosts, lambda _: uneven(host_rates))
 
 
-ScheduleName = Literal["direct", "ring", "owners", "tree", "halving-doubling", "hierarchical", "uneven"]
+ScheduleName = Literal[
+    "direct", "ring", "owners", "tree", "halving-doubling", "hierarchical", "uneven"
+]
 SCHEDULES: dict[str, Callable[[Sequence[int], Sequence[float]], Schedule]] = {
     "direct": lambda hosts, _: direct(len(hosts)),
     "ring": lambda hosts, _: ring(len(hosts)),
@@ -316,24 +344,38 @@ def check(schedule: Schedule) -> None:
     for step, moves in enumerate(schedule.rounds):
         before = [list(row) for row in state]
         assert len(set(moves)) == len(moves), f"round {step} makes a move twice"
-        for (dst, chunk), group in groupby(sorted(moves, key=lambda m: (m.dst, m.chunk, m.src)), key=lambda m: (m.dst, m.chunk)):
+        for (dst, chunk), group in groupby(
+            sorted(moves, key=lambda m: (m.dst, m.chunk, m.src)), key=lambda m: (m.dst, m.chunk)
+        ):
             into = list(group)
             assert all(m.src != dst for m in into), f"round {step}: rank {dst} sends to itself"
             if not all(m.add for m in into):
-                assert len(into) == 1, f"round {step}: chunk {chunk} of rank {dst} is kept and changed at once"
-                assert _ranks(before[into[0].src][chunk]) == sorted(everyone), f"round {step}: {into[0]} is kept before it is complete"
+                assert len(into) == 1, (
+                    f"round {step}: chunk {chunk} of rank {dst} is kept and changed at once"
+                )
+                assert _ranks(before[into[0].src][chunk]) == sorted(everyone), (
+                    f"round {step}: {into[0]} is kept before it is complete"
+                )
                 state[dst][chunk] = before[into[0].src][chunk]
                 continue
-            terms = sorted([(m.src, before[m.src][chunk]) for m in into] + [(dst, before[dst][chunk])])
+            terms = sorted(
+                [(m.src, before[m.src][chunk]) for m in into] + [(dst, before[dst][chunk])]
+            )
             state[dst][chunk] = tuple(term for _, term in terms)
             contributors = _ranks(state[dst][chunk])
-            assert len(contributors) == len(set(contributors)), f"round {step}: rank {dst} counts {contributors} in chunk {chunk}"
+            assert len(contributors) == len(set(contributors)), (
+                f"round {step}: rank {dst} counts {contributors} in chunk {chunk}"
+            )
     # All contributions once, and the same history everywhere: the same bits on all ranks.
     for rank in range(size):
         for chunk in range(count):
             contributors = _ranks(state[rank][chunk])
-            assert contributors == sorted(everyone), f"rank {rank} ends with {contributors} in chunk {chunk}"
-            assert state[rank][chunk] == state[0][chunk], f"rank {rank} adds chunk {chunk} up in another order than rank 0"
+            assert contributors == sorted(everyone), (
+                f"rank {rank} ends with {contributors} in chunk {chunk}"
+            )
+            assert state[rank][chunk] == state[0][chunk], (
+                f"rank {rank} adds chunk {chunk} up in another order than rank 0"
+            )
 
 
 def seconds(schedule: Schedule, nbytes: int, network: ScheduleNetwork) -> float:
@@ -382,10 +424,20 @@ def draw(schedule: Schedule) -> str:
     heads = [f"round {number}" for number in range(len(schedule.rounds))]
     widths = [max(len(head), *(len(row[i]) for row in cells)) for i, head in enumerate(heads)]
     label = len(f"rank {schedule.size - 1}")
-    lines = [" " * label + "".join(f" | {head:<{width}}" for head, width in zip(heads, widths, strict=True))]
+    lines = [
+        " " * label
+        + "".join(f" | {head:<{width}}" for head, width in zip(heads, widths, strict=True))
+    ]
     for rank, row in enumerate(cells):
-        lines.append(f"{f'rank {rank}':<{label}}" + "".join(f" | {cell:<{width}}" for cell, width in zip(row, widths, strict=True)))
-    counts = [(schedule.size, "rank"), (len(schedule.chunks), "chunk"), (len(schedule.rounds), "round")]
+        lines.append(
+            f"{f'rank {rank}':<{label}}"
+            + "".join(f" | {cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        )
+    counts = [
+        (schedule.size, "rank"),
+        (len(schedule.chunks), "chunk"),
+        (len(schedule.rounds), "round"),
+    ]
     title = f"{schedule.name}: " + ", ".join(counted(number, word) for number, word in counts)
     legend = "0 +> 1: sends chunk 0 to rank 1, which adds it; 0 -> 1: which keeps it"
     return "\n".join([title, legend, "", *(line.rstrip() for line in lines)])

@@ -6,7 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-SKIPPED = "Skip a step on all workers or on none: decide by what all of them have, such as run.mean(loss)"
+SKIPPED = (
+    "Skip a step on all workers or on none: decide by what all of them have, such as run.mean(loss)"
+)
 
 
 class Sightings:
@@ -42,7 +44,8 @@ class Sightings:
         """
         waited = time.monotonic() - self._met
         return (
-            f"step {step}, {what}: rank {self._names[rank]} waited {waited:.1f} s in vain for {self.whereabouts(ranks)}. "
+            f"step {step}, {what}: rank {self._names[rank]} waited {waited:.1f} s in vain for "
+            f"{self.whereabouts(ranks)}. "
             "If it is only slow, raise start(deadline=seconds); else look at its own output"
         )
 
@@ -54,7 +57,11 @@ class Sightings:
             # A worker that is not of this group was never seen here.
             rank = self._names.index(name) if name in self._names else len(self._seen)
             seen = self._seen[rank] if rank < len(self._seen) else None
-            last = f", last seen at {seen[0]} of step {seen[1]}, {ago:.1f} s ago" if seen else ", never seen"
+            last = (
+                f", last seen at {seen[0]} of step {seen[1]}, {ago:.1f} s ago"
+                if seen
+                else ", never seen"
+            )
             texts.append(f"rank {name}{self._on(rank)}{last}")
         return "; ".join(texts) or "a rank that can't be named"
 
@@ -70,7 +77,10 @@ class Sightings:
         # The earliest step in which they differ says most: later ones follow from it.
         for step, counts in sorted(by_step.items()):
             if len(set(counts.values())) > 1:
-                sides = (f"rank {self._names[rank]}{self._on(rank)} has made {count}" for rank, count in counts.items())
+                sides = (
+                    f"rank {self._names[rank]}{self._on(rank)} has made {count}"
+                    for rank, count in counts.items()
+                )
                 return f"in step {step} optimizers have not stepped alike ({'; '.join(sides)})"
         return ""
 
@@ -81,10 +91,16 @@ class Sightings:
         for rank, (what, step, where, *_) in enumerate(heads):
             text = f"{what}{f' ({where})' if where else ''} of step {step}{lines[rank]}"
             places.setdefault(text, []).append(f"{self._names[rank]}{self._on(rank)}")
-        sides = "; ".join(f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)} at {text}" for text, ranks in places.items())
+        sides = "; ".join(
+            f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)} at {text}"
+            for text, ranks in places.items()
+        )
         unequal = self.unequal(heads)
         why = f"{unequal[0].upper()}{unequal[1:]}. {SKIPPED}" if unequal else ""
-        return f"workers have come apart: {sides}. {why or 'Every worker has to make the same collective calls in the same order'}"
+        return (
+            f"workers have come apart: {sides}. "
+            f"{why or 'Every worker has to make the same collective calls in the same order'}"
+        )
 
     def _on(self, rank: int) -> str:
         return f" on {self.hosts[rank]}" if rank < len(self.hosts) else ""

@@ -49,7 +49,11 @@ def apart(waits: Mapping[int, RankWait]) -> dict[int, RankWait]:
     stuck = {rank: wait for rank, wait in waits.items() if wait.channel != LOOSE}
     # Drop ranks that wait for no rank in the set, until none can be dropped: a circle is left.
     while True:
-        waiting = {rank: wait for rank, wait in stuck.items() if any(_behind(other, wait) for q, other in stuck.items() if q != rank)}
+        waiting = {
+            rank: wait
+            for rank, wait in stuck.items()
+            if any(_behind(other, wait) for q, other in stuck.items() if q != rank)
+        }
         if len(waiting) == len(stuck):
             return waiting
         stuck = waiting
@@ -58,12 +62,18 @@ def apart(waits: Mapping[int, RankWait]) -> dict[int, RankWait]:
 def describe(stuck: Mapping[int, RankWait], names: Sequence[int]) -> Mismatch:
     """Make the error of ranks that have come apart."""
     texts = [stuck[rank].text if rank in stuck else "" for rank in range(max(stuck) + 1)]
-    return Mismatch(f"workers have come apart: {sides(texts, names)}. Every worker has to make the same collective calls in the same order")
+    return Mismatch(
+        f"workers have come apart: {sides(texts, names)}. Every worker has to make the same "
+        "collective calls in the same order"
+    )
 
 
 def late(what: str, seconds: float, absent: Mapping[int, RankWait | None]) -> str:
     """Write the message of a deadline that has passed. `absent`: the calls of missing ranks."""
-    places = "; ".join(f"rank {rank} is {'in no call' if wait is None else f'at {wait.text}'}" for rank, wait in absent.items())
+    places = "; ".join(
+        f"rank {rank} is {'in no call' if wait is None else f'at {wait.text}'}"
+        for rank, wait in absent.items()
+    )
     return f"{what}: {seconds:.1f} s have passed and ranks {list(absent)} are missing ({places})"
 
 

@@ -16,7 +16,14 @@ DIMS = 16  # most dims of a tensor
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+        *(
+            torch.float64,
+            torch.float32,
+            torch.float16,
+            torch.bfloat16,
+            torch.complex64,
+            torch.complex128,
+        ),
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     )
 }
@@ -40,10 +47,19 @@ class TensorForm(NamedTuple):
 
 def read(form: Any) -> TensorForm:
     """Read the form of a tensor from a header. Raises `MalformedMessage`."""
-    if not isinstance(form, list) or len(form) != 2 or not isinstance(form[0], str) or form[0] not in DTYPES:
+    if (
+        not isinstance(form, list)
+        or len(form) != 2
+        or not isinstance(form[0], str)
+        or form[0] not in DTYPES
+    ):
         raise MalformedMessage("a tensor in its header has no dtype that is known")
     dtype, shape = form
-    if not isinstance(shape, list) or len(shape) > DIMS or any(type(length) is not int or length < 0 for length in shape):
+    if (
+        not isinstance(shape, list)
+        or len(shape) > DIMS
+        or any(type(length) is not int or length < 0 for length in shape)
+    ):
         raise MalformedMessage("a tensor in its header has no shape")
     # Torch computes strides for empty tensors as well, so a dim of 0 must not hide a huge one.
     if math.prod(max(length, 1) for length in shape) >= 1 << 48:
@@ -62,7 +78,9 @@ def tensor(form: TensorForm, frames: Sequence[memoryview]) -> Tensor:
     """Make the tensor whose bytes are in `frames`. Raises `MalformedMessage`."""
     dtype, nbytes = DTYPES[form.name], sum(frame.nbytes for frame in frames)
     if form.nbytes != nbytes:
-        raise MalformedMessage(f"a tensor {form.name}{list(form.shape)} needs {form.nbytes} bytes, and {nbytes} came")
+        raise MalformedMessage(
+            f"a tensor {form.name}{list(form.shape)} needs {form.nbytes} bytes, and {nbytes} came"
+        )
     if not nbytes:
         return torch.empty(form.shape, dtype=dtype)
     # A single frame that may be written to is the tensor's memory; others are put together.

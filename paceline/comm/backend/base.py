@@ -39,7 +39,15 @@ class BackendBase(ProcessGroup):
         pairs: A process group of Gloo of the same ranks, for messages between two of them.
     """
 
-    def __init__(self, rank: int, ranks: Sequence[int], meet: Callable[[], Members], store: Store, *, pairs: Any) -> None:
+    def __init__(
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        meet: Callable[[], Members],
+        store: Store,
+        *,
+        pairs: Any,
+    ) -> None:
         # The only constructor that subclasses in Python can call.
         super().__init__(rank, len(ranks))  # type: ignore[call-arg]
         self._rank, self._size, self._ranks = rank, len(ranks), tuple(ranks)
@@ -90,7 +98,8 @@ class BackendBase(ProcessGroup):
     def _get_backend(self, device: torch.device) -> BackendBase:  # type: ignore[override]
         if torch.device(device).type != "cpu":
             raise UsageError(
-                f"the backend paceline moves tensors in the processor's memory, not on {device}; use x.cpu() or another backend"
+                f"the backend paceline moves tensors in the processor's memory, not on {device}; "
+                "use x.cpu() or another backend"
             )
         return self
 
@@ -137,7 +146,9 @@ class BackendBase(ProcessGroup):
         self._sequence += 1
         return self._follow(self._issuer.begin(call), finish, opts, outputs)
 
-    def _follow(self, work: Work[Any], finish: Finish | None, opts: Any, outputs: Any) -> BackendWork:
+    def _follow(
+        self, work: Work[Any], finish: Finish | None, opts: Any, outputs: Any
+    ) -> BackendWork:
         """Wrap a Work of a group as a Work of torch, which ends even if no caller waits for it."""
         begun = self._work(work, finish, opts, outputs, self._completer)
         if self._coalesced is not None:
@@ -153,14 +164,27 @@ class BackendBase(ProcessGroup):
             self._coalesced.append(begun)
         return begun
 
-    def _join(self, works: list[BackendWork], opts: Any, outputs: Any, finish: Finish | None = None) -> BackendWork:
+    def _join(
+        self, works: list[BackendWork], opts: Any, outputs: Any, finish: Finish | None = None
+    ) -> BackendWork:
         """Make one Work of several."""
         messages = any(work.completer is self._message_completer for work in works)
         completer = self._message_completer if messages else self._completer
-        return self._work(JoinedWork(works) if works else Finished(), finish, opts, outputs, completer)
+        return self._work(
+            JoinedWork(works) if works else Finished(), finish, opts, outputs, completer
+        )
 
-    def _work(self, work: Work[Any], finish: Finish | None, opts: Any, outputs: Any, completer: Completer) -> BackendWork:
-        return BackendWork(work, finish, outputs, self._seconds(opts), completer=completer, locate=self._issuer.locate)
+    def _work(
+        self, work: Work[Any], finish: Finish | None, opts: Any, outputs: Any, completer: Completer
+    ) -> BackendWork:
+        return BackendWork(
+            work,
+            finish,
+            outputs,
+            self._seconds(opts),
+            completer=completer,
+            locate=self._issuer.locate,
+        )
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []
@@ -191,7 +215,9 @@ def one(tensors: Any, what: str) -> Any:
     if isinstance(tensors, Tensor):
         return tensors
     if len(tensors) != 1:
-        raise UsageError(f"{what}: {len(tensors)} tensors, and the backend paceline takes one on each rank")
+        raise UsageError(
+            f"{what}: {len(tensors)} tensors, and the backend paceline takes one on each rank"
+        )
     return tensors[0]
 
 

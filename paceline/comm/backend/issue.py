@@ -78,7 +78,9 @@ class Issuer:
                 raise self._broken
             self._behind += 1
             if self._thread is None:
-                self._thread = threading.Thread(target=self._issue, name="paceline backend", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._issue, name="paceline backend", daemon=True
+                )
                 self._thread.start()
                 # A thread that is inside torch while Python ends takes the process down with it.
                 self._unregister = at_exit(self._close)
@@ -91,15 +93,26 @@ class Issuer:
 
     def locate(self, error: BaseException) -> None:
         """Add a note to an error: the hosts of the ranks that it names."""
-        absent = error.missing if isinstance(error, DeadlineExceeded) else error.ranks if isinstance(error, WorkerLost) else ()
-        hosts = dict(zip(self._ranks, self._met.hosts if self._met is not None else (), strict=False))
+        absent = (
+            error.missing
+            if isinstance(error, DeadlineExceeded)
+            else error.ranks
+            if isinstance(error, WorkerLost)
+            else ()
+        )
+        hosts = dict(
+            zip(self._ranks, self._met.hosts if self._met is not None else (), strict=False)
+        )
         if places := [f"rank {rank} is on host {hosts[rank]}" for rank in absent if rank in hosts]:
             error.add_note(f"Of these, {', '.join(places)}.")
 
     def end(self, act: Callable[[Group], None]) -> None:
         """Begin nothing more, and let `act` end the group."""
         with self._lock:
-            self._direct, self._broken = False, self._broken or ViewChanged("this process group has been destroyed")
+            self._direct, self._broken = (
+                False,
+                self._broken or ViewChanged("this process group has been destroyed"),
+            )
         if self._met is not None:
             with contextlib.suppress(PacelineError):  # another rank has ended the group before
                 act(self._met.group)
@@ -127,7 +140,12 @@ class Issuer:
             # From here on, callers may begin operations themselves.
             with self._lock:
                 self._behind -= 1
-                self._direct = not self._behind and self._broken is None and self._met is not None and isinstance(self._met.group, AT_ONCE)
+                self._direct = (
+                    not self._behind
+                    and self._broken is None
+                    and self._met is not None
+                    and isinstance(self._met.group, AT_ONCE)
+                )
 
 
 class IssuedWork:
@@ -155,11 +173,16 @@ class IssuedWork:
     def wait(self, timeout: float | None = None) -> Any:
         began = time.monotonic()
         if not self._begun.wait(timeout):
-            raise DeadlineExceeded(f"not all ranks of this process group came to this operation within {timeout:g} s; they may still")
+            raise DeadlineExceeded(
+                f"not all ranks of this process group came to this operation within {timeout:g} s; "
+                "they may still"
+            )
         if self._error is not None:
             raise self._error
         assert self._work is not None
-        return self._work.wait(None if timeout is None else max(0.001, timeout - (time.monotonic() - began)))
+        return self._work.wait(
+            None if timeout is None else max(0.001, timeout - (time.monotonic() - began))
+        )
 
     def done(self) -> bool:
         return self._begun.is_set() and (self._work is None or self._work.done())

@@ -37,92 +37,166 @@ class GroupBackend(ReducingBackend):
     #
     # Torch's C++ calls one overload of each method, with lists that hold one tensor.
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
+    # torch calls one of the overloads
+    def allgather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> BackendWork:  # type: ignore[override]
         """Gather the tensors of all ranks into a list. They may differ in the first dim."""
         x, outs = one(inputs, "all_gather"), one(outputs, "all_gather")
         if len(outs) != self._size:
-            raise UsageError(f"all_gather: {len(outs)} tensors for the results of {self._size} ranks; give one for each rank")
+            raise UsageError(
+                f"all_gather: {len(outs)} tensors for the results of {self._size} ranks; "
+                "give one for each rank"
+            )
         return self._all_gather(outs, x, opts, outs)
 
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> BackendWork:
+    def allgather_coalesced(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> BackendWork:
         """Gather several tensors, each from all ranks. `outputs`: a list for each rank."""
-        works = [self._all_gather([outs[i] for outs in outputs], x, opts, outputs) for i, x in enumerate(inputs)]
+        works = [
+            self._all_gather([outs[i] for outs in outputs], x, opts, outputs)
+            for i, x in enumerate(inputs)
+        ]
         return self._join(works, opts, outputs)
 
     def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> BackendWork:
         """Gather the tensors of all ranks into one tensor, one after another."""
         if output.numel() != source.numel() * self._size or output.dtype != source.dtype:
             sizes = f"{source.dtype} {list(source.shape)} into {output.dtype} {list(output.shape)}"
-            raise UsageError(f"all_gather over {self._size} ranks can't put {sizes}: the output holds the inputs of all ranks")
+            raise UsageError(
+                f"all_gather over {self._size} ranks can't put {sizes}: "
+                "the output holds the inputs of all ranks"
+            )
         if output.is_contiguous():
-            return self._all_gather(list(output.view(self._size, *source.shape).unbind()), source, opts, [output])
+            return self._all_gather(
+                list(output.view(self._size, *source.shape).unbind()), source, opts, [output]
+            )
 
         def finish(parts: list[Tensor]) -> None:
             output.copy_(torch.stack(parts).view(output.shape))
 
         return self._begin(lambda group: group.all_gather(source), finish, opts, [output])
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> BackendWork:
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> BackendWork:
         """Gather several tensors as `all_gather_single` does."""
-        return self._join([self.all_gather_single(out, x, opts) for out, x in zip(outputs, inputs, strict=True)], opts, outputs)
+        return self._join(
+            [self.all_gather_single(out, x, opts) for out, x in zip(outputs, inputs, strict=True)],
+            opts,
+            outputs,
+        )
 
     _allgather_base = all_gather_single  # type: ignore[assignment]  # name before torch 2.13
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
 
-    def _all_gather(self, outs: Sequence[Tensor], x: Tensor, opts: Any, outputs: Any) -> BackendWork:
+    def _all_gather(
+        self, outs: Sequence[Tensor], x: Tensor, opts: Any, outputs: Any
+    ) -> BackendWork:
         # The group writes into `outs` if they are laid out as it sends.
-        fit = all(out.shape == x.shape and out.dtype == x.dtype and out.is_contiguous() for out in outs) and not x.is_complex()
+        fit = (
+            all(
+                out.shape == x.shape and out.dtype == x.dtype and out.is_contiguous()
+                for out in outs
+            )
+            and not x.is_complex()
+        )
 
         def call(group: Group) -> Work[Any]:
             return gather_into(group, x, outs) if fit else group.all_gather(x)
 
         return self._begin(call, lambda parts: _copy_all(outs, parts), opts, outputs)
 
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
+    # torch calls one of the overloads
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]
         """Give all ranks the values of the root rank, in place."""
         x, root = one(tensors, "broadcast"), root_of(opts)
         return self._begin(lambda group: group.broadcast(x, root=root), None, opts, [x])
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
+    # torch calls one of the overloads
+    def gather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> BackendWork:  # type: ignore[override]
         """Gather the tensors of all ranks on the root rank."""
         x, root, me = one(inputs, "gather"), root_of(opts), self._rank
         if me != root:
             return self._begin(lambda group: group.exchange([(root, x)], []), None, opts, outputs)
         outs = one(outputs, "gather")
         if len(outs) != self._size:
-            raise UsageError(f"gather: {len(outs)} tensors for the results of {self._size} ranks; give one for each rank")
+            raise UsageError(
+                f"gather: {len(outs)} tensors for the results of {self._size} ranks; "
+                "give one for each rank"
+            )
         outs[me].copy_(x)
-        return self._begin(lambda group: group.exchange([], [(r, out) for r, out in enumerate(outs) if r != me]), None, opts, outs)
+        return self._begin(
+            lambda group: group.exchange([], [(r, out) for r, out in enumerate(outs) if r != me]),
+            None,
+            opts,
+            outs,
+        )
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
+    # torch calls one of the overloads
+    def scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
+    ) -> BackendWork:  # type: ignore[override]
         """Give each rank its tensor of the list that the root rank has."""
         out, root, me = one(outputs, "scatter"), root_of(opts), self._rank
         if me != root:
             return self._begin(lambda group: group.exchange([], [(root, out)]), None, opts, outputs)
         parts = one(inputs, "scatter")
         if len(parts) != self._size:
-            raise UsageError(f"scatter: {len(parts)} tensors for {self._size} ranks; give one for each rank")
+            raise UsageError(
+                f"scatter: {len(parts)} tensors for {self._size} ranks; give one for each rank"
+            )
         out.copy_(parts[me])
-        return self._begin(lambda group: group.exchange([(r, part) for r, part in enumerate(parts) if r != me], []), None, opts, outputs)
+        return self._begin(
+            lambda group: group.exchange(
+                [(r, part) for r, part in enumerate(parts) if r != me], []
+            ),
+            None,
+            opts,
+            outputs,
+        )
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> BackendWork:
+    def alltoall(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> BackendWork:
         """Send one tensor of a list to each rank. Shapes may differ."""
         return self._all_to_all(outputs, inputs, opts, outputs)
 
     def all_to_all_single(
-        self, output: Tensor, source: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+        self,
+        output: Tensor,
+        source: Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
     ) -> BackendWork:
         """Cut a tensor in its first dim, evenly or by the splits, and send a part to each rank."""
-        outs, parts = _split(output, output_splits, self._size), _split(source, input_splits, self._size)
+        outs, parts = (
+            _split(output, output_splits, self._size),
+            _split(source, input_splits, self._size),
+        )
         return self._all_to_all(outs, parts, opts, [output])
 
     alltoall_base = all_to_all_single  # type: ignore[assignment]  # the name of torch before 2.13
 
-    def _all_to_all(self, outs: list[Tensor], parts: list[Tensor], opts: Any, outputs: Any) -> BackendWork:
+    def _all_to_all(
+        self, outs: list[Tensor], parts: list[Tensor], opts: Any, outputs: Any
+    ) -> BackendWork:
         if len(parts) != self._size or len(outs) != self._size:
-            raise UsageError(f"all_to_all: {len(parts)} tensors into {len(outs)}, and there are {self._size} ranks; give one for each rank")
+            raise UsageError(
+                f"all_to_all: {len(parts)} tensors into {len(outs)}, and there are {self._size} "
+                "ranks; give one for each rank"
+            )
         flat = [part.reshape(-1) for part in parts]
-        return self._begin(lambda group: group.all_to_all(flat), lambda received: _copy_all(outs, received), opts, outputs)
+        return self._begin(
+            lambda group: group.all_to_all(flat),
+            lambda received: _copy_all(outs, received),
+            opts,
+            outputs,
+        )
 
     # ---- barriers
 
@@ -130,7 +204,9 @@ class GroupBackend(ReducingBackend):
         """Wait for all ranks."""
         return self._begin(lambda group: group.barrier(), None, opts, [])
 
-    def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(
+        self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:
         """Wait for all ranks.
 
         Args:
@@ -154,13 +230,21 @@ class GroupBackend(ReducingBackend):
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> BackendWork:
         """Send a tensor to one rank."""
         name = self._ranks[to]
-        work = PairWork(self._pairs.send(tensors, to, tag), f"rank {name} has not received what was sent to it", name)
+        work = PairWork(
+            self._pairs.send(tensors, to, tag),
+            f"rank {name} has not received what was sent to it",
+            name,
+        )
         return self._message(work, tensors)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> BackendWork:
         """Receive a tensor from one rank."""
         name = self._ranks[source]
-        work = PairWork(self._pairs.recv(tensors, source, tag), f"rank {name} has not sent what is awaited from it", name)
+        work = PairWork(
+            self._pairs.recv(tensors, source, tag),
+            f"rank {name} has not sent what is awaited from it",
+            name,
+        )
         return self._message(work, tensors)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
@@ -173,7 +257,9 @@ def _split(x: Tensor, splits: list[int], size: int) -> list[Tensor]:
     if splits:
         return list(x.split(splits))
     if x.shape[0] % size:
-        raise UsageError(f"all_to_all: {x.shape[0]} rows can't be dealt evenly to {size} ranks; give splits")
+        raise UsageError(
+            f"all_to_all: {x.shape[0]} rows can't be dealt evenly to {size} ranks; give splits"
+        )
     return list(x.split(x.shape[0] // size)) if x.shape[0] else [x] * size
 
 

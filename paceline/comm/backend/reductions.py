@@ -36,7 +36,8 @@ BITWISE: dict[Any, Fold] = {
 class ReducingBackend(BackendBase):
     """The reductions of a process group of torch.distributed."""
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
+    # torch calls one of the overloads
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]
         """Reduce the only tensor of a list, in place."""
         x = one(tensors, "all_reduce")
         if x.is_sparse:
@@ -78,9 +79,15 @@ class ReducingBackend(BackendBase):
             for x, parts in zip(tensors, gathered, strict=True):
                 x.copy_(fold(parts))
 
-        return self._begin(lambda group: CompositeWork([group.all_gather(x) for x in tensors]), finish, opts, outputs)
+        return self._begin(
+            lambda group: CompositeWork([group.all_gather(x) for x in tensors]),
+            finish,
+            opts,
+            outputs,
+        )
 
-    def reduce(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
+    # torch calls one of the overloads
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]
         """Reduce to the root rank, in place there. Tensors of other ranks don't change."""
         x, root = one(tensors, "reduce"), root_of(opts)
         op = reduction(opts, x)
@@ -90,25 +97,43 @@ class ReducingBackend(BackendBase):
             held = x if self._rank == root else x.clone()
             return self._fold([held], op, opts, tensors)
         # Groups have no reduce: all ranks reduce, and all but the root drop the result.
-        out = real(x) if self._rank == root else torch.empty_like(real(x), memory_format=torch.contiguous_format)
-        return self._begin(lambda group: group.all_reduce(real(x), op=op, out=out), None, opts, tensors)
+        out = (
+            real(x)
+            if self._rank == root
+            else torch.empty_like(real(x), memory_format=torch.contiguous_format)
+        )
+        return self._begin(
+            lambda group: group.all_reduce(real(x), op=op, out=out), None, opts, tensors
+        )
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
+    # torch calls one of the overloads
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
+    ) -> BackendWork:  # type: ignore[override]
         """Reduce a list of tensors, one for each rank, and keep this rank's. Sizes may differ."""
         out, parts = one(outputs, "reduce_scatter"), inputs[0]
         if len(parts) != self._size:
-            raise UsageError(f"reduce_scatter: {len(parts)} tensors for {self._size} ranks; give one for each rank")
+            raise UsageError(
+                f"reduce_scatter: {len(parts)} tensors for {self._size} ranks; "
+                "give one for each rank"
+            )
         joined = torch.cat([part.reshape(-1) for part in parts])
         if all(part.numel() == parts[0].numel() for part in parts):
             return self._reduce_scatter(out, joined, opts, outputs)
         # Pieces of a group's reduce-scatter are even: with other sizes, all-reduce and cut.
         op = reduction(opts, joined)
         if callable(op):
-            raise UsageError("reduce_scatter: bitwise operations and averages of integers need tensors of one size")
+            raise UsageError(
+                "reduce_scatter: bitwise operations and averages of integers need tensors of one "
+                "size"
+            )
         own = parts[self._rank]
         if out.numel() != own.numel() or out.dtype != joined.dtype:
             sizes = f"{out.dtype} {list(out.shape)} of {joined.dtype} {list(own.shape)}"
-            raise UsageError(f"reduce_scatter: rank {self._rank} can't get {sizes}: its output has the size and dtype of its own input")
+            raise UsageError(
+                f"reduce_scatter: rank {self._rank} can't get {sizes}: its output has the size and "
+                "dtype of its own input"
+            )
         start = sum(part.numel() for part in parts[: self._rank])
         stop = start + out.numel()
         return self._begin(
@@ -118,22 +143,37 @@ class ReducingBackend(BackendBase):
             outputs,
         )
 
-    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> BackendWork:
+    def reduce_scatter_single(
+        self, output: Tensor, source: Tensor, opts: Any = None
+    ) -> BackendWork:
         """Reduce a tensor that holds the parts of all ranks in order, and keep this rank's part."""
         return self._reduce_scatter(output, source, opts, [output])
 
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> BackendWork:
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> BackendWork:
         """Reduce several tensors as `reduce_scatter_single` does."""
-        return self._join([self._reduce_scatter(out, x, opts, [out]) for out, x in zip(outputs, inputs, strict=True)], opts, outputs)
+        return self._join(
+            [
+                self._reduce_scatter(out, x, opts, [out])
+                for out, x in zip(outputs, inputs, strict=True)
+            ],
+            opts,
+            outputs,
+        )
 
-    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # name before torch 2.13
+    # name before torch 2.13
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, opts: Any, outputs: Any) -> BackendWork:
         op = reduction(opts, x)
         if out.numel() * self._size != x.numel() or out.dtype != x.dtype:
             sizes = f"{out.dtype} {list(out.shape)} of {x.dtype} {list(x.shape)}"
-            raise UsageError(f"reduce_scatter over {self._size} ranks can't give {sizes}: its output has that part of the input")
+            raise UsageError(
+                f"reduce_scatter over {self._size} ranks can't give {sizes}: "
+                "its output has that part of the input"
+            )
         if callable(op):
             held, rank = x.clone(), self._rank
 
@@ -171,7 +211,10 @@ def reduction(opts: Any, *tensors: Tensor) -> Op | Fold:
     for torch_op, function in BITWISE.items():
         if op == torch_op:
             return function
-    raise UsageError(f"{op} is not a reduction of the backend paceline; there are {', '.join(map(str, (*REDUCTIONS, *BITWISE)))}")
+    raise UsageError(
+        f"{op} is not a reduction of the backend paceline; "
+        f"there are {', '.join(map(str, (*REDUCTIONS, *BITWISE)))}"
+    )
 
 
 def _whole(x: Tensor) -> bool:

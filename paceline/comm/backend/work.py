@@ -86,7 +86,9 @@ class BackendWork(TorchWork):
         If `seconds` are given and pass, `DeadlineExceeded` is raised and nothing has ended.
         """
         if not self._lock.acquire(timeout=-1 if seconds is None else seconds):
-            raise DeadlineExceeded(f"the operation has not ended within {seconds:g} s; it may still")
+            raise DeadlineExceeded(
+                f"the operation has not ended within {seconds:g} s; it may still"
+            )
         try:
             if self.ended:
                 return
@@ -201,7 +203,9 @@ class _Several:
         return all(work.done() for work in self._works)
 
     def exception(self) -> BaseException | None:
-        return next((error for work in self._works if (error := work.exception()) is not None), None)
+        return next(
+            (error for work in self._works if (error := work.exception()) is not None), None
+        )
 
 
 class CompositeWork(_Several):
@@ -234,9 +238,14 @@ class _GlooWork:
             except RuntimeError as error:
                 passed = time.monotonic() - began
                 if timeout is not None and passed >= timeout:
-                    self._error = DeadlineExceeded(f"{self._what} within {timeout:g} s", self._ranks)
+                    self._error = DeadlineExceeded(
+                        f"{self._what} within {timeout:g} s", self._ranks
+                    )
                 else:
-                    self._error = WorkerLost(f"{self._what}, {passed:.1f} s later: {str(error).splitlines()[0]}", self._ranks)
+                    self._error = WorkerLost(
+                        f"{self._what}, {passed:.1f} s later: {str(error).splitlines()[0]}",
+                        self._ranks,
+                    )
         if self._error is not None:
             raise self._error
 
@@ -301,7 +310,9 @@ class Completer:
                 backward.at_end(work.conclude)
         self._works.append((work, thread))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="paceline completer", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, name="paceline completer", daemon=True
+            )
             self._thread.start()
             # A thread that is inside torch while Python ends takes the process down with it.
             self._unregister = at_exit(self.close)

@@ -40,7 +40,9 @@ class CodedAllReduce:
         deadline: Seconds that a wait for a sum may take. Default: 240.
     """
 
-    def __init__(self, group: Group, stages: int, *, trace: Trace | None = None, deadline: float = 240.0) -> None:
+    def __init__(
+        self, group: Group, stages: int, *, trace: Trace | None = None, deadline: float = 240.0
+    ) -> None:
         self._group, self._stages, self._deadline = group, stages, deadline
         self.trace = Trace(0) if trace is None else trace
         self._inner: Group | None = None
@@ -66,7 +68,11 @@ class CodedAllReduce:
 
     @property
     def _all(self) -> list[Group]:
-        return [group for group in (self._inner, self._hands, *self._ways, self.beside) if group is not None]
+        return [
+            group
+            for group in (self._inner, self._hands, *self._ways, self.beside)
+            if group is not None
+        ]
 
     @property
     def crossed(self) -> int:
@@ -76,7 +82,10 @@ class CodedAllReduce:
     @property
     def traffic(self) -> Traffic:
         """Number of bytes that this rank has sent through all groups of this object."""
-        return Traffic(sum(group.traffic.within for group in self._all), sum(group.traffic.between for group in self._all))
+        return Traffic(
+            sum(group.traffic.within for group in self._all),
+            sum(group.traffic.between for group in self._all),
+        )
 
     @property
     def waited(self) -> float:
@@ -91,7 +100,12 @@ class CodedAllReduce:
             way: The leaders' coded exchange.
             name: Name of the call in errors and in the trace.
         """
-        job = StagedJob(lambda: [Flow(self._steps(flat, way, name), flat.numel())], lambda: flat, name, self._deadline)
+        job = StagedJob(
+            lambda: [Flow(self._steps(flat, way, name), flat.numel())],
+            lambda: flat,
+            name,
+            self._deadline,
+        )
         return self._line.start(job)
 
     def _steps(self, flat: Tensor, way: Way, name: str) -> Steps:

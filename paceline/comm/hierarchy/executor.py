@@ -60,7 +60,12 @@ class StagedJob:
     """
 
     def __init__(
-        self, flows: Callable[[], Iterable[Flow]], conclude: Callable[[], Any], what: str, deadline: float, written: Sequence[Tensor] = ()
+        self,
+        flows: Callable[[], Iterable[Flow]],
+        conclude: Callable[[], Any],
+        what: str,
+        deadline: float,
+        written: Sequence[Tensor] = (),
     ) -> None:
         self.flows, self.conclude, self.what, self.deadline = flows, conclude, what, deadline
         self.inference = begun(*written)
@@ -136,7 +141,9 @@ class _StageQueue:
         elements = 0 if piece is None else piece.elements
         with self._changed:
             # A piece larger than AHEAD goes in alone, else it would wait for ever.
-            self._changed.wait_for(lambda: not elements or not self._elements or self._elements + elements <= AHEAD)
+            self._changed.wait_for(
+                lambda: not elements or not self._elements or self._elements + elements <= AHEAD
+            )
             self._elements += elements
             self._pieces.append(piece)
             self._changed.notify_all()
@@ -170,7 +177,9 @@ class StagedExecutor:
             error that jobs end with, the same on all ranks.
     """
 
-    def __init__(self, name: str, stages: int, spread: Callable[[PacelineError], BaseException]) -> None:
+    def __init__(
+        self, name: str, stages: int, spread: Callable[[PacelineError], BaseException]
+    ) -> None:
         self.broken: BaseException | None = None  # the error that every later job gets
         self._finished = False
         self._spread = spread
@@ -182,7 +191,12 @@ class StagedExecutor:
         self._free = threading.Event()
         self._free.set()
         self._threads = [
-            threading.Thread(target=self._begin if not stage else self._go_on, args=(stage,), name=f"paceline {name} {stage}", daemon=True)
+            threading.Thread(
+                target=self._begin if not stage else self._go_on,
+                args=(stage,),
+                name=f"paceline {name} {stage}",
+                daemon=True,
+            )
             for stage in range(stages)
         ]
         for thread in self._threads:

@@ -27,8 +27,22 @@ from torch import Tensor
 
 from paceline.at_exit import at_exit
 from paceline.comm import fingerprint, reduction
-from paceline.comm.collectives import TAG, GeneratorWork, UncheckedExchange, all_gather, all_reduce_agreed
-from paceline.comm.group import Group, Op, Traffic, UncheckedAllReduce, UncheckedReduceScatter, Work, pieces
+from paceline.comm.collectives import (
+    TAG,
+    GeneratorWork,
+    UncheckedExchange,
+    all_gather,
+    all_reduce_agreed,
+)
+from paceline.comm.group import (
+    Group,
+    Op,
+    Traffic,
+    UncheckedAllReduce,
+    UncheckedReduceScatter,
+    Work,
+    pieces,
+)
 from paceline.comm.hierarchy.chunks import WIDTH, cut
 from paceline.comm.hierarchy.executor import Flow, StagedExecutor, StagedJob, Steps
 from paceline.comm.hierarchy.rails import SMALL, Rails, even
@@ -96,7 +110,10 @@ class HostsGroup:
         self.rank, self.size, self.view = flat.rank, flat.size, flat.view
         self.inner, self.outer, self.flat, self.hosts = inner, outer, flat, tuple(hosts)
         if len(self.hosts) != self.size:
-            raise UsageError(f"hosts has {len(self.hosts)} entries for {self.size} ranks; give the host of each rank")
+            raise UsageError(
+                f"hosts has {len(self.hosts)} entries for {self.size} ranks; "
+                "give the host of each rank"
+            )
         self.trace, self.deadline = Trace(0) if trace is None else trace, deadline
         # Numbers that give exchanges and gathers under way at the same time tags of their own.
         self._crossings = self._gathers = 0
@@ -140,14 +157,19 @@ class HostsGroup:
     def _compare(self, call: fingerprint.CallFingerprint, rows: int = 0) -> list[int]:
         """Compare `call` on all ranks, and return every rank's number of rows."""
         if isinstance(self.flat, ComparesCalls):
-            return [struct.unpack("<q", answer)[0] for answer in self.flat.check(call, struct.pack("<q", rows))]
+            return [
+                struct.unpack("<q", answer)[0]
+                for answer in self.flat.check(call, struct.pack("<q", rows))
+            ]
         answers = self.flat.gather_objects([str(call), call.flaw, rows], name=call.kind)
         fingerprint.compare([(text, flaw) for text, flaw, _ in answers])
         return [count for _, _, count in answers]
 
     # ---- reductions
 
-    def all_reduce(self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None) -> Work[Tensor]:
+    def all_reduce(
+        self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None
+    ) -> Work[Tensor]:
         self._compare(fingerprint.reducing("all_reduce", x, op, name, out))
         return self.all_reduce_agreed(x, op=op, out=out)
 
@@ -160,7 +182,13 @@ class HostsGroup:
         return self._reduce(x, op, x, may_move=may_move)
 
     def all_reduce_agreed(
-        self, x: Tensor, *, op: Op = "sum", out: Tensor | None = None, across: Schedule | None = None, soon: bool = False
+        self,
+        x: Tensor,
+        *,
+        op: Op = "sum",
+        out: Tensor | None = None,
+        across: Schedule | None = None,
+        soon: bool = False,
     ) -> Work[Tensor]:
         """Reduce as `all_reduce` does, without comparing first.
 
@@ -174,7 +202,14 @@ class HostsGroup:
         return self._reduce(x, op, out, across=across, soon=soon)
 
     def _reduce(
-        self, x: Tensor, op: Op, out: Tensor | None, *, across: Schedule | None = None, soon: bool = False, may_move: bool | None = None
+        self,
+        x: Tensor,
+        op: Op,
+        out: Tensor | None,
+        *,
+        across: Schedule | None = None,
+        soon: bool = False,
+        may_move: bool | None = None,
     ) -> Work[Tensor]:
         """Reduce a tensor that all ranks agree on.
 
@@ -193,12 +228,16 @@ class HostsGroup:
             source = x.reshape(-1)
             if reduction.crossing(source, flat):
                 source = source.clone()  # else a chunk would overwrite what a later one reads
-            moving = may_move is not None and held == x.dtype and isinstance(self.inner, SharedGroup)
+            moving = (
+                may_move is not None and held == x.dtype and isinstance(self.inner, SharedGroup)
+            )
             for start, stop in cut(flat.numel()):
                 # The first chunk moves the whole tensor, so all later ones are there already.
                 to_move = flat if may_move and in_order and not start else None
                 inside = partial(self._sum_there, to_move) if moving else self._sum
-                chunk = self._chunk(source[start:stop], flat[start:stop], (held, op, added), inside, across)
+                chunk = self._chunk(
+                    source[start:stop], flat[start:stop], (held, op, added), inside, across
+                )
                 yield Flow(chunk, stop - start)
 
         def conclude() -> Tensor:
@@ -208,11 +247,17 @@ class HostsGroup:
 
         what = f"all_reduce of {x.numel()} elements over {len(set(self.hosts))} hosts"
         return self._line.start(
-            StagedJob(flows, conclude, what, self._deadline, () if out is None else [out]), soon=soon and flat.numel() <= SHORT
+            StagedJob(flows, conclude, what, self._deadline, () if out is None else [out]),
+            soon=soon and flat.numel() <= SHORT,
         )
 
     def _chunk(
-        self, own: Tensor, out: Tensor, how: tuple[torch.dtype, Op, Op], inside: HostSum, across: Schedule | None
+        self,
+        own: Tensor,
+        out: Tensor,
+        how: tuple[torch.dtype, Op, Op],
+        inside: HostSum,
+        across: Schedule | None,
     ) -> Steps:
         """Take one chunk through the stages: from this rank's part `own` to the result in `out`.
 
@@ -244,7 +289,9 @@ class HostsGroup:
         """Sum the parts of this host's ranks into `total`, on each of them."""
         return self.inner.all_reduce(own, op=op, out=total)
 
-    def _sum_there(self, to_move: Tensor | None, own: Tensor, total: Tensor, op: Op) -> Work[Tensor]:
+    def _sum_there(
+        self, to_move: Tensor | None, own: Tensor, total: Tensor, op: Op
+    ) -> Work[Tensor]:
         """Sum the parts of this host's ranks in place.
 
         `to_move`: the tensor whose memory moves first, and which `own` is the first chunk of; None
@@ -253,7 +300,9 @@ class HostsGroup:
         assert isinstance(self.inner, SharedGroup)
         if own.data_ptr() != total.data_ptr():
             total.copy_(own)
-        return self.inner.all_reduce_moving(total, op=op, may_move=to_move is not None, whole=to_move)
+        return self.inner.all_reduce_moving(
+            total, op=op, may_move=to_move is not None, whole=to_move
+        )
 
     def _cross(self, chunk: Tensor, op: Op, across: Schedule | None) -> Work[Tensor] | None:
         """Start the leaders' exchange of a chunk; None on workers that don't lead."""
@@ -318,7 +367,9 @@ class HostsGroup:
         self._compare(fingerprint.reducing("reduce_scatter", x, op, name))
         return self._reduce_scatter(x, op, None, compared=True)
 
-    def reduce_scatter_into(self, x: Tensor, out: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
+    def reduce_scatter_into(
+        self, x: Tensor, out: Tensor, *, op: Op = "sum", name: str | None = None
+    ) -> Work[Tensor]:
         """Reduce `x`, and write piece `rank` to `out`, as `WritesResults` describes."""
         self._compare(fingerprint.reducing("reduce_scatter", x, op, name))
         return self._reduce_scatter(x, op, out, compared=True)
@@ -327,44 +378,67 @@ class HostsGroup:
         """Reduce without comparing first; over rails if they are connected."""
         return self._reduce_scatter(x, op, None, compared=False)
 
-    def _reduce_scatter(self, x: Tensor, op: Op, out: Tensor | None, *, compared: bool) -> Work[Tensor]:
+    def _reduce_scatter(
+        self, x: Tensor, op: Op, out: Tensor | None, *, compared: bool
+    ) -> Work[Tensor]:
         reduction.admit(op, x.dtype)
         rails = self._rails_for(x, x.numel() * x.element_size() // self.size, compared=compared)
         if rails is None:
             flat = self.flat
-            work = flat.reduce_scatter_agreed(x, op=op) if isinstance(flat, UncheckedReduceScatter) else flat.reduce_scatter(x, op=op)
+            work = (
+                flat.reduce_scatter_agreed(x, op=op)
+                if isinstance(flat, UncheckedReduceScatter)
+                else flat.reduce_scatter(x, op=op)
+            )
             return work if out is None else _written(work, [out], out)
         start, stop = pieces(x.numel(), self.size)[self.rank]
         piece = fresh((stop - start,), x.dtype) if out is None else out
         what = f"reduce_scatter of {x.numel()} elements over {len(set(self.hosts))} hosts"
-        return self._line.start(StagedJob(lambda: rails.reduce(x, piece, op), lambda: piece, what, self._deadline, [piece]))
+        return self._line.start(
+            StagedJob(
+                lambda: rails.reduce(x, piece, op), lambda: piece, what, self._deadline, [piece]
+            )
+        )
 
     def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
         return self._all_gather(x, None, name)
 
-    def all_gather_into(self, x: Tensor, outs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
+    def all_gather_into(
+        self, x: Tensor, outs: Sequence[Tensor], *, name: str | None = None
+    ) -> Work[list[Tensor]]:
         """Gather every rank's `x` into `outs`: contiguous tensors of the shape and dtype of `x`."""
         return self._all_gather(x, list(outs), name)
 
-    def _all_gather(self, x: Tensor, outs: list[Tensor] | None, name: str | None) -> Work[list[Tensor]]:
+    def _all_gather(
+        self, x: Tensor, outs: list[Tensor] | None, name: str | None
+    ) -> Work[list[Tensor]]:
         call = fingerprint.rows("all_gather", x, name)
         rows = self._compare(call, x.shape[0] if x.dim() else 0)
         same_rows = len(set(rows)) == 1
         if outs is not None and not same_rows:
             counts = ", ".join(map(str, rows))
             raise Mismatch(
-                f"{call}: ranks bring {counts} rows; bring as many on each, as results go to tensors of one shape"
+                f"{call}: ranks bring {counts} rows; bring as many on each, as results go to "
+                "tensors of one shape"
             )
         # Rails cut all pieces into chunks alike, so they need pieces of one shape.
-        rails = self._rails_for(x, x.numel() * x.element_size(), compared=True) if same_rows else None
+        rails = (
+            self._rails_for(x, x.numel() * x.element_size(), compared=True) if same_rows else None
+        )
         if rails is None:
-            return self._gather_flat(x, [(count, *x.shape[1:]) if x.dim() else () for count in rows], outs)
+            return self._gather_flat(
+                x, [(count, *x.shape[1:]) if x.dim() else () for count in rows], outs
+            )
         gathered = [fresh(x.shape, x.dtype) for _ in rows] if outs is None else outs
         what = f"all_gather of {x.numel()} elements over {len(set(self.hosts))} hosts"
-        job = StagedJob(lambda: rails.gather(x, gathered), lambda: gathered, what, self._deadline, gathered)
+        job = StagedJob(
+            lambda: rails.gather(x, gathered), lambda: gathered, what, self._deadline, gathered
+        )
         return self._line.start(job)
 
-    def _gather_flat(self, x: Tensor, shapes: Sequence[Sequence[int]], outs: list[Tensor] | None) -> Work[list[Tensor]]:
+    def _gather_flat(
+        self, x: Tensor, shapes: Sequence[Sequence[int]], outs: list[Tensor] | None
+    ) -> Work[list[Tensor]]:
         """Gather from all ranks at once. All have agreed on the shapes."""
         # Several may be under way at a time: each has a tag of its own.
         self._gathers = (self._gathers + 1) % CROSSINGS
@@ -373,12 +447,28 @@ class HostsGroup:
 
     # ---- everything else goes over all ranks at once
 
-    def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        *,
+        tag: int = 0,
+    ) -> Work[None]:
         return self.flat.exchange(sends, recvs, tag=tag)
 
-    def exchange_agreed(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
+    def exchange_agreed(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        *,
+        tag: int = 0,
+    ) -> Work[None]:
         """Exchange without comparing first, if the network can."""
-        exchange = self.flat.exchange_agreed if isinstance(self.flat, UncheckedExchange) else self.flat.exchange
+        exchange = (
+            self.flat.exchange_agreed
+            if isinstance(self.flat, UncheckedExchange)
+            else self.flat.exchange
+        )
         return exchange(sends, recvs, tag=tag)
 
     def broadcast(self, x: Tensor, *, root: int = 0, name: str | None = None) -> Work[Tensor]:
@@ -429,7 +519,9 @@ def _written(work: Work[Any], outs: list[Tensor], result: Any) -> Work[Any]:
     def steps() -> Generator[Work[Any], None, Any]:
         yield work
         results = work.wait()
-        for out, part in zip(outs, [results] if isinstance(results, Tensor) else results, strict=True):
+        for out, part in zip(
+            outs, [results] if isinstance(results, Tensor) else results, strict=True
+        ):
             out.detach().copy_(part)
         return result
 

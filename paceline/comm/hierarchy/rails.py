@@ -24,7 +24,15 @@ from torch import Tensor
 
 from paceline.comm import reduction
 from paceline.comm.collectives import UncheckedExchange
-from paceline.comm.group import Group, Op, UncheckedReduceScatter, Work, WritesResults, gather_into, pieces
+from paceline.comm.group import (
+    Group,
+    Op,
+    UncheckedReduceScatter,
+    Work,
+    WritesResults,
+    gather_into,
+    pieces,
+)
 from paceline.comm.hierarchy.chunks import cut
 from paceline.comm.hierarchy.executor import Flow, Steps
 from paceline.trace import Trace
@@ -54,8 +62,16 @@ class Rails:
         trace: Gets the spans "between" and "within".
     """
 
-    def __init__(self, rail: Group, inner: Group, hands: Group, places: Sequence[Sequence[int]], trace: Trace) -> None:
-        self.rail, self._inner, self._hands, self._places, self._trace = rail, inner, hands, places, trace
+    def __init__(
+        self, rail: Group, inner: Group, hands: Group, places: Sequence[Sequence[int]], trace: Trace
+    ) -> None:
+        self.rail, self._inner, self._hands, self._places, self._trace = (
+            rail,
+            inner,
+            hands,
+            places,
+            trace,
+        )
         self._rank, self._size = places[rail.rank][inner.rank], sum(map(len, places))
         self._others = [host for host in range(rail.size) if host != rail.rank]
         self._crossings = 0
@@ -63,7 +79,9 @@ class Rails:
         self._staged = torch.empty(0, dtype=torch.uint8)
 
     @classmethod
-    def lay(cls, flat: Group, inner: Group, hands: Group, hosts: Sequence[int], trace: Trace) -> Rails:
+    def lay(
+        cls, flat: Group, inner: Group, hands: Group, hosts: Sequence[int], trace: Trace
+    ) -> Rails:
         """Make the rails of all ranks. Collective.
 
         Args:
@@ -75,11 +93,16 @@ class Rails:
         """
         inner_ranks = flat.gather_objects(inner.rank, name="rails")
         places = [
-            sorted((rank for rank, other in enumerate(hosts) if other == host), key=inner_ranks.__getitem__)
+            sorted(
+                (rank for rank, other in enumerate(hosts) if other == host),
+                key=inner_ranks.__getitem__,
+            )
             for host in dict.fromkeys(hosts)
         ]
         # Every rank takes part in making every rail, and is in one of them.
-        [rail] = [made for ranks in zip(*places, strict=True) if (made := flat.sub(ranks)) is not None]
+        [rail] = [
+            made for ranks in zip(*places, strict=True) if (made := flat.sub(ranks)) is not None
+        ]
         return cls(rail, inner, hands, places, trace)
 
     # ---- all-gather
@@ -100,12 +123,18 @@ class Rails:
         own, inner_rank = parts[self._rank], self._inner.rank
         begun = time.perf_counter_ns()
         # Along the rail: this worker now has the chunks of its counterparts on all hosts ...
-        yield self._cross({host: own for host in self._others}, {host: parts[self._places[host][inner_rank]] for host in self._others})
+        yield self._cross(
+            {host: own for host in self._others},
+            {host: parts[self._places[host][inner_rank]] for host in self._others},
+        )
         self._trace.record("all-gather", "between", begun, time.perf_counter_ns())
         # ... and hands them out inside its host: one gather for each host, all begun at once.
         with self._trace.span("hand out", "within"):
             host_parts = [[parts[rank] for rank in host_ranks] for host_ranks in self._places]
-            for places, work in [(places, gather_into(self._hands, places[inner_rank], places)) for places in host_parts]:
+            for places, work in [
+                (places, gather_into(self._hands, places[inner_rank], places))
+                for places in host_parts
+            ]:
                 for part, result in zip(places, work.wait(), strict=True):
                     if result.data_ptr() != part.data_ptr():
                         part.copy_(result)
@@ -119,8 +148,14 @@ class Rails:
         """
         source, edges = x.detach().reshape(-1), pieces(x.numel(), self._size)
         for start, stop in cut(max(after - before for before, after in edges)):
-            parts = [source[min(before + start, after) : min(before + stop, after)] for before, after in edges]
-            yield Flow(self._reduce(parts, stop - start, out[start:stop], op), (stop - start) * self.rail.size)
+            parts = [
+                source[min(before + start, after) : min(before + stop, after)]
+                for before, after in edges
+            ]
+            yield Flow(
+                self._reduce(parts, stop - start, out[start:stop], op),
+                (stop - start) * self.rail.size,
+            )
 
     def _reduce(self, parts: Sequence[Tensor], width: int, out: Tensor, op: Op) -> Steps:
         """Reduce one chunk of all pieces: at most `width` elements of each.
@@ -153,7 +188,11 @@ class Rails:
         if isinstance(self._inner, WritesResults):
             self._inner.reduce_scatter_into(staged, total, op=op).wait()
         else:
-            reduce = self._inner.reduce_scatter_agreed if isinstance(self._inner, UncheckedReduceScatter) else self._inner.reduce_scatter
+            reduce = (
+                self._inner.reduce_scatter_agreed
+                if isinstance(self._inner, UncheckedReduceScatter)
+                else self._inner.reduce_scatter
+            )
             total.copy_(reduce(staged, op=op).wait())
 
     def _stage(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -175,5 +214,9 @@ class Rails:
     def _cross(self, sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> Work[None]:
         """Begin an exchange along the rail: a tensor to each other host, and one from each."""
         self._crossings = (self._crossings + 1) % CROSSINGS
-        exchange = self.rail.exchange_agreed if isinstance(self.rail, UncheckedExchange) else self.rail.exchange
+        exchange = (
+            self.rail.exchange_agreed
+            if isinstance(self.rail, UncheckedExchange)
+            else self.rail.exchange
+        )
         return exchange(list(sends.items()), list(recvs.items()), tag=self._crossings)

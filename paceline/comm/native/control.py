@@ -95,7 +95,13 @@ class ControlLink:
 class ControlExchange:
     """Messages to and from other ranks. It is complete when all have come, and all are sent."""
 
-    def __init__(self, end: ControlNetwork, targets: Sequence[int], awaited: Sequence[Key], places: Sequence[memoryview]) -> None:
+    def __init__(
+        self,
+        end: ControlNetwork,
+        targets: Sequence[int],
+        awaited: Sequence[Key],
+        places: Sequence[memoryview],
+    ) -> None:
         # Payloads in the order of `awaited`, if there are no places for them.
         self.answers = [b""] * len(awaited)
         self._end, self._targets, self._awaited, self._places = end, {*targets}, awaited, places
@@ -115,13 +121,21 @@ class ControlExchange:
             self._places[index][:] = payload
         else:
             source = self._end.names[self._awaited[index][0]]
-            self._flaw = f"rank {source} sent {len(payload)} bytes, not the {self._places[index].nbytes} that it should have sent"
+            self._flaw = (
+                f"rank {source} sent {len(payload)} bytes, not the {self._places[index].nbytes} "
+                "that it should have sent"
+            )
         self._missing.discard(index)
 
     @property
     def complete(self) -> bool:
         """Whether everything has come, and everything is sent."""
-        return not (self._missing or self._flaw or self._targets & self._end.sending or self._targets & self._end.unreached)
+        return not (
+            self._missing
+            or self._flaw
+            or self._targets & self._end.sending
+            or self._targets & self._end.unreached
+        )
 
     @property
     def failure(self) -> str:
@@ -129,11 +143,21 @@ class ControlExchange:
         if self._flaw or not self._end.ended or self.complete:
             return self._flaw
         # A rank that a message is awaited from, or that some bytes did not reach.
-        broken = next((rank for rank, *_ in map(self._awaited.__getitem__, self._missing) if rank in self._end.ended), None)
+        broken = next(
+            (
+                rank
+                for rank, *_ in map(self._awaited.__getitem__, self._missing)
+                if rank in self._end.ended
+            ),
+            None,
+        )
         broken = next(iter(self._targets & self._end.unreached), None) if broken is None else broken
         if broken is None:
             return ""
-        return f"the connection to rank {self._end.names[broken]} has ended: {self._end.links[broken].ended}"
+        return (
+            f"the connection to rank {self._end.names[broken]} has ended: "
+            f"{self._end.links[broken].ended}"
+        )
 
     def within(self, seconds: float) -> bool:
         """Wait at most `seconds`; whether it is complete then. `RuntimeError` if it has failed."""
@@ -168,7 +192,10 @@ class ControlNetwork:
         try:
             self._listener = network.listen(address)
         except OSError as error:
-            raise PlaceError(f"can't listen on {address} ({error.strerror or error}): choose an address of this machine") from error
+            raise PlaceError(
+                f"can't listen on {address} ({error.strerror or error}): choose an address of this "
+                "machine"
+            ) from error
         self.listening = Listening(address, self._listener.getsockname()[1], random.token_hex(16))
         self._early: dict[Key, deque[bytes]] = {}  # payloads that came before their exchange began
         # Exchanges that wait for a message, each with the index of the message.
@@ -187,7 +214,9 @@ class ControlNetwork:
         self._closed = False
         self._polling = False
 
-    def connect(self, store: Store, others: Sequence[Listening], deadline: float, check: Callable[[], None]) -> None:
+    def connect(
+        self, store: Store, others: Sequence[Listening], deadline: float, check: Callable[[], None]
+    ) -> None:
         """Connect to all other ranks. Collective.
 
         Args:
@@ -206,10 +235,21 @@ class ControlNetwork:
             name, key = self.names[peer], store.derive(f"control {others[peer].token}")
             seconds_left = max(0.0, end - time.monotonic())
             ranks = (self.rank, peer)
-            connection = call(others[peer], key, ranks, who=f"rank {name}", name=name, deadline=seconds_left, check=check)
+            connection = call(
+                others[peer],
+                key,
+                ranks,
+                who=f"rank {name}",
+                name=name,
+                deadline=seconds_left,
+                check=check,
+            )
             self._enter(connection, peer, deadline)
         # Let the higher ranks in. Each caller proves itself in a thread, as some may say nothing.
-        key, callers = store.derive(f"control {self.listening.token}"), range(self.rank + 1, self.size)
+        key, callers = (
+            store.derive(f"control {self.listening.token}"),
+            range(self.rank + 1, self.size),
+        )
         crowd, news = CallerCrowd(STRANGERS), select.poll()
         self._listener.settimeout(TICK)
         news.register(self._listener, select.POLLIN)
@@ -219,7 +259,11 @@ class ControlNetwork:
             if time.monotonic() > end:
                 missing = tuple(self.names[peer] for peer in absent)
                 raise DeadlineExceeded(
-                    f"ranks {list(missing)} have not connected to rank {self.names[self.rank]} in {deadline:g} s", missing
+                    (
+                        f"ranks {list(missing)} have not connected to rank {self.names[self.rank]} "
+                        f"in {deadline:g} s"
+                    ),
+                    missing,
                 )
             for descriptor, _ in news.poll(1000 * TICK):
                 if descriptor == self._woken.fileno():
@@ -228,9 +272,20 @@ class ControlNetwork:
                 with contextlib.suppress(OSError):  # the caller has hung up
                     connection = self._listener.accept()[0]
                     crowd.enter(connection)
-                    threading.Thread(target=self._answer, args=(connection, key, absent, deadline, crowd), daemon=True).start()
+                    threading.Thread(
+                        target=self._answer,
+                        args=(connection, key, absent, deadline, crowd),
+                        daemon=True,
+                    ).start()
 
-    def _answer(self, connection: socket.socket, key: bytes, awaited: Sequence[int], deadline: float, crowd: CallerCrowd) -> None:
+    def _answer(
+        self,
+        connection: socket.socket,
+        key: bytes,
+        awaited: Sequence[int],
+        deadline: float,
+        crowd: CallerCrowd,
+    ) -> None:
         """Let a caller in if it soon proves that it is one of the awaited ranks."""
         try:
             peer = admit(connection, key, self.rank, awaited)
@@ -250,7 +305,9 @@ class ControlNetwork:
     def _enter(self, connection: socket.socket, peer: int, deadline: float) -> None:
         # A connection that is down may come back until the deadline.
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(1000 * deadline))
+            connection.setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(1000 * deadline)
+            )
         self.links[peer] = self._by_descriptor[connection.fileno()] = ControlLink(connection, peer)
         self._poll.register(connection, select.POLLIN)
 
@@ -263,7 +320,12 @@ class ControlNetwork:
         return self.start(channel, number, [(peer, payload) for peer in peers], sorted(peers))
 
     def start(
-        self, channel: int, key: int, sends: Sequence[tuple[int, Payload]], sources: Sequence[int], places: Sequence[memoryview] = ()
+        self,
+        channel: int,
+        key: int,
+        sends: Sequence[tuple[int, Payload]],
+        sources: Sequence[int],
+        places: Sequence[memoryview] = (),
     ) -> ControlExchange:
         """Begin an exchange of messages. Payloads may be written to again when this returns.
 
@@ -296,7 +358,9 @@ class ControlNetwork:
             return
         with self._changed:
             if self._writer is None and not self._closed:
-                self._writer = threading.Thread(target=self._write, name="paceline writer", daemon=True)
+                self._writer = threading.Thread(
+                    target=self._write, name="paceline writer", daemon=True
+                )
                 self._writer.start()
             self._changed.notify_all()
 
@@ -319,7 +383,9 @@ class ControlNetwork:
             self._drop(link)
         elif link.sending != (link.peer in self.sending):
             (self.sending.add if link.sending else self.sending.remove)(link.peer)
-            self._poll.modify(link.connection, select.POLLIN | (select.POLLOUT if link.sending else 0))
+            self._poll.modify(
+                link.connection, select.POLLIN | (select.POLLOUT if link.sending else 0)
+            )
             if self._polling and link.sending:
                 # The poll under way does not look for room to write yet. A full pipe is fine: the
                 # thread will wake up anyway.

@@ -34,7 +34,10 @@ else:
 # Variables that torch reads when it makes a group. It has no arguments for them.
 INTERFACE, LAZY = "GLOO_SOCKET_IFNAME", "TORCH_GLOO_LAZY_INIT"
 _FAREWELL = 0.5  # seconds that a group may take to end after a failure
-_TWICE = "pl.start has made the default process group of torch.distributed: use that, or make yours before pl.start, which keeps it then"
+_TWICE = (
+    "pl.start has made the default process group of torch.distributed: "
+    "use that, or make yours before pl.start, which keeps it then"
+)
 
 
 class DefaultProcessGroup:
@@ -54,7 +57,15 @@ class DefaultProcessGroup:
     """
 
     def __init__(
-        self, store: TorchStore, rank: int, size: int, *, address: str, deadline: float, backend: str, options: Any = None
+        self,
+        store: TorchStore,
+        rank: int,
+        size: int,
+        *,
+        address: str,
+        deadline: float,
+        backend: str,
+        options: Any = None,
     ) -> None:
         self._set: dict[str, str] = {}  # variables that this object has put into the environment
         self._group: dist.ProcessGroup | None = None
@@ -63,7 +74,10 @@ class DefaultProcessGroup:
             return
         carrier = os.environ.get(INTERFACE) or network.carrier(address)
         if carrier is None:
-            self.why = f"the network interface of {address} is unknown, so torch.distributed has no default process group: set {INTERFACE}"
+            self.why = (
+                f"the network interface of {address} is unknown, so torch.distributed has no "
+                f"default process group: set {INTERFACE}"
+            )
             return
         # It stays until the end: groups that a script makes later listen on the same interface.
         if INTERFACE not in os.environ:
@@ -74,10 +88,23 @@ class DefaultProcessGroup:
             # An interface that isn't there raises here, not at the first message.
             dist.ProcessGroupGloo.create_device(interface=carrier, lazy_init=True)
             with _setting(LAZY, "1"):
-                dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, pg_options=options)
+                dist.init_process_group(
+                    backend,
+                    store=store,
+                    rank=rank,
+                    world_size=size,
+                    timeout=timeout,
+                    pg_options=options,
+                )
         except RuntimeError as error:
-            text = f"torch.distributed can't listen on {INTERFACE}={carrier} ({str(error).splitlines()[0]})"
-            raise PlaceError(f"{text}: leave that variable out, or name an interface of this machine in it; {network.advice()}") from error
+            text = (
+                f"torch.distributed can't listen on {INTERFACE}={carrier} "
+                f"({str(error).splitlines()[0]})"
+            )
+            raise PlaceError(
+                f"{text}: leave that variable out, or name an interface of this machine in it; "
+                f"{network.advice()}"
+            ) from error
         sys.excepthook = hook  # the hook of torch repeats the rank before each line
         self._group = dist.group.WORLD
         me = weakref.ref(self)
@@ -101,7 +128,12 @@ class DefaultProcessGroup:
         trace = None if error is None else error.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
-        if error is not None and trace is not None and self.here and trace.tb_frame.f_code is _code():
+        if (
+            error is not None
+            and trace is not None
+            and self.here
+            and trace.tb_frame.f_code is _code()
+        ):
             error.add_note(f"paceline: {_TWICE}")
 
     def close(self, *, failed: bool) -> None:
@@ -111,7 +143,9 @@ class DefaultProcessGroup:
         """
         if self.here:
             if failed:
-                end = threading.Thread(target=dist.destroy_process_group, name="paceline reaper", daemon=True)
+                end = threading.Thread(
+                    target=dist.destroy_process_group, name="paceline reaper", daemon=True
+                )
                 end.start()
                 end.join(_FAREWELL)
             else:

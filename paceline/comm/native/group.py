@@ -32,7 +32,14 @@ from paceline.comm import collectives, fingerprint, reduction, schedule
 from paceline.comm.cancellation import CancelScope
 from paceline.comm.fingerprint import DIGEST, CallFingerprint
 from paceline.comm.group import Finished, Op, Traffic, Work, as_begun, begun
-from paceline.comm.native.transport import MESSAGES, SMALL_MESSAGE, GlooTransport, GlooWait, StreamWait, TransportWork
+from paceline.comm.native.transport import (
+    MESSAGES,
+    SMALL_MESSAGE,
+    GlooTransport,
+    GlooWait,
+    StreamWait,
+    TransportWork,
+)
 from paceline.comm.shm.messages import plain
 from paceline.comm.traffic import TrafficMeter
 from paceline.errors import Mismatch, PacelineError, UsageError, ViewChanged
@@ -48,7 +55,13 @@ RECENT = 1024  # last collectives whose names are kept for messages
 SMALL = 16 << 10  # bytes of all ranks together that every rank sends to every rank
 # Dtypes that Gloo reduces.
 NATIVE = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
-OPERATIONS = {"sum": ReduceOp.SUM, "mean": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX, "product": ReduceOp.PRODUCT}
+OPERATIONS = {
+    "sum": ReduceOp.SUM,
+    "mean": ReduceOp.SUM,
+    "min": ReduceOp.MIN,
+    "max": ReduceOp.MAX,
+    "product": ReduceOp.PRODUCT,
+}
 BACKENDS = ("gloo", "nccl")
 
 
@@ -58,7 +71,15 @@ class TorchGroup:
     `TorchGroup.from_store` makes one.
     """
 
-    def __init__(self, fabric: GlooTransport, store: Store, *, backend: str, meter: TrafficMeter, view: int = 0) -> None:
+    def __init__(
+        self,
+        fabric: GlooTransport,
+        store: Store,
+        *,
+        backend: str,
+        meter: TrafficMeter,
+        view: int = 0,
+    ) -> None:
         self.rank, self.size, self.view = fabric.rank, fabric.size, view
         self.backend = backend
         self._fabric, self._store, self._meter = fabric, store, meter
@@ -108,12 +129,21 @@ class TorchGroup:
         if not 0 <= rank < size:
             raise UsageError(f"rank {rank} is not one of 0..{size - 1}")
         if hosts is not None and len(hosts) != size:
-            raise UsageError(f"hosts has {len(hosts)} entries for {size} ranks; give the host of each rank")
+            raise UsageError(
+                f"hosts has {len(hosts)} entries for {size} ranks; give the host of each rank"
+            )
         address = address or "127.0.0.1"
         fabric = GlooTransport(
-            store, rank, range(size) if ranks is None else ranks, address=address, deadline=deadline, cancel_scope=cancel_scope
+            store,
+            rank,
+            range(size) if ranks is None else ranks,
+            address=address,
+            deadline=deadline,
+            cancel_scope=cancel_scope,
         )
-        group = cls(fabric, over(store), backend=backend, meter=TrafficMeter(rank, size, hosts), view=view)
+        group = cls(
+            fabric, over(store), backend=backend, meter=TrafficMeter(rank, size, hosts), view=view
+        )
         group._address = address
         return group
 
@@ -157,9 +187,15 @@ class TorchGroup:
         answers = self._fabric.table("calls", own_digest + extra, str(call))
         if any(answer[:DIGEST] != own_digest for answer in answers) or call.flaw:
             # All ranks see the same digests, so all of them exchange the texts for the error.
-            texts = self._fabric.table("calls", msgpack.packb((str(call), call.flaw, callsite.place())), str(call))
+            texts = self._fabric.table(
+                "calls", msgpack.packb((str(call), call.flaw, callsite.place())), str(call)
+            )
             heads = [msgpack.unpackb(text) for text in texts]
-            fingerprint.compare([(text, flaw) for text, flaw, _ in heads], self._fabric.names, [line for _, _, line in heads])
+            fingerprint.compare(
+                [(text, flaw) for text, flaw, _ in heads],
+                self._fabric.names,
+                [line for _, _, line in heads],
+            )
         return [answer[DIGEST:] for answer in answers]
 
     def _tag(self, what: str) -> int:
@@ -174,12 +210,16 @@ class TorchGroup:
 
     # ---- reductions
 
-    def all_reduce(self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None) -> Work[Tensor]:
+    def all_reduce(
+        self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None
+    ) -> Work[Tensor]:
         """Reduce every rank's `x`. It returns, with the sum under way, once all ranks are here."""
         self.check(fingerprint.reducing("all_reduce", x, op, name, out))
         return self.all_reduce_agreed(x, op=op, out=out)
 
-    def all_reduce_agreed(self, x: Tensor, *, op: Op = "sum", out: Tensor | None = None) -> Work[Tensor]:
+    def all_reduce_agreed(
+        self, x: Tensor, *, op: Op = "sum", out: Tensor | None = None
+    ) -> Work[Tensor]:
         """Reduce as `all_reduce` does, without comparing first.
 
         Only for layouts that ranks have agreed on: Gloo ends the process if sizes differ.
@@ -205,7 +245,9 @@ class TorchGroup:
 
     def _scheduled(self, x: Tensor, plan: schedule.Schedule, op: Op, out: Tensor) -> Work[Tensor]:
         began = time.perf_counter_ns()
-        work = collectives.all_reduce_agreed(self, x, plan, op, out=out, tag=self._tag("all_reduce"))
+        work = collectives.all_reduce_agreed(
+            self, x, plan, op, out=out, tag=self._tag("all_reduce")
+        )
 
         def steps() -> Generator[Work[Any], None, Tensor]:
             yield work
@@ -215,7 +257,12 @@ class TorchGroup:
         return collectives.GeneratorWork(steps()) if self.trace.kept else work
 
     def _note(self, began: int) -> None:
-        self.trace.record("all-reduce", "between" if len(set(self._meter.hosts)) > 1 else "within", began, time.perf_counter_ns())
+        self.trace.record(
+            "all-reduce",
+            "between" if len(set(self._meter.hosts)) > 1 else "within",
+            began,
+            time.perf_counter_ns(),
+        )
 
     def _reduce(self, x: Tensor, op: Op, out: Tensor, held: Tensor) -> Work[Tensor]:
         """Begin the all-reduce of Gloo or NCCL itself, in `held`, which has the values of `x`."""
@@ -235,7 +282,9 @@ class TorchGroup:
         options.reduceOp = OPERATIONS[op]
         return self._launch("all_reduce", lambda on: on.allreduce([real], options), finish, out)
 
-    def _launch(self, text: str, start: Callable[[Any], Any], finish: Callable[[], Any], out: Tensor) -> Work[Any]:
+    def _launch(
+        self, text: str, start: Callable[[Any], Any], finish: Callable[[], Any], out: Tensor
+    ) -> Work[Any]:
         """Begin a collective of NCCL if `out` is on a GPU, else of Gloo.
 
         All ranks begin these in the same order.
@@ -249,7 +298,11 @@ class TorchGroup:
         on_gpu = self._nccl is not None and out.is_cuda
         call_number = self._fabric.count("data")
         try:
-            awaited = StreamWait(start(self._nccl)) if on_gpu else self._fabric.track(GlooWait(start(self._fabric.data)))
+            awaited = (
+                StreamWait(start(self._nccl))
+                if on_gpu
+                else self._fabric.track(GlooWait(start(self._fabric.data)))
+            )
         except RuntimeError as error:
             raise self._fabric.fail(text, error) from error
         return TransportWork(self._fabric, awaited, ("data", call_number, text), finish, [out])
@@ -264,19 +317,42 @@ class TorchGroup:
 
     # ---- messages
 
-    def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        *,
+        tag: int = 0,
+    ) -> Work[None]:
         call = fingerprint.exchanging(sends, recvs, tag, self.size)
-        own_messages = [[[peer, fingerprint.parcel(x)] for peer, x in side] for side in (sends, recvs)]
+        own_messages = [
+            [[peer, fingerprint.parcel(x)] for peer, x in side] for side in (sends, recvs)
+        ]
         tables = [msgpack.unpackb(extra) for extra in self.check(call, msgpack.packb(own_messages))]
         for source, (sent, _) in enumerate(tables):
             for to, (_, awaited) in enumerate(tables):
-                offered, expected = [what for peer, what in sent if peer == to], [what for peer, what in awaited if peer == source]
+                offered, expected = (
+                    [what for peer, what in sent if peer == to],
+                    [what for peer, what in awaited if peer == source],
+                )
                 if offered != expected:
-                    offers, expects = ", ".join(offered) or "nothing", ", ".join(expected) or "nothing"
-                    raise Mismatch(f"exchange: rank {source} sends {offers} to rank {to}, which expects {expects}")
+                    offers, expects = (
+                        ", ".join(offered) or "nothing",
+                        ", ".join(expected) or "nothing",
+                    )
+                    raise Mismatch(
+                        f"exchange: rank {source} sends {offers} to rank {to}, which expects "
+                        f"{expects}"
+                    )
         return self.exchange_agreed(sends, recvs, tag=tag)
 
-    def exchange_agreed(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
+    def exchange_agreed(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        *,
+        tag: int = 0,
+    ) -> Work[None]:
         """Exchange without comparing first."""
         for to, x in sends:
             self._meter.sent(to, x.numel() * x.element_size())
@@ -286,25 +362,36 @@ class TorchGroup:
         # Messages to this rank itself are copied; the others go through the CPU's memory.
         to_self = [x.detach().clone() for to, x in sends if to == self.rank]
         landings = [(source, x, _landing(x)) for source, x in recvs if source != self.rank]
-        out = [(to, _values(x.detach().to("cpu"))) for to, x in sends if to != self.rank and x.numel()]
+        out = [
+            (to, _values(x.detach().to("cpu"))) for to, x in sends if to != self.rank and x.numel()
+        ]
         into = [(source, landing) for source, _, landing in landings if landing.numel()]
 
         def finish() -> None:
             for _, x, landing in landings:
                 if landing is not x:
                     x.detach().copy_(landing)
-            for (_, x), sent in zip([pair for pair in recvs if pair[0] == self.rank], to_self, strict=True):
+            for (_, x), sent in zip(
+                [pair for pair in recvs if pair[0] == self.rank], to_self, strict=True
+            ):
                 x.detach().copy_(sent.view(x.shape))
 
         ticket = self._fabric.messages(out, into, MESSAGES + tag)
         what = self._calls.get((tag - TAGS) // 4 * 4, f"exchange, tag {tag}")
-        return TransportWork(self._fabric, ticket, ("exchange", call_number, what), finish, [x for _, x in recvs])
+        return TransportWork(
+            self._fabric, ticket, ("exchange", call_number, what), finish, [x for _, x in recvs]
+        )
 
-    def _exchange_nccl(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> Work[None]:
+    def _exchange_nccl(
+        self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]
+    ) -> Work[None]:
         """Exchange all messages as one NCCL group; matched by their order, as NCCL has no tags."""
         device = torch.device("cuda", torch.cuda.current_device())
         out = [(to, _values(x.detach())) for to, x in sends if x.numel()]
-        landings = [(source, x, x if plain(x) else torch.empty(x.shape, dtype=x.dtype, device=device)) for source, x in recvs]
+        landings = [
+            (source, x, x if plain(x) else torch.empty(x.shape, dtype=x.dtype, device=device))
+            for source, x in recvs
+        ]
         call_number = self._fabric.count("exchange")
         self._nccl._start_coalescing(device)
         for to, x in out:
@@ -319,10 +406,18 @@ class TorchGroup:
                 if landing is not x:
                     x.detach().copy_(landing)
 
-        return TransportWork(self._fabric, StreamWait(work), ("exchange", call_number, "exchange"), finish, [x for _, x in recvs])
+        return TransportWork(
+            self._fabric,
+            StreamWait(work),
+            ("exchange", call_number, "exchange"),
+            finish,
+            [x for _, x in recvs],
+        )
 
     def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
-        rows = self.check(fingerprint.rows("all_gather", x, name), struct.pack("<q", x.shape[0] if x.dim() else 0))
+        rows = self.check(
+            fingerprint.rows("all_gather", x, name), struct.pack("<q", x.shape[0] if x.dim() else 0)
+        )
         shapes = [(struct.unpack("<q", row)[0], *x.shape[1:]) if x.dim() else () for row in rows]
         return collectives.all_gather(self, x, shapes, tag=self._tag("all_gather"))
 
@@ -345,7 +440,12 @@ class TorchGroup:
         options.rootRank, options.rootTensor = root, 0
         on_gpu = self._nccl is not None and x.is_cuda
         flat = _values(values if on_gpu else values.to("cpu"))
-        return self._launch("broadcast", lambda on: on.broadcast([_bytes(flat)], options), lambda: _filled(x, flat), x)
+        return self._launch(
+            "broadcast",
+            lambda on: on.broadcast([_bytes(flat)], options),
+            lambda: _filled(x, flat),
+            x,
+        )
 
     def barrier(self, *, name: str | None = None) -> Work[None]:
         """Wait for all ranks. The comparison is the barrier, so it is over when this returns."""
@@ -389,7 +489,9 @@ class TorchGroup:
         self.check(CallFingerprint("empty", None, tuple(shape), dtype))
         # It may outlive the evaluation in which it is first used.
         with torch.inference_mode(False):
-            return torch.empty(tuple(shape), dtype=dtype, device="cuda" if self._nccl is not None else "cpu")
+            return torch.empty(
+                tuple(shape), dtype=dtype, device="cuda" if self._nccl is not None else "cpu"
+            )
 
     def close(self) -> None:
         """Leave without waiting for others. Ranks that still need this one get an error."""
@@ -398,7 +500,9 @@ class TorchGroup:
 
     def abort(self) -> None:
         """End every pending Work with an error, on all ranks."""
-        self.end(ViewChanged(f"this group has been aborted by rank {self._fabric.names[self.rank]}"))
+        self.end(
+            ViewChanged(f"this group has been aborted by rank {self._fabric.names[self.rank]}")
+        )
 
     def end(self, error: PacelineError) -> PacelineError:
         """End everything under way on all ranks, and return the error that all of them raise.
@@ -414,7 +518,10 @@ class TorchGroup:
 def _nccl(store: Store, fabric: GlooTransport) -> Any:
     """Make a NCCL group beside the transport, for tensors on the current CUDA device."""
     if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
-        raise UsageError("backend='nccl' needs a CUDA device and a torch built with NCCL; use backend='gloo' on this machine")
+        raise UsageError(
+            "backend='nccl' needs a CUDA device and a torch built with NCCL; "
+            "use backend='gloo' on this machine"
+        )
     nccl: Any = torch.distributed.ProcessGroupNCCL
     options = nccl.Options()
     # Private to torch, which sets it in the same way.

@@ -55,7 +55,9 @@ class GroupSockets:
         self._ranks: dict[tuple[str, int], int] = {}  # rank of each listener and each local port
         self._expected: Counter[int] = Counter()  # connections to each rank
 
-    def announce(self, store: TorchStore | Store, rank: int, size: int, deadline: float, more: Any = None) -> list[Any]:
+    def announce(
+        self, store: TorchStore | Store, rank: int, size: int, deadline: float, more: Any = None
+    ) -> list[Any]:
         """Publish the addresses of this rank, and wait for those of all others.
 
         Args:
@@ -72,7 +74,9 @@ class GroupSockets:
             DeadlineExceeded: Some ranks never come; names them.
         """
         self._rank, self._size = rank, size
-        answers = self._everyones(over(store), "listen", [self.address, self._ports, more], deadline)
+        answers = self._everyones(
+            over(store), "listen", [self.address, self._ports, more], deadline
+        )
         for peer, (address, ports, _) in enumerate(answers):
             self._ranks.update({(address, port): peer for port in ports})
         return [others for *_, others in answers]
@@ -82,7 +86,9 @@ class GroupSockets:
         own_ends = [local for local, remote, _ in self._open() if local[1] not in self._ports]
         for peer, ends in enumerate(self._everyones(over(store), "ends", own_ends, deadline)):
             self._ranks.update({(address, port): peer for address, port in ends})
-        self._expected = Counter(self._ranks[remote] for _, remote, _ in self._open() if remote in self._ranks)
+        self._expected = Counter(
+            self._ranks[remote] for _, remote, _ in self._open() if remote in self._ranks
+        )
 
     def _everyones(self, store: Store, key: str, value: Any, deadline: float) -> list[Any]:
         """Publish `value` under `key`, and collect every rank's."""
@@ -94,7 +100,10 @@ class GroupSockets:
             while not store.has([f"{key}/{peer}"]):
                 if time.monotonic() >= end:
                     missing = tuple(r for r in range(self._size) if not store.has([f"{key}/{r}"]))
-                    text = f"a group of {self._size} ranks was to be made, and ranks {list(missing)} have not come within {deadline:g} s"
+                    text = (
+                        f"a group of {self._size} ranks was to be made, and ranks {list(missing)} "
+                        f"have not come within {deadline:g} s"
+                    )
                     raise DeadlineExceeded(f"{text}: look at their output", missing)
                 time.sleep(nap)
                 nap = min(2 * nap, _LONGEST_NAP)
@@ -102,8 +111,12 @@ class GroupSockets:
 
     def severed(self) -> tuple[int, ...]:
         """List the ranks to which a connection has ended."""
-        standing = Counter(self._ranks.get(remote, -1) for _, remote, state in self._open() if state == ESTABLISHED)
-        return tuple(sorted(rank for rank, count in self._expected.items() if standing[rank] < count))
+        standing = Counter(
+            self._ranks.get(remote, -1) for _, remote, state in self._open() if state == ESTABLISHED
+        )
+        return tuple(
+            sorted(rank for rank, count in self._expected.items() if standing[rank] < count)
+        )
 
     def cut(self) -> None:
         """End all connections at once: everything that Gloo waits for fails, also at the peers.
@@ -126,14 +139,22 @@ class GroupSockets:
                 try:
                     local, remote = line.getsockname()[:2], line.getpeername()[:2]
                     if self._ours(local, remote):
-                        connections.append((local, remote, line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]))
+                        connections.append(
+                            (
+                                local,
+                                remote,
+                                line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0],
+                            )
+                        )
                 except OSError:
                     continue
         return connections
 
     def _ours(self, local: Any, remote: Any) -> bool:
         # Accepted by our listener, or made to a listener (or from a port) of another rank.
-        return (local[1] in self._ports and local[0] == self.address) or self._ranks.get(tuple(remote), self._rank) != self._rank
+        return (local[1] in self._ports and local[0] == self.address) or self._ranks.get(
+            tuple(remote), self._rank
+        ) != self._rank
 
 
 def leading(address: str, port: int) -> set[str]:
@@ -172,20 +193,31 @@ def _listen(address: str) -> tuple[Any, int]:
         try:
             device = ProcessGroupGloo.create_device(hostname=address)
         except RuntimeError as error:
-            raise PlaceError(f"can't listen on {address} ({str(error).splitlines()[0]}): choose an address of this machine") from error
+            raise PlaceError(
+                f"can't listen on {address} ({str(error).splitlines()[0]}): "
+                "choose an address of this machine"
+            ) from error
         ports = []
-        fresh = (descriptor for descriptor, name in _sockets().items() if before.get(descriptor) != name)
+        fresh = (
+            descriptor for descriptor, name in _sockets().items() if before.get(descriptor) != name
+        )
         for descriptor in fresh:
             with _borrowed_socket(descriptor) as line:
                 try:
-                    if line.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and line.getsockname()[0] == address:
+                    if (
+                        line.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                        and line.getsockname()[0] == address
+                    ):
                         ports.append(line.getsockname()[1])
                 except OSError:
                     continue
         if len(ports) == 1:
             return device, ports[0]
         # Another thread has begun to listen at the same moment: try once more.
-    raise ResourceError(f"can't tell Gloo's listener on {address} from others in this process; start groups before servers of your own")
+    raise ResourceError(
+        f"can't tell Gloo's listener on {address} from others in this process; "
+        "start groups before servers of your own"
+    )
 
 
 def connect(device: Any, store: TorchStore, rank: int, size: int, deadline: float) -> Any:
@@ -196,18 +228,27 @@ def connect(device: Any, store: TorchStore, rank: int, size: int, deadline: floa
     try:
         group = ProcessGroupGloo(store, rank, size, options)
     except RuntimeError as error:
-        raise WorkerLost(f"a group of {size} ranks could not be made: {str(error).splitlines()[0]}") from error
+        raise WorkerLost(
+            f"a group of {size} ranks could not be made: {str(error).splitlines()[0]}"
+        ) from error
     # Only in case our own waits, which are shorter, should fail.
     group.set_timeout(timedelta(seconds=60 + 10 * deadline))
     return group
 
 
-def connect_plainly(address: str, store: TorchStore, rank: int, size: int, deadline: float, *, lazy: bool) -> Any:
+def connect_plainly(
+    address: str, store: TorchStore, rank: int, size: int, deadline: float, *, lazy: bool
+) -> Any:
     """Make a ProcessGroupGloo without watching its connections.
 
     `lazy`: ranks connect when both first have messages for each other, so nothing waits here.
     """
-    return ProcessGroupGloo(store, rank, size, _options(ProcessGroupGloo.create_device(hostname=address, lazy_init=lazy), deadline))
+    return ProcessGroupGloo(
+        store,
+        rank,
+        size,
+        _options(ProcessGroupGloo.create_device(hostname=address, lazy_init=lazy), deadline),
+    )
 
 
 def _options(device: Any, deadline: float) -> Any:

@@ -168,7 +168,9 @@ def _needed(size: int) -> Iterator[None]:
     try:
         yield
     except WorkerLost as error:
-        raise WorkerLost(f"the store is gone while a group of {size} ranks is made ({error})") from error
+        raise WorkerLost(
+            f"the store is gone while a group of {size} ranks is made ({error})"
+        ) from error
 
 
 class GlooTransport:
@@ -226,8 +228,12 @@ class GlooTransport:
             self._lookout = waitposts.Waitposts(sealed.sub("lookout"), rank, size)
             others = self._wires.announce(sealed, rank, size, deadline, self._control.listening)
         self.cancel_scope.add(self.interrupt)
-        self._control.connect(sealed, [Listening(*other) for other in others], deadline, self._check)
-        self.data = sockets.connect(self._wires.devices[0], sealed.sub("data").torch, rank, size, deadline)
+        self._control.connect(
+            sealed, [Listening(*other) for other in others], deadline, self._check
+        )
+        self.data = sockets.connect(
+            self._wires.devices[0], sealed.sub("data").torch, rank, size, deadline
+        )
         with _needed(size):
             self._wires.trace(sealed, deadline)
 
@@ -251,25 +257,36 @@ class GlooTransport:
         self._pending.append(awaited)
         return awaited
 
-    def messages(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int) -> TorchWait:
+    def messages(
+        self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int
+    ) -> TorchWait:
         """Begin to send and receive contiguous CPU tensors, small ones by control messages.
 
         None of them to or from this rank itself.
         """
         if any(is_small(x) for _, x in (*sends, *recvs)):
-            out, into = [pair for pair in sends if is_small(pair[1])], [pair for pair in recvs if is_small(pair[1])]
+            out, into = (
+                [pair for pair in sends if is_small(pair[1])],
+                [pair for pair in recvs if is_small(pair[1])],
+            )
             parcels = [(to, _memory(x)) for to, x in out]
-            small = self._control.start(MAIL, tag, parcels, [source for source, _ in into], [_memory(x) for _, x in into])
+            small = self._control.start(
+                MAIL, tag, parcels, [source for source, _ in into], [_memory(x) for _, x in into]
+            )
             small.keep([x for _, x in into])
             self._control.push()
             self.track(small)
             if len(out) + len(into) == len(sends) + len(recvs):
                 return small
-            sends, recvs = ([pair for pair in side if not is_small(pair[1])] for side in (sends, recvs))
+            sends, recvs = (
+                [pair for pair in side if not is_small(pair[1])] for side in (sends, recvs)
+            )
             return WaitForAll((small, self._gloo_messages(sends, recvs, tag)))
         return self._gloo_messages(sends, recvs, tag)
 
-    def _gloo_messages(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int) -> MessagesWait:
+    def _gloo_messages(
+        self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int
+    ) -> MessagesWait:
         try:
             works = [self.data.recv([_raw(x)], source, tag) for source, x in recvs]
             works += [self.data.send([_raw(x)], to, tag) for to, x in sends]
@@ -318,7 +335,9 @@ class GlooTransport:
                 if now >= grace:
                     place = place if watched else callsite.place()
                     watched = True
-                    self._lookout.enter(RankWait(wait[0], wait[1], wait[2] + place, dict(self.made)))
+                    self._lookout.enter(
+                        RankWait(wait[0], wait[1], wait[2] + place, dict(self.made))
+                    )
                     self._look(wait[2])
                 if now >= limit:
                     raise self._late(wait, now - start)
@@ -343,7 +362,10 @@ class GlooTransport:
 
     def _late(self, wait: tuple[str, int, str], seconds: float) -> DeadlineExceeded:
         others = dict(self._lookout.others)
-        absent = {self.names[r]: others.get(r) for r in missing(RankWait(*wait, {}), others, self.rank, self.size)}
+        absent = {
+            self.names[r]: others.get(r)
+            for r in missing(RankWait(*wait, {}), others, self.rank, self.size)
+        }
         self._late_error = DeadlineExceeded(late(wait[2], seconds, absent), tuple(absent))
         return self._late_error
 
@@ -353,9 +375,20 @@ class GlooTransport:
         """Handle a failed operation: find lost ranks, end everything, return the error to raise."""
         if self.broken is None:
             ranks = tuple(self.names[rank] for rank in self._wires.severed())
-            who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {'are' if len(ranks) > 1 else 'is'} gone"
+            who = (
+                f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} "
+                f"{'are' if len(ranks) > 1 else 'is'} gone"
+            )
             why = f" ({str(cause).splitlines()[0]})" if cause is not None and not ranks else ""
-            self.end(WorkerLost(f"{who if ranks else 'a worker is gone'}{why}, found by rank {self.names[self.rank]} in {text}", ranks))
+            self.end(
+                WorkerLost(
+                    (
+                        f"{who if ranks else 'a worker is gone'}{why}, found by rank "
+                        f"{self.names[self.rank]} in {text}"
+                    ),
+                    ranks,
+                )
+            )
         assert self.broken is not None
         return copy.copy(self.broken)
 
@@ -367,7 +400,11 @@ class GlooTransport:
         """
         if self.broken is None:
             if self.size > 1:
-                ranks = error.missing if isinstance(error, DeadlineExceeded) else getattr(error, "ranks", ())
+                ranks = (
+                    error.missing
+                    if isinstance(error, DeadlineExceeded)
+                    else getattr(error, "ranks", ())
+                )
                 verdict = GroupEnd(type(error).__name__, str(error), ranks)
                 error = _judged(self._lookout.verdict(verdict, seconds))
             self.broken = error
@@ -396,7 +433,11 @@ class GlooTransport:
             return  # it was never complete
         if any(not awaited.now() for awaited in self._pending) or self.broken is not None:
             me = self.names[self.rank]
-            self.end(self._late_error or WorkerLost(f"rank {me} has left the group in the middle of an operation", (me,)), seconds=0.2)
+            self.end(
+                self._late_error
+                or WorkerLost(f"rank {me} has left the group in the middle of an operation", (me,)),
+                seconds=0.2,
+            )
             end = time.monotonic() + FAREWELL
             while any(not awaited.now() for awaited in self._pending) and time.monotonic() < end:
                 time.sleep(0.001)
@@ -410,7 +451,9 @@ class GlooTransport:
             # Gloo may lose the wake-up of an operation. Its group can't be deleted before all
             # operations have ended, so a thread holds it until then.
             parked = (unfinished, self.data)
-            threading.Thread(target=_park, args=(parked,), name="paceline reaper", daemon=True).start()
+            threading.Thread(
+                target=_park, args=(parked,), name="paceline reaper", daemon=True
+            ).start()
         self._pending.clear()
         self.data = None
         self._wires.devices.clear()
@@ -434,7 +477,9 @@ def _memory(x: Tensor) -> memoryview:
 
     Through ctypes, as torch does not resize a tensor any more once numpy looks into it.
     """
-    return memoryview((ctypes.c_ubyte * (x.numel() * x.element_size())).from_address(x.data_ptr())).cast("B")
+    return memoryview(
+        (ctypes.c_ubyte * (x.numel() * x.element_size())).from_address(x.data_ptr())
+    ).cast("B")
 
 
 def _raw(x: Tensor) -> Tensor:

@@ -53,7 +53,9 @@ class Waitposts:
                 return
             self._wait = wait
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._watch, name="paceline lookout", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._watch, name="paceline lookout", daemon=True
+                )
                 self._thread.start()
             self._changed.notify_all()
 
@@ -116,7 +118,11 @@ class Waitposts:
         # One question to the store for all ranks.
         ranks = [rank for rank in range(self._size) if rank != self._rank]
         posts = self._store.look([f"wait/{rank}" for rank in ranks])
-        waits = {rank: wait for rank, post in zip(ranks, posts, strict=True) if (wait := _wait(post)) is not None}
+        waits = {
+            rank: wait
+            for rank, post in zip(ranks, posts, strict=True)
+            if (wait := _wait(post)) is not None
+        }
         with self._changed:
             self.others = waits
         return apart({**waits, self._rank: own})

@@ -64,7 +64,9 @@ class BlockPool:
             _copy(block.segment, block.offset + at, x.detach())
         segment = block.segment
         address = segment.address if block.number in self._unknown else ""
-        return RingEntry(block.number, segment.nbytes, block.offset, block.uses, len(header), address)
+        return RingEntry(
+            block.number, segment.nbytes, block.offset, block.uses, len(header), address
+        )
 
     def told(self, entry: RingEntry) -> None:
         """Note that an entry has been posted, and with it the address of its segment."""
@@ -104,7 +106,9 @@ class BlockPool:
         self._segments.append(segment)
         self._unknown.add(number)
         cells = segment.cells().cast("q")
-        self._free[size] += [MessageBlock(segment, number, at * size, cells) for at in reversed(range(count))]
+        self._free[size] += [
+            MessageBlock(segment, number, at * size, cells) for at in reversed(range(count))
+        ]
 
     def close(self) -> None:
         """Close the descriptors: the receiver has mapped the segments, or never will."""
@@ -149,9 +153,13 @@ class MessageReader:
         header = unpack(ctypes.string_at(start + LINE, entry.header))
         layout = header.layout
         places, total = _places(entry.header, layout.lengths)
-        memory = lend(start, capacity(total), _release, segment, cells, entry.offset // 8, entry.use)
+        memory = lend(
+            start, capacity(total), _release, segment, cells, entry.offset // 8, entry.use
+        )
         parts = zip(places, layout.lengths, layout.forms, strict=True)
-        tensors = tuple(tensor(memory, at, length, *form, alone=total <= COPIED) for at, length, form in parts)
+        tensors = tuple(
+            tensor(memory, at, length, *form, alone=total <= COPIED) for at, length, form in parts
+        )
         return header.lane, PairMessage(header.head, tensors)
 
 

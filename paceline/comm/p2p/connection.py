@@ -85,7 +85,14 @@ class CallerCrowd:
 
 
 def call(
-    listening: Listening, key: bytes, ranks: tuple[int, int], *, who: str, name: int, deadline: float, check: Callable[[], None]
+    listening: Listening,
+    key: bytes,
+    ranks: tuple[int, int],
+    *,
+    who: str,
+    name: int,
+    deadline: float,
+    check: Callable[[], None],
 ) -> socket.socket:
     """Connect to another worker, and prove to each other that both know the key.
 
@@ -109,12 +116,20 @@ def call(
         try:
             # A refusal means that the port is closed, and the token in the store says that it was
             # open once: the other has ended.
-            connection = socket.create_connection((listening.address, listening.port), max(0.1, min(PROOF, last - time.monotonic())))
+            connection = socket.create_connection(
+                (listening.address, listening.port), max(0.1, min(PROOF, last - time.monotonic()))
+            )
             introduce(connection, key, ranks, who)
             _enter(connection, last, check)
             return connection
         except ConnectionRefusedError as error:
-            raise WorkerLost(f"{who} is gone: no process listens at {listening.address}:{listening.port} any more", (name,)) from error
+            raise WorkerLost(
+                (
+                    f"{who} is gone: no process listens at {listening.address}:{listening.port} "
+                    "any more"
+                ),
+                (name,),
+            ) from error
         except (OSError, PacelineError) as error:
             # The other may be busy, or have hung up as it was full of strangers: try again.
             if connection is not None:
@@ -123,7 +138,10 @@ def call(
                 raise
             check()
             if time.monotonic() + nap > last:
-                text = f"{who} can't be reached at {listening.address}:{listening.port} within {deadline:g} s ({error})"
+                text = (
+                    f"{who} can't be reached at {listening.address}:{listening.port} within "
+                    f"{deadline:g} s ({error})"
+                )
                 raise DeadlineExceeded(text, (name,)) from error
         time.sleep(nap)
         nap = min(2 * nap, LONGEST_RETRY)
@@ -141,7 +159,10 @@ def introduce(connection: socket.socket, key: bytes, ranks: tuple[int, int], who
     # The receiver proves itself first, so a stranger at its address gets no proof of ours.
     nonces = nonce + answer[:NONCE]
     if not hmac.compare_digest(answer[NONCE:], _proof(key, "receiver", ranks, nonces)):
-        raise SecretError(f"another program listens at the address of {who}: it doesn't know the secret of this job")
+        raise SecretError(
+            f"another program listens at the address of {who}: it doesn't know the secret of this "
+            "job"
+        )
     connection.sendall(_proof(key, "sender", ranks, nonces))
 
 
@@ -191,7 +212,12 @@ def _tune(connection: socket.socket) -> None:
     # Small messages leave at once. A host that is silent for SILENCE seconds ends the connection.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5), ("TCP_USER_TIMEOUT", 1000 * SILENCE)):
+    for option, value in (
+        ("TCP_KEEPIDLE", 5),
+        ("TCP_KEEPINTVL", 2),
+        ("TCP_KEEPCNT", 5),
+        ("TCP_USER_TIMEOUT", 1000 * SILENCE),
+    ):
         if hasattr(socket, option):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
@@ -233,11 +259,20 @@ def read(connection: socket.socket, pool: MemoryPool) -> tuple[int, PairMessage]
     _whole(connection, memoryview(text))
     header = unpack(bytes(text))
     layout = header.layout
-    tensors = [_tensor(connection, pool, size, *form) for size, form in zip(layout.lengths, layout.forms, strict=True)]
+    tensors = [
+        _tensor(connection, pool, size, *form)
+        for size, form in zip(layout.lengths, layout.forms, strict=True)
+    ]
     return header.lane, PairMessage(header.head, tuple(tensors))
 
 
-def _tensor(connection: socket.socket, pool: MemoryPool, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def _tensor(
+    connection: socket.socket,
+    pool: MemoryPool,
+    nbytes: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+) -> Tensor:
     buffer = pool.take(nbytes)
     _whole(connection, memoryview(buffer).cast("B")[:nbytes])
     return tensor(buffer, 0, nbytes, dtype, shape, alone=nbytes < SMALLEST)
@@ -253,7 +288,10 @@ def frames(header: bytes, tensors: Sequence[Tensor]) -> list[memoryview]:
 
     Tensors are not copied if their bytes can be sent from where they are.
     """
-    return [memoryview(LENGTH.pack(len(header)) + header), *(raw(x).numpy().data for x in tensors if x.numel())]
+    return [
+        memoryview(LENGTH.pack(len(header)) + header),
+        *(raw(x).numpy().data for x in tensors if x.numel()),
+    ]
 
 
 def send_some(connection: socket.socket, parts: list[memoryview]) -> list[memoryview]:

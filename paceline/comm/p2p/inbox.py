@@ -73,7 +73,9 @@ class PairInbox:
             else:
                 self._wanted[place].append(work)
 
-    def rest(self, work: ReceiveWork, seconds: float, needed: Callable[[], bool] = lambda: True) -> None:
+    def rest(
+        self, work: ReceiveWork, seconds: float, needed: Callable[[], bool] = lambda: True
+    ) -> None:
         """Sleep until `work` has its message, something changes, or `seconds` pass.
 
         `needed` is asked while the lock is held, so no change can be missed: False returns at once.
@@ -128,7 +130,9 @@ class ReceiveWork:
         while not self.done():
             seconds_left = began + seconds - time.monotonic()
             if seconds_left <= 0:
-                raise DeadlineExceeded(f"{self._missing()} within {seconds:g} s", (self._link.name,))
+                raise DeadlineExceeded(
+                    f"{self._missing()} within {seconds:g} s", (self._link.name,)
+                )
             self._link.rest(self, min(seconds_left, TICK))
         if self._error is not None:
             raise copy.copy(self._error)
@@ -163,4 +167,7 @@ class ReceiveWork:
         return explained
 
     def _missing(self) -> str:
-        return f"{self._terms.me} has not received {self._what} from rank {self._link.name} on {self._link.host}"
+        return (
+            f"{self._terms.me} has not received {self._what} from rank {self._link.name} on "
+            f"{self._link.host}"
+        )

@@ -45,7 +45,15 @@ def lend(address: int, nbytes: int, done: Callable[..., None], *arguments: Any) 
     return buffer
 
 
-def tensor(buffer: Any, at: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...], *, alone: bool = False) -> Tensor:
+def tensor(
+    buffer: Any,
+    at: int,
+    nbytes: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    *,
+    alone: bool = False,
+) -> Tensor:
     """View the bytes of a buffer from `at` on as a tensor, which keeps the buffer.
 
     `alone`: copy it to memory of its own instead.
@@ -56,7 +64,9 @@ def tensor(buffer: Any, at: int, nbytes: int, dtype: torch.dtype, shape: tuple[i
             return tensor(buffer, at, nbytes, dtype, shape, alone=alone)
     if not nbytes:
         return torch.empty(shape, dtype=dtype)
-    view = torch.frombuffer(buffer, dtype=dtype, count=nbytes // dtype.itemsize, offset=at).view(shape)
+    view = torch.frombuffer(buffer, dtype=dtype, count=nbytes // dtype.itemsize, offset=at).view(
+        shape
+    )
     return view.clone() if alone else view
 
 

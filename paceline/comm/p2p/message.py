@@ -1,8 +1,8 @@
 """A message of tensors from one worker to another, and the header that describes its tensors.
 
-    header, three lines:   lane
-                           [["float32", [2, 3]], ...]     dtype and shape of each tensor
-                           head as JSON
+header, three lines:   lane
+                       [["float32", [2, 3]], ...]     dtype and shape of each tensor
+                       head as JSON
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from torch import Tensor
 from paceline.comm.wire_format import MalformedMessage
 from paceline.errors import UsageError
 
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
 # Dtypes whose bytes are their values. Quantized ones have a scale besides.
 PLAIN = {dtype for name, dtype in DTYPES.items() if not name.startswith(("q", "bits"))}
 LONGEST = 1 << 20  # bytes of the longest header
@@ -58,23 +62,32 @@ def pack(lane: int, head: Mapping[str, Any], tensors: Sequence[Tensor]) -> bytes
         raise UsageError(f"lane {lane} is not one of 0..2**62 - 1: choose another number for it")
     for x in tensors:
         if x.layout != torch.strided or x.dtype not in PLAIN or x.is_meta:
-            raise UsageError(f"a tensor of {x.dtype} ({x.layout}, on {x.device}) can't be sent: send dense tensors that have values")
+            raise UsageError(
+                f"a tensor of {x.dtype} ({x.layout}, on {x.device}) can't be sent: "
+                "send dense tensors that have values"
+            )
     try:
         json_head = _encode(head).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        text = f"the head of a message is no JSON value ({error}): it holds numbers, text, lists and maps; send tensors beside it"
+        text = (
+            f"the head of a message is no JSON value ({error}): it holds numbers, text, lists and "
+            "maps; send tensors beside it"
+        )
         raise UsageError(text) from error
     header = b"%d\n%b\n%b" % (lane, _written(tuple((x.dtype, x.shape) for x in tensors)), json_head)
     if len(header) > LONGEST:
         raise UsageError(
-            f"the header of a message takes {len(header)} bytes, and at most {LONGEST} are possible: send large values as tensors"
+            f"the header of a message takes {len(header)} bytes, and at most {LONGEST} are "
+            "possible: send large values as tensors"
         )
     return header
 
 
 @lru_cache(1024)  # the same tensors are sent again and again
 def _written(forms: tuple[tuple[torch.dtype, torch.Size], ...]) -> bytes:
-    return _encode([[str(dtype).removeprefix("torch."), list(shape)] for dtype, shape in forms]).encode()
+    return _encode(
+        [[str(dtype).removeprefix("torch."), list(shape)] for dtype, shape in forms]
+    ).encode()
 
 
 def unpack(text: bytes) -> PairHeader:
@@ -83,7 +96,9 @@ def unpack(text: bytes) -> PairHeader:
         lane, forms, json_head = text.split(b"\n", 2)
         return PairHeader(int(lane), json.loads(json_head.decode()), _read(forms))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise MalformedMessage(f"the header of a message makes no sense ({type(error).__name__}: {error})") from error
+        raise MalformedMessage(
+            f"the header of a message makes no sense ({type(error).__name__}: {error})"
+        ) from error
 
 
 @lru_cache(1024)
@@ -95,7 +110,11 @@ def _read(text: bytes) -> TensorLayout:
 def _form(name: str, shape: list[int]) -> tuple[torch.dtype, tuple[int, ...]]:
     dtype = DTYPES[name]
     # The text comes from another process: check every size before memory is allocated for it.
-    if dtype not in PLAIN or len(shape) > DIMS or any(type(length) is not int or length < 0 for length in shape):
+    if (
+        dtype not in PLAIN
+        or len(shape) > DIMS
+        or any(type(length) is not int or length < 0 for length in shape)
+    ):
         raise ValueError(f"a tensor of {name}{shape}")
     if math.prod(max(length, 1) for length in shape) >= 1 << 48:
         raise ValueError(f"a tensor of {shape}, larger than any could be")

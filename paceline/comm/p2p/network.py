@@ -22,7 +22,19 @@ from torch import Tensor
 from paceline.cluster import network
 from paceline.cluster.store import Store
 from paceline.comm.group import Finished, Work
-from paceline.comm.p2p.connection import STRANGERS, CallerCrowd, Listening, admit, call, cut, frames, has_hung_up, read, send_all, send_some
+from paceline.comm.p2p.connection import (
+    STRANGERS,
+    CallerCrowd,
+    Listening,
+    admit,
+    call,
+    cut,
+    frames,
+    has_hung_up,
+    read,
+    send_all,
+    send_some,
+)
 from paceline.comm.p2p.inbox import SLICE, PairInbox, ReceiveWork
 from paceline.comm.p2p.memory import MemoryPool
 from paceline.errors import DeadlineExceeded, PacelineError, ViewChanged, WorkerLost
@@ -47,7 +59,10 @@ class _Outgoing:
     def wait(self, timeout: float | None = None) -> None:
         seconds = self._deadline if timeout is None else timeout
         if not self._ended.wait(seconds):
-            raise DeadlineExceeded(f"{self._way} could not be sent within {seconds:g} s: the network or that host takes no data")
+            raise DeadlineExceeded(
+                f"{self._way} could not be sent within {seconds:g} s: the network or that host "
+                "takes no data"
+            )
         if self._error is not None:
             raise copy.copy(self._error)
 
@@ -65,7 +80,9 @@ class NetworkWay:
     none to write (`_waiting` is 0). `_error` ends sending, `_ended` ends receiving.
     """
 
-    def __init__(self, end: PairNetwork, peer: int, listening: Listening, *, name: int, host: str) -> None:
+    def __init__(
+        self, end: PairNetwork, peer: int, listening: Listening, *, name: int, host: str
+    ) -> None:
         self.name, self.host = name, host
         self._end, self._peer, self._listening = end, peer, listening
         self._pool = MemoryPool()
@@ -87,11 +104,17 @@ class NetworkWay:
         with self._lock:
             if self._error is not None:
                 return Finished(error=copy.copy(self._error))
-            if self._out is not None and not self._waiting and sum(part.nbytes for part in parts) <= INLINE:
+            if (
+                self._out is not None
+                and not self._waiting
+                and sum(part.nbytes for part in parts) <= INLINE
+            ):
                 parts = send_some(self._out, parts)
                 if not parts:
                     return Finished()
-            work = _Outgoing(parts, f"{what} to rank {self.name} on {self.host}", self._end.deadline)
+            work = _Outgoing(
+                parts, f"{what} to rank {self.name} on {self.host}", self._end.deadline
+            )
             self._waiting += 1
             self._queue.put(work)
         self.open()
@@ -101,7 +124,9 @@ class NetworkWay:
         """Begin to connect to the other worker, unless that has begun."""
         with self._lock:
             if self._writer is None and not self._end.closed:
-                self._writer = threading.Thread(target=self._write, name=f"paceline to rank {self.name}", daemon=True)
+                self._writer = threading.Thread(
+                    target=self._write, name=f"paceline to rank {self.name}", daemon=True
+                )
                 self._writer.start()
 
     def _write(self) -> None:
@@ -116,7 +141,9 @@ class NetworkWay:
                 if self._error is None and self._out is not None:
                     send_all(self._out, work.parts)
             except OSError as error:
-                self._fail(self._lost(f"the connection to it has ended ({error.strerror or error})"))
+                self._fail(
+                    self._lost(f"the connection to it has ended ({error.strerror or error})")
+                )
             work.end(self._error)
             with self._lock:
                 self._waiting -= 1
@@ -126,7 +153,15 @@ class NetworkWay:
     def _call(self) -> socket.socket:
         end, ranks = self._end, (self._end.rank, self._peer)
         who, key = f"rank {self.name} on {self.host}", end.key(self._listening.token)
-        return call(self._listening, key, ranks, who=who, name=self.name, deadline=end.deadline, check=end.check)
+        return call(
+            self._listening,
+            key,
+            ranks,
+            who=who,
+            name=self.name,
+            deadline=end.deadline,
+            check=end.check,
+        )
 
     def _fail(self, error: PacelineError) -> None:
         with self._lock:
@@ -175,7 +210,11 @@ class NetworkWay:
         # It has hung up, but its own connection, with its last messages, may be waiting for us to
         # accept it. Give that a moment.
         self._hung_up = self._hung_up or time.monotonic()
-        return self._lost("it has closed its end") if time.monotonic() - self._hung_up > GRACE else None
+        return (
+            self._lost("it has closed its end")
+            if time.monotonic() - self._hung_up > GRACE
+            else None
+        )
 
     # ---- the end
 
@@ -205,7 +244,14 @@ class PairNetwork:
     """
 
     def __init__(
-        self, store: Store, address: str, rank: int, inbox: PairInbox, *, deadline: float, busy: Callable[[], object] | None
+        self,
+        store: Store,
+        address: str,
+        rank: int,
+        inbox: PairInbox,
+        *,
+        deadline: float,
+        busy: Callable[[], object] | None,
     ) -> None:
         self.rank, self.inbox, self.deadline, self._busy = rank, inbox, deadline, busy
         self.closed = False
@@ -255,7 +301,12 @@ class PairNetwork:
                     time.sleep(0 if self.closed else RETRY)
                     continue
                 self._strangers.enter(connection)
-                threading.Thread(target=self._welcome, args=(connection,), name="paceline from a rank", daemon=True).start()
+                threading.Thread(
+                    target=self._welcome,
+                    args=(connection,),
+                    name="paceline from a rank",
+                    daemon=True,
+                ).start()
 
     def _welcome(self, connection: socket.socket) -> None:
         # A caller that can't prove itself, or has a connection already, is hung up on.

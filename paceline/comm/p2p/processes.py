@@ -69,7 +69,10 @@ class ProcessPairs:
     def __init__(self, setting: PairSetting, device: torch.device) -> None:
         self.rank, self.size = setting.rank, len(setting.names)
         me = f"rank {setting.names[self.rank]} on {setting.hostnames[self.rank]}"
-        self._setting, self._terms = setting, ReceiveTerms(me, setting.deadline, device, self._broken)
+        self._setting, self._terms = (
+            setting,
+            ReceiveTerms(me, setting.deadline, device, self._broken),
+        )
         self._inbox = PairInbox()
         self._meter = TrafficMeter(setting.rank, self.size, setting.hosts)
         self._counting = threading.Lock()  # guards `_meter`, as any thread may send
@@ -79,20 +82,37 @@ class ProcessPairs:
         self._table = _table(setting)
         near = () if self._table is None else self._table.ranks
         self._shared = {rank: self._share(rank) for rank in near if rank != self.rank}
-        self._network = self._connect() if len(set(setting.hosts)) > 1 or (self._table is None and self.size > 1) else None
+        self._network = (
+            self._connect()
+            if len(set(setting.hosts)) > 1 or (self._table is None and self.size > 1)
+            else None
+        )
         remote = {} if self._network is None else self._network.ways
-        self._ways: dict[int, PairWay] = {self.rank: _OwnWay(setting, self._inbox), **self._shared, **remote}
+        self._ways: dict[int, PairWay] = {
+            self.rank: _OwnWay(setting, self._inbox),
+            **self._shared,
+            **remote,
+        }
         self._unregister = at_exit(self.close)
 
     def _share(self, rank: int) -> SharedWay:
         setting = self._setting
         assert self._table is not None
-        return SharedWay(self._table, rank, self._inbox, name=setting.names[rank], host=setting.hostnames[rank], busy=setting.busy)
+        return SharedWay(
+            self._table,
+            rank,
+            self._inbox,
+            name=setting.names[rank],
+            host=setting.hostnames[rank],
+            busy=setting.busy,
+        )
 
     def _connect(self) -> PairNetwork:
         setting = self._setting
         assert setting.meeting is not None
-        connections = PairNetwork(*setting.meeting, self.rank, self._inbox, deadline=setting.deadline, busy=setting.busy)
+        connections = PairNetwork(
+            *setting.meeting, self.rank, self._inbox, deadline=setting.deadline, busy=setting.busy
+        )
         far = [rank for rank in range(self.size) if rank != self.rank and rank not in self._shared]
         connections.connect({rank: setting.names[rank] for rank in far}, setting.hostnames)
         return connections
@@ -101,7 +121,15 @@ class ProcessPairs:
     def traffic(self) -> Traffic:
         return self._meter.traffic
 
-    def send(self, to: int, lane: int, head: Mapping[str, Any], tensors: Sequence[Tensor] = (), *, what: str = "") -> Work[None]:
+    def send(
+        self,
+        to: int,
+        lane: int,
+        head: Mapping[str, Any],
+        tensors: Sequence[Tensor] = (),
+        *,
+        what: str = "",
+    ) -> Work[None]:
         way = self._way(to)
         # Raises before anything is sent, if the message can't be.
         header = pack(lane, head, tensors)
@@ -142,7 +170,12 @@ class ProcessPairs:
         if self._ended is None:
             if self._table is not None:
                 self._table.leave(ABORTED)
-            self._end(ViewChanged(f"these pairs have been aborted by rank {self._setting.names[self.rank]}"), 0)
+            self._end(
+                ViewChanged(
+                    f"these pairs have been aborted by rank {self._setting.names[self.rank]}"
+                ),
+                0,
+            )
 
     def _end(self, error: PacelineError, end: float) -> None:
         self._ended = error
@@ -164,7 +197,9 @@ def _table(setting: PairSetting) -> SharedTable | None:
     """
     if not setting.shares or len(set(setting.hosts)) == len(setting.hosts):
         return None
-    ranks_here = [rank for rank, host in enumerate(setting.hosts) if host == setting.hosts[setting.rank]]
+    ranks_here = [
+        rank for rank, host in enumerate(setting.hosts) if host == setting.hosts[setting.rank]
+    ]
     try:
         return SharedTable(ranks_here, setting.rank, setting.meet)
     except ResourceError:

@@ -102,7 +102,12 @@ class RingWriter:
         return ring
 
     def _write(self, entry: RingEntry) -> None:
-        _LAYOUT.pack_into(self._view, (self._posted - self._start) % self._capacity * _ENTRY, *entry[:5], entry.address.encode())
+        _LAYOUT.pack_into(
+            self._view,
+            (self._posted - self._start) % self._capacity * _ENTRY,
+            *entry[:5],
+            entry.address.encode(),
+        )
         self._posted += 1
         # The entry is complete: only now may the other side see it.
         self._cells[(self._at + POSTED) // 8] = self._posted
@@ -136,10 +141,17 @@ class RingReader:
         while self._taken < self._cells[(self._at + POSTED) // 8]:
             if self._ring is None:
                 length = self._cells[(self._at + FIRST) // 8]
-                self._map(bytes(self._bytes[self._at + FIRST + 8 : self._at + FIRST + 8 + length]).decode(), CAPACITY * _ENTRY)
+                self._map(
+                    bytes(
+                        self._bytes[self._at + FIRST + 8 : self._at + FIRST + 8 + length]
+                    ).decode(),
+                    CAPACITY * _ENTRY,
+                )
             at = (self._taken - self._start) % self._capacity * _ENTRY
             segment, length, offset, use, header, text = _LAYOUT.unpack_from(self._view, at)
-            entry = RingEntry(segment, length, offset, use, header, text.rstrip(b"\0").decode() if text[0] else "")
+            entry = RingEntry(
+                segment, length, offset, use, header, text.rstrip(b"\0").decode() if text[0] else ""
+            )
             if entry.segment != MOVED:
                 return entry
             self._map(entry.address, entry.nbytes)

@@ -43,9 +43,13 @@ class SharedTable:
         ResourceError: A worker can't share memory; raised on all ranks.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int, meet: Callable[[str], Sequence[str]]) -> None:
+    def __init__(
+        self, ranks: Sequence[int], rank: int, meet: Callable[[str], Sequence[str]]
+    ) -> None:
         self.ranks, self.place, size = tuple(ranks), list(ranks).index(rank), len(ranks)
-        segment = share((size + size * size) * CELLS, rank, ranks[0], meet, inside=True, folder=None)
+        segment = share(
+            (size + size * size) * CELLS, rank, ranks[0], meet, inside=True, folder=None
+        )
         assert segment is not None
         self.segment = segment
         self._cells = segment.cells().cast("q")
@@ -113,15 +117,32 @@ class SharedWay:
     """
 
     def __init__(
-        self, table: SharedTable, source: int, inbox: PairInbox, *, name: int, host: str, busy: Callable[[], object] | None = None
+        self,
+        table: SharedTable,
+        source: int,
+        inbox: PairInbox,
+        *,
+        name: int,
+        host: str,
+        busy: Callable[[], object] | None = None,
     ) -> None:
         self.name, self.host = name, host
-        self._table, self._place, self._source, self._inbox, self._busy = table, table.ranks.index(source), source, inbox, busy
+        self._table, self._place, self._source, self._inbox, self._busy = (
+            table,
+            table.ranks.index(source),
+            source,
+            inbox,
+            busy,
+        )
         self._pool = BlockPool(table.make)
         self._writer = RingWriter(table.segment, table.pair(table.place, self._place), table.make)
         self._blocks = MessageReader()
         self._reader = RingReader(table.segment, table.pair(self._place, table.place))
-        self._sending, self._looking, self._resting = threading.Lock(), threading.Lock(), threading.Lock()
+        self._sending, self._looking, self._resting = (
+            threading.Lock(),
+            threading.Lock(),
+            threading.Lock(),
+        )
         self._unreadable: PacelineError | None = None  # why nothing more can be read
         self._brief = True  # whether the last wait was short
 
@@ -148,7 +169,9 @@ class SharedWay:
                 self._reader.confirm()
                 self._inbox.put(self._source, lane, message)
         except ResourceError as error:  # the sender's memory went with its process
-            self._unreadable = WorkerLost(f"messages of rank {self.name} can't be read ({error})", (self.name,))
+            self._unreadable = WorkerLost(
+                f"messages of rank {self.name} can't be read ({error})", (self.name,)
+            )
         except PacelineError as error:
             self._unreadable = error
         finally:
@@ -184,7 +207,11 @@ class SharedWay:
         state = self._table.state(self._place)
         if state:
             return self._left(state)
-        return WorkerLost(f"rank {self.name} has died", (self.name,)) if self._table.dead(self._place) else None
+        return (
+            WorkerLost(f"rank {self.name} has died", (self.name,))
+            if self._table.dead(self._place)
+            else None
+        )
 
     def _left(self, state: int, more: str = "") -> PacelineError:
         if state == ABORTED:

@@ -28,7 +28,9 @@ class Bell:
 
     def __init__(self, cells: memoryview, start: int, places: Sequence[int], rank: int) -> None:
         self._cells, self._mine, self._address = cells, places[rank], start + 8 * (places[rank] + 1)
-        self._others = [(place, start + 8 * (place + 1)) for other, place in enumerate(places) if other != rank]
+        self._others = [
+            (place, start + 8 * (place + 1)) for other, place in enumerate(places) if other != rank
+        ]
         self._asleep = 0  # threads of this rank that sleep; `sleeps` is 1 while there are any
         self._lock = threading.Lock()
 

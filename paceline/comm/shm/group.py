@@ -61,7 +61,12 @@ class SharedGroup:
     """
 
     def __init__(
-        self, segment: ControlSegment, *, view: int = 0, relatives: Relatives | None = None, registered: MemoryRegistry | None = None
+        self,
+        segment: ControlSegment,
+        *,
+        view: int = 0,
+        relatives: Relatives | None = None,
+        registered: MemoryRegistry | None = None,
     ) -> None:
         self.segment = segment
         self.rank, self.size, self.view = segment.rank, segment.size, view
@@ -97,7 +102,12 @@ class SharedGroup:
             cancel_scope: Ends waits of the group when it trips. Default: none.
         """
         names = tuple(range(size)) if ranks is None else ranks
-        return cls(ControlSegment.from_store(store, rank, names, deadline=deadline, folder=folder, cancel_scope=cancel_scope), view=view)
+        return cls(
+            ControlSegment.from_store(
+                store, rank, names, deadline=deadline, folder=folder, cancel_scope=cancel_scope
+            ),
+            view=view,
+        )
 
     @property
     def waited(self) -> float:
@@ -106,22 +116,46 @@ class SharedGroup:
 
     # ---- reductions
 
-    def all_reduce(self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None) -> Work[Tensor]:
+    def all_reduce(
+        self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None
+    ) -> Work[Tensor]:
         call = _here(reducing("all_reduce", x, op, name, out), x)
         nbytes = x.numel() * x.element_size()
         self._count_all_reduce(nbytes)
-        if out is not None and not call.flaw and nbytes > SMALL and out.data_ptr() == x.data_ptr() and plain(x) and plain(out):
+        if (
+            out is not None
+            and not call.flaw
+            and nbytes > SMALL
+            and out.data_ptr() == x.data_ptr()
+            and plain(x)
+            and plain(out)
+        ):
             place = self._registered.place(x)
             if place is not None or self._registered.aside(x):
                 # In place on every rank, if `x` is at the same place on all of them.
-                where = OWN if place is None else f"in registered memory {place.number} at {x.data_ptr() - place.start}"
-                return self._queue.start(call, self._reduce_in_place(x, out, place, op, call._replace(place=where)), [out])
+                where = (
+                    OWN
+                    if place is None
+                    else f"in registered memory {place.number} at {x.data_ptr() - place.start}"
+                )
+                return self._queue.start(
+                    call,
+                    self._reduce_in_place(x, out, place, op, call._replace(place=where)),
+                    [out],
+                )
         return self._queue.start(call, self._reduce(x, out, op, call), () if out is None else [out])
 
     def _count_all_reduce(self, nbytes: int) -> None:
         self.traffic.within += 2 * nbytes * (self.size - 1) // self.size
 
-    def _reduce(self, x: Tensor, out: Tensor | None, op: Op, call: CallFingerprint, meeting: Steps | None = None) -> Steps:
+    def _reduce(
+        self,
+        x: Tensor,
+        out: Tensor | None,
+        op: Op,
+        call: CallFingerprint,
+        meeting: Steps | None = None,
+    ) -> Steps:
         """Reduce through stages.
 
         `meeting`: steps in which ranks meet for it. Default: they compare the call.
@@ -134,13 +168,19 @@ class SharedGroup:
         # Sum right into the result if its elements are in order and it holds no unread part of `x`.
         direct = plain(result) and not crossing(source, result)
         target = result.detach().view(-1) if direct else fresh(source.shape, source.dtype)
-        reduce = reductions.all_reduce_small if x.numel() * x.element_size() <= SMALL else reductions.all_reduce
+        reduce = (
+            reductions.all_reduce_small
+            if x.numel() * x.element_size() <= SMALL
+            else reductions.all_reduce
+        )
         yield from reduce(self.segment, source, target, op, meeting)
         if not direct:
             result.detach().copy_(target.view(result.shape))
         return result
 
-    def _reduce_in_place(self, x: Tensor, out: Tensor, place: RegisteredMemory | None, op: Op, call: CallFingerprint) -> Steps:
+    def _reduce_in_place(
+        self, x: Tensor, out: Tensor, place: RegisteredMemory | None, op: Op, call: CallFingerprint
+    ) -> Steps:
         # Where calls differ in the place alone, meeting returns the places: then use stages.
         elsewhere = yield from self.segment.meet(call)
         if elsewhere or place is None:
@@ -154,7 +194,9 @@ class SharedGroup:
         yield from reductions.all_reduce_registered(self.segment, x, plan, op)
         return out
 
-    def all_reduce_moving(self, x: Tensor, *, op: Op = "sum", may_move: bool, whole: Tensor | None = None) -> Work[Tensor]:
+    def all_reduce_moving(
+        self, x: Tensor, *, op: Op = "sum", may_move: bool, whole: Tensor | None = None
+    ) -> Work[Tensor]:
         """Reduce `x` in place, and move its memory first if all ranks allow it.
 
         Args:
@@ -168,9 +210,15 @@ class SharedGroup:
             return self.all_reduce(x, op=op, out=x)
         call = _here(reducing("all_reduce", x, op, None, x), x)._replace(place=MOVING)
         self._count_all_reduce(nbytes)
-        return self._queue.start(call, self._reduce_moving(x, op, call, (x if whole is None else whole) if may_move else None), [x])
+        return self._queue.start(
+            call,
+            self._reduce_moving(x, op, call, (x if whole is None else whole) if may_move else None),
+            [x],
+        )
 
-    def _reduce_moving(self, x: Tensor, op: Op, call: CallFingerprint, whole: Tensor | None) -> Steps:
+    def _reduce_moving(
+        self, x: Tensor, op: Op, call: CallFingerprint, whole: Tensor | None
+    ) -> Steps:
         try:
             return (yield from self._reduce_there(x, op, call, whole))
         except (Mismatch, UsageError):  # raised by all ranks at the same place: none of them writes
@@ -181,11 +229,19 @@ class SharedGroup:
             self._moved.withdraw(x)
             raise
 
-    def _reduce_there(self, x: Tensor, op: Op, call: CallFingerprint, whole: Tensor | None) -> Steps:
+    def _reduce_there(
+        self, x: Tensor, op: Op, call: CallFingerprint, whole: Tensor | None
+    ) -> Steps:
         # `own_place` says where `x` is if it was moved before; `may_move` whether it may move now.
         moved = None if call.flaw or not plain(x) else self._moved.find(x)
-        own_place = None if moved is None or moved.place is None else [moved.place.number, x.data_ptr() - moved.place.start]
-        is_free_to_move = not call.flaw and moved is None and not self._moved.refused and not self.segment.named
+        own_place = (
+            None
+            if moved is None or moved.place is None
+            else [moved.place.number, x.data_ptr() - moved.place.start]
+        )
+        is_free_to_move = (
+            not call.flaw and moved is None and not self._moved.refused and not self.segment.named
+        )
         may_move = whole is not None and is_free_to_move and movable(whole)
         # A rank that neither moved `x` nor may move it meets in `_meet_moving`, which has the same
         # meetings as the lines below have for the others.
@@ -214,11 +270,15 @@ class SharedGroup:
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
         return self._reduce_scatter(x, op, _here(reducing("reduce_scatter", x, op, name), x), None)
 
-    def reduce_scatter_into(self, x: Tensor, out: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
+    def reduce_scatter_into(
+        self, x: Tensor, out: Tensor, *, op: Op = "sum", name: str | None = None
+    ) -> Work[Tensor]:
         """Reduce `x` and write piece `rank` to `out`, as `WritesResults` describes."""
         return self._reduce_scatter(x, op, _here(reducing("reduce_scatter", x, op, name), x), out)
 
-    def _reduce_scatter(self, x: Tensor, op: Op, call: CallFingerprint, out: Tensor | None) -> Work[Tensor]:
+    def _reduce_scatter(
+        self, x: Tensor, op: Op, call: CallFingerprint, out: Tensor | None
+    ) -> Work[Tensor]:
         self.traffic.within += x.numel() * x.element_size() * (self.size - 1) // self.size
 
         def steps() -> Steps:
@@ -230,14 +290,26 @@ class SharedGroup:
 
     # ---- messages
 
-    def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        *,
+        tag: int = 0,
+    ) -> Work[None]:
         call = _here(exchanging(sends, recvs, tag, self.size), *(x for _, x in (*sends, *recvs)))
         outgoing = self._outgoing(call, sends)
-        sides = [[[peer, parcel(x)] for peer, x in side] for side in (sends, recvs)] if not call.flaw else None
+        sides = (
+            [[[peer, parcel(x)] for peer, x in side] for side in (sends, recvs)]
+            if not call.flaw
+            else None
+        )
 
         def land(metas: list[Any]) -> Landing:
             matching(metas, self.segment.names)
-            return [(source, flat(x) if plain(x) else fresh(x.shape, x.dtype)) for source, x in recvs]
+            return [
+                (source, flat(x) if plain(x) else fresh(x.shape, x.dtype)) for source, x in recvs
+            ]
 
         def steps() -> Steps:
             landed = yield from deliver(self.segment, outgoing, call, sides, land)
@@ -250,12 +322,16 @@ class SharedGroup:
     def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
         return self._all_gather(x, _here(rows("all_gather", x, name), x), [])
 
-    def all_gather_into(self, x: Tensor, outs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
+    def all_gather_into(
+        self, x: Tensor, outs: Sequence[Tensor], *, name: str | None = None
+    ) -> Work[list[Tensor]]:
         """Gather every rank's `x` into `outs`: contiguous tensors of the shape and dtype of `x`."""
         call = _here(rows("all_gather", x, name), x)
         return self._all_gather(x, call._replace(shape=tuple(x.shape)), list(outs))
 
-    def _all_gather(self, x: Tensor, call: CallFingerprint, outs: list[Tensor]) -> Work[list[Tensor]]:
+    def _all_gather(
+        self, x: Tensor, call: CallFingerprint, outs: list[Tensor]
+    ) -> Work[list[Tensor]]:
         outgoing = self._outgoing(call, [(ALL, x)])
 
         def land(shapes: list[Any]) -> Landing:
@@ -275,7 +351,9 @@ class SharedGroup:
         call = _here(rooted(x, root, self.size, name), x)
         outgoing = self._outgoing(call, [(ALL, x)] if self.rank == root else [])
         nbytes = x.numel() * x.element_size()
-        place, own_place = self._lies(x) if nbytes > SMALL and plain(x) and not call.flaw else (None, None)
+        place, own_place = (
+            self._lies(x) if nbytes > SMALL and plain(x) and not call.flaw else (None, None)
+        )
         landing = x.detach() if call.flaw or plain(x) else fresh(x.shape, x.dtype)
         places: list[Any] = []  # the place of every rank's tensor, if all ranks reach it
 
@@ -284,17 +362,33 @@ class SharedGroup:
             return [] if self.rank == root or metas[root] is not None else [(root, landing)]
 
         def steps() -> Steps:
-            yield from deliver(self.segment, outgoing if place is None else [], call, own_place, land)
+            yield from deliver(
+                self.segment, outgoing if place is None else [], call, own_place, land
+            )
             # The root's tensor is in memory that all reach: copy from there, without its help. The
             # post tells it when all have done so.
-            if places[root] is not None and place is not None and all(other == own_place for other in places):
+            if (
+                places[root] is not None
+                and place is not None
+                and all(other == own_place for other in places)
+            ):
                 if self.rank != root:
-                    memmove(landing.data_ptr(), place.regions[root].data_ptr() + landing.data_ptr() - place.start, nbytes)
+                    memmove(
+                        landing.data_ptr(),
+                        place.regions[root].data_ptr() + landing.data_ptr() - place.start,
+                        nbytes,
+                    )
                 self.segment.post()
                 yield self.segment.posted
             # The root has sent nothing, but places differ: it sends now.
             elif places[root] is not None:
-                yield from deliver(self.segment, outgoing, call, None, lambda _: [] if self.rank == root else [(root, landing)])
+                yield from deliver(
+                    self.segment,
+                    outgoing,
+                    call,
+                    None,
+                    lambda _: [] if self.rank == root else [(root, landing)],
+                )
             if self.rank != root and not plain(x):
                 x.detach().copy_(landing)
             return x
@@ -305,7 +399,11 @@ class SharedGroup:
         """Find the memory of `x` if all ranks reach it, and name the place for a comparison."""
         registered, moved = self._registered.place(x), self._moved.find(x)
         place = registered if registered is not None or moved is None else moved.place
-        return place, None if place is None else [registered is None, place.number, x.data_ptr() - place.start]
+        return place, None if place is None else [
+            registered is None,
+            place.number,
+            x.data_ptr() - place.start,
+        ]
 
     def all_to_all(self, xs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
         call = _here(dealing(xs, self.size, name), *xs)
@@ -323,7 +421,9 @@ class SharedGroup:
 
         return self._queue.start(call, steps())
 
-    def _outgoing(self, call: CallFingerprint, sends: Sequence[tuple[int, Tensor]]) -> list[WindowMessage]:
+    def _outgoing(
+        self, call: CallFingerprint, sends: Sequence[tuple[int, Tensor]]
+    ) -> list[WindowMessage]:
         """Prepare messages, copied if elements are out of order. None if the call has a flaw."""
         messages = [] if call.flaw else [WindowMessage(to, flat(x)) for to, x in sends]
         for message in messages:
@@ -360,7 +460,9 @@ class SharedGroup:
             return None
         everyone = list(ranks) == list(range(self.size))  # then regions are in the same order
         registered = self._registered if everyone else None
-        return SharedGroup(segment, view=self.view, relatives=self._queue.relatives, registered=registered)
+        return SharedGroup(
+            segment, view=self.view, relatives=self._queue.relatives, registered=registered
+        )
 
     def reach(self, other: SharedGroup) -> None:
         """Use memory that `other`, a group of the same ranks, has moved; move nothing here."""
@@ -399,7 +501,9 @@ class SharedGroup:
 
     def abort(self) -> None:
         """End every pending Work with an error. Other ranks notice when they wait."""
-        self.end(ViewChanged(f"this group has been aborted by rank {self.segment.names[self.rank]}"))
+        self.end(
+            ViewChanged(f"this group has been aborted by rank {self.segment.names[self.rank]}")
+        )
 
     def end(self, error: PacelineError) -> PacelineError:
         """End everything under way on all ranks, and return the error that all of them raise.
@@ -425,5 +529,8 @@ def _here(call: CallFingerprint, *xs: Tensor) -> CallFingerprint:
     away = [x for x in xs if x.device.type != "cpu"]
     if not away or call.flaw:
         return call
-    flaw = f"shared memory moves CPU tensors, got one{on_device(away[0])}; use a group with backend 'nccl', or x.cpu()"
+    flaw = (
+        f"shared memory moves CPU tensors, got one{on_device(away[0])}; use a group with backend "
+        "'nccl', or x.cpu()"
+    )
     return call._replace(flaw=flaw)

@@ -64,10 +64,30 @@ def keep_writes(address: int, nbytes: int, descriptor: int) -> None:
     """
     call = ctypes.CDLL(None, use_errno=True).mmap
     call.restype = ctypes.c_void_p
-    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    call.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    ]
     # Mapped over the old mapping: the address stays the same, so tensors there do not notice.
-    if call(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | FIXED, descriptor, 0) != address:
-        raise ResourceError(f"{_mib(nbytes)} of shared memory can't be mapped again ({os.strerror(ctypes.get_errno())})")
+    if (
+        call(
+            address,
+            nbytes,
+            mmap.PROT_READ | mmap.PROT_WRITE,
+            mmap.MAP_PRIVATE | FIXED,
+            descriptor,
+            0,
+        )
+        != address
+    ):
+        raise ResourceError(
+            f"{_mib(nbytes)} of shared memory can't be mapped again "
+            f"({os.strerror(ctypes.get_errno())})"
+        )
 
 
 class SharedSegment:
@@ -93,7 +113,9 @@ class SharedSegment:
             _advise(self.start, nbytes, POPULATE)
 
     @classmethod
-    def create(cls, nbytes: int, *, folder: str | None = None, at_once: bool = True) -> SharedSegment:
+    def create(
+        cls, nbytes: int, *, folder: str | None = None, at_once: bool = True
+    ) -> SharedSegment:
         """Make a new segment: a memfd, or a file in `folder`. `ResourceError` without room."""
         fd, path = -1, None
         try:
@@ -112,7 +134,8 @@ class SharedSegment:
             if path is not None:
                 os.unlink(path)
             raise ResourceError(
-                f"{_mib(nbytes)} of shared memory can't be had ({reason}{room}); give the container more "
+                f"{_mib(nbytes)} of shared memory can't be had ({reason}{room}); "
+                "give the container more "
                 "(docker run --shm-size=2g, or a larger memory limit)"
             ) from error
 
@@ -122,7 +145,9 @@ class SharedSegment:
         return self._path or f"/proc/{os.getpid()}/fd/{self._fd}"
 
     @classmethod
-    def open(cls, address: str, nbytes: int, *, alone: bool = False, at_once: bool = True) -> SharedSegment:
+    def open(
+        cls, address: str, nbytes: int, *, alone: bool = False, at_once: bool = True
+    ) -> SharedSegment:
         """Map a segment that another process has made.
 
         Args:
@@ -135,13 +160,18 @@ class SharedSegment:
         try:
             fd = os.open(address, os.O_RDWR | os.O_CLOEXEC)
             if os.fstat(fd).st_size != nbytes:
-                raise ResourceError(f"the shared memory {address} has another size than the {nbytes} bytes agreed on")
+                raise ResourceError(
+                    f"the shared memory {address} has another size than the {nbytes} bytes agreed "
+                    "on"
+                )
             segment = cls(fd, nbytes, None, at_once=at_once)
             segment.named = not address.startswith("/proc/")
             if alone and segment.named:
                 os.unlink(address)
         except (OSError, RuntimeError) as error:
-            raise ResourceError(f"the shared memory of a worker on this host can't be mapped ({address}: {error})") from error
+            raise ResourceError(
+                f"the shared memory of a worker on this host can't be mapped ({address}: {error})"
+            ) from error
         finally:
             if fd >= 0:
                 os.close(fd)
@@ -157,7 +187,10 @@ class SharedSegment:
             storage = storages._new_shared_fd_cpu(self._fd, self.nbytes)
         except RuntimeError as error:
             self.seal()
-            raise ResourceError(f"{_mib(self.nbytes)} of shared memory can't be mapped twice ({str(error).splitlines()[0]})") from error
+            raise ResourceError(
+                f"{_mib(self.nbytes)} of shared memory can't be mapped twice "
+                f"({str(error).splitlines()[0]})"
+            ) from error
         _advise(storage.data_ptr(), self.nbytes, POPULATE)
         return storage
 
@@ -182,11 +215,19 @@ class SharedSegment:
 
     def cells(self) -> memoryview:
         """View the bytes of the segment as a memoryview, for reading and writing from Python."""
-        return memoryview(self.tensor(0, (self.nbytes,), torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's stubs before Python 3.12
+        # numpy's stubs before Python 3.12
+        return memoryview(self.tensor(0, (self.nbytes,), torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def share(
-    nbytes: int, me: int, leader: int, meet: Callable[[str], Sequence[str]], *, inside: bool, folder: str | None, at_once: bool = True
+    nbytes: int,
+    me: int,
+    leader: int,
+    meet: Callable[[str], Sequence[str]],
+    *,
+    inside: bool,
+    folder: str | None,
+    at_once: bool = True,
 ) -> SharedSegment | None:
     """Make a segment for several ranks: `leader` makes it, all that are `inside` map it.
 
@@ -213,10 +254,14 @@ def share(
         segment, error = None, ""
         try:
             if me == leader:
-                segment, error = _attempt(lambda place=place: SharedSegment.create(nbytes, folder=place, at_once=at_once))  # type: ignore[misc]
+                segment, error = _attempt(
+                    lambda place=place: SharedSegment.create(nbytes, folder=place, at_once=at_once)
+                )  # type: ignore[misc]
             address = meet(segment.address if segment is not None else "")[leader]
             if inside and me != leader and address:
-                segment, error = _attempt(lambda address=address: SharedSegment.open(address, nbytes, at_once=at_once))  # type: ignore[misc]
+                segment, error = _attempt(
+                    lambda address=address: SharedSegment.open(address, nbytes, at_once=at_once)
+                )  # type: ignore[misc]
             errors = [word for word in meet(error) if word]
         finally:
             if segment is not None:

@@ -44,7 +44,11 @@ class MessageStretch(NamedTuple):
 
 
 def deliver(
-    segment: ControlSegment, outgoing: Sequence[WindowMessage], call: CallFingerprint, meta: Any, land: Callable[[list[Any]], Landing]
+    segment: ControlSegment,
+    outgoing: Sequence[WindowMessage],
+    call: CallFingerprint,
+    meta: Any,
+    land: Callable[[list[Any]], Landing],
 ) -> Steps:
     """Meet, move all messages, and return the result of `land`.
 
@@ -60,31 +64,47 @@ def deliver(
     departures: dict[int, list[MessageStretch]] = {}
     at = 0
     for message in outgoing:
-        _cut(departures, segment.block, MessageStretch(segment.rank, at, message.x.data_ptr(), message.nbytes))
+        _cut(
+            departures,
+            segment.block,
+            MessageStretch(segment.rank, at, message.x.data_ptr(), message.nbytes),
+        )
         at += message.nbytes
 
     def write(window: int) -> None:
         for stretch in departures.get(window, ()):
-            memmove(segment.stage_at(segment.rank, segment.turn + window) + stretch.offset, stretch.address, stretch.nbytes)
+            memmove(
+                segment.stage_at(segment.rank, segment.turn + window) + stretch.offset,
+                stretch.address,
+                stretch.nbytes,
+            )
 
     # The first windows are written before ranks meet, so that the meeting makes them visible.
     for window in range(DEPTH):
         write(window)
-    metas = yield from segment.meet(call, [[[message.to, message.nbytes] for message in outgoing], meta])
+    metas = yield from segment.meet(
+        call, [[[message.to, message.nbytes] for message in outgoing], meta]
+    )
     lists = [messages for messages, _ in metas]
     incoming = land([rank_meta for _, rank_meta in metas])
     arrivals = _arrivals(segment, incoming, lists)
 
     def read(window: int) -> None:
         for stretch in arrivals.get(window, ()):
-            memmove(stretch.address, segment.stage_at(stretch.rank, segment.turn + window) + stretch.offset, stretch.nbytes)
+            memmove(
+                stretch.address,
+                segment.stage_at(stretch.rank, segment.turn + window) + stretch.offset,
+                stretch.nbytes,
+            )
 
     longest = max(sum(nbytes for _, nbytes in messages) for messages in lists)
     yield from flow(segment, -(-longest // segment.block), write, read)
     return incoming
 
 
-def _arrivals(segment: ControlSegment, incoming: Landing, sent: Sequence[Any]) -> dict[int, list[MessageStretch]]:
+def _arrivals(
+    segment: ControlSegment, incoming: Landing, sent: Sequence[Any]
+) -> dict[int, list[MessageStretch]]:
     """List the stretches to read in each window. `sent`: each rank's (receiver, bytes)."""
     expected: dict[int, deque[Tensor]] = {}
     for source, tensor in incoming:
@@ -96,7 +116,9 @@ def _arrivals(segment: ControlSegment, incoming: Landing, sent: Sequence[Any]) -
         for to, nbytes in messages:
             if to == segment.rank or (to == ALL and source != segment.rank):
                 into = expected[source].popleft()
-                assert into.numel() * into.element_size() == nbytes, "a receive of another size than its send"
+                assert into.numel() * into.element_size() == nbytes, (
+                    "a receive of another size than its send"
+                )
                 _cut(cuts, segment.block, MessageStretch(source, at, into.data_ptr(), nbytes))
             at += nbytes
     return cuts
@@ -120,4 +142,8 @@ def plain(x: Tensor) -> bool:
 
 def flat(x: Tensor) -> Tensor:
     """View `x` as one dim; a copy if its bytes in their order are not its values."""
-    return x.detach().resolve_conj().resolve_neg().contiguous().view(-1) if not plain(x) else x.detach().view(-1)
+    return (
+        x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+        if not plain(x)
+        else x.detach().view(-1)
+    )

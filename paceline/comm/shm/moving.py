@@ -70,7 +70,11 @@ class MovedStorage:
 
         The address alone is not enough: it may be that of a later mapping.
         """
-        return storage.data_ptr() == self.start and storage.is_shared() and _file(storage) == self._file
+        return (
+            storage.data_ptr() == self.start
+            and storage.is_shared()
+            and _file(storage) == self._file
+        )
 
     def plan(self, x: Tensor, rank: int) -> reductions.ReductionPlan:
         """Plan the reduction of `x`, which lies here. Plans are kept."""
@@ -105,7 +109,11 @@ class MovedMemory:
             return None
         storage: Storage = x.untyped_storage()
         moved = self._storages.get(storage)
-        return moved if moved is not None and moved.place is not None and moved.holds(storage) else None
+        return (
+            moved
+            if moved is not None and moved.place is not None and moved.holds(storage)
+            else None
+        )
 
     def clear(self) -> None:
         """Forget the memory of other ranks. Storages keep the memory that they have."""
@@ -120,7 +128,9 @@ class MovedMemory:
             _swap(storage, moved.before)
             moved.forget()
 
-    def move(self, segment: ControlSegment, x: Tensor, call: CallFingerprint) -> Generator[int, None, MovedStorage | None]:
+    def move(
+        self, segment: ControlSegment, x: Tensor, call: CallFingerprint
+    ) -> Generator[int, None, MovedStorage | None]:
         """Move the storage of `x`, which is `is_movable` on all ranks.
 
         Collective. None, on all ranks and from now on, if one of them can't.
@@ -152,7 +162,11 @@ class MovedMemory:
             self.refused = True
             return None
         regions[segment.rank] = own
-        return self._take(x.untyped_storage(), into, [region.tensor(0, (nbytes,), torch.uint8) for region in regions])
+        return self._take(
+            x.untyped_storage(),
+            into,
+            [region.tensor(0, (nbytes,), torch.uint8) for region in regions],
+        )
 
     def _take(self, storage: Storage, into: Storage, regions: list[Tensor]) -> MovedStorage:
         """Swap the memory of `storage` and `into`, and note where it is."""
@@ -193,17 +207,25 @@ def _make(nbytes: int) -> tuple[SharedSegment, Storage]:
     segment = SharedSegment.create(nbytes)
     if segment.named:
         segment.seal()
-        raise ResourceError("this system has no unnamed shared memory, and a killed process would leave named memory behind")
+        raise ResourceError(
+            "this system has no unnamed shared memory, and a killed process would leave named "
+            "memory behind"
+        )
     return segment, segment.again()
 
 
 def _open(addresses: list[str], nbytes: int, me: int) -> list[Any]:
     """Map the memory of the other ranks."""
-    return [None if rank == me else SharedSegment.open(address, nbytes) for rank, address in enumerate(addresses)]
+    return [
+        None if rank == me else SharedSegment.open(address, nbytes)
+        for rank, address in enumerate(addresses)
+    ]
 
 
 def _tell(error: ResourceError) -> None:
-    warnings.warn(f"{error}; sums of this group go on through copies, which take longer", stacklevel=2)
+    warnings.warn(
+        f"{error}; sums of this group go on through copies, which take longer", stacklevel=2
+    )
 
 
 def _keep_writes(storages: WeakKeyDictionary[Storage, MovedStorage]) -> None:

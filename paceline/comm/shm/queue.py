@@ -29,8 +29,16 @@ CHANNEL = "operations"
 class QueuedWork:
     """An operation under way (a `Work`)."""
 
-    def __init__(self, queue: WorkQueue, steps: Steps, call: CallFingerprint, number: int, *, inference: bool) -> None:
-        self.queue, self.steps, self.call, self.number, self.inference = queue, steps, call, number, inference
+    def __init__(
+        self, queue: WorkQueue, steps: Steps, call: CallFingerprint, number: int, *, inference: bool
+    ) -> None:
+        self.queue, self.steps, self.call, self.number, self.inference = (
+            queue,
+            steps,
+            call,
+            number,
+            inference,
+        )
         self.target = 0  # the post that all ranks must have reached before its next step
         self.ended = False
         self.result: Any = None
@@ -69,7 +77,9 @@ class WorkQueue:
         relatives[:] = [ref for ref in relatives if ref() is not None] + [me]
         segment.watch.busy = partial(_push_all, relatives, me)
 
-    def start(self, call: CallFingerprint, steps: Steps, written: Sequence[Tensor] = ()) -> QueuedWork:
+    def start(
+        self, call: CallFingerprint, steps: Steps, written: Sequence[Tensor] = ()
+    ) -> QueuedWork:
         """Append an operation that writes to `written`, and advance it as far as it goes."""
         watch = self.segment.watch
         if watch.broken is not None:
@@ -149,7 +159,9 @@ class WorkQueue:
             return
         watch = self.segment.watch
         try:
-            watch.wait(WaitCondition(ended, self._missing, CHANNEL, pending.number, pending.call), timeout)
+            watch.wait(
+                WaitCondition(ended, self._missing, CHANNEL, pending.number, pending.call), timeout
+            )
         finally:
             if watch.broken is not None:
                 self.cancel()

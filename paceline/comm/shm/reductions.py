@@ -48,7 +48,9 @@ PAIRS: dict[Op, Callable[..., Tensor]] = {
 Stage = Callable[[int], None]  # works on the block of this number
 
 
-def flow(segment: ControlSegment, blocks: int, stage: Stage, add: Stage, collect: Stage | None = None) -> Steps:
+def flow(
+    segment: ControlSegment, blocks: int, stage: Stage, add: Stage, collect: Stage | None = None
+) -> Steps:
     """Run the phases of `blocks` blocks. The first DEPTH of them were staged before ranks met.
 
     Why nothing is overwritten too early: a rank in phase k knows that all ranks have ended phase
@@ -95,12 +97,24 @@ def cut(segment: ControlSegment, count: int, part: int, dtype: torch.dtype, slot
     A part has `part` elements; the last ones have what is left, or nothing.
     """
     item, turns = dtype.itemsize, range(segment.turn, segment.turn + slots)
-    spans = [(min(r * part, count) * item, min((r + 1) * part, count) * item) for r in range(segment.size)]
+    spans = [
+        (min(r * part, count) * item, min((r + 1) * part, count) * item)
+        for r in range(segment.size)
+    ]
     low, high = spans[segment.rank]
     parts = (
-        [[segment.stage(r, turn, low, (high - low) // item, dtype) for r in range(segment.size)] for turn in turns] if high > low else []
+        [
+            [segment.stage(r, turn, low, (high - low) // item, dtype) for r in range(segment.size)]
+            for turn in turns
+        ]
+        if high > low
+        else []
     )
-    others = [(a, b - a, [segment.stage_at(r, turn) for turn in turns]) for r, (a, b) in enumerate(spans) if r != segment.rank and b > a]
+    others = [
+        (a, b - a, [segment.stage_at(r, turn) for turn in turns])
+        for r, (a, b) in enumerate(spans)
+        if r != segment.rank and b > a
+    ]
     return BlockCut(low, high, count * item, parts, others)
 
 
@@ -121,7 +135,9 @@ def all_reduce(segment: ControlSegment, x: Tensor, out: Tensor, op: Op, meeting:
     width = -(-total // (blocks * line)) * line  # elements of a block
     slots, part = min(SLOTS, blocks), width // segment.size
     full_cut = cut(segment, min(width, total), part, x.dtype, slots)
-    last_cut = cut(segment, total - (blocks - 1) * width, part, x.dtype, slots) if blocks > 1 else full_cut
+    last_cut = (
+        cut(segment, total - (blocks - 1) * width, part, x.dtype, slots) if blocks > 1 else full_cut
+    )
     last, span = blocks - 1, width * item
     source, target = x.data_ptr(), out.data_ptr()
     own_stages = [segment.stage_at(me, segment.turn + slot) for slot in range(SLOTS)]
@@ -139,7 +155,10 @@ def all_reduce(segment: ControlSegment, x: Tensor, out: Tensor, op: Op, meeting:
         low, high, _, parts, _ = full_cut if k < last else last_cut
         if parts:
             views = parts[k % SLOTS].copy()
-            summed, views[me] = views[me], x.narrow(0, k * width + low // item, (high - low) // item)
+            summed, views[me] = (
+                views[me],
+                x.narrow(0, k * width + low // item, (high - low) // item),
+            )
             stage_address, out_address = own_stages[k % SLOTS] + low, target + k * span + low
             # In place: add where `x` is, which is in the cache by then, and copy to the stage.
             if source == target:
@@ -161,7 +180,9 @@ def all_reduce(segment: ControlSegment, x: Tensor, out: Tensor, op: Op, meeting:
     yield from flow(segment, blocks, stage, add, collect)
 
 
-def all_reduce_small(segment: ControlSegment, x: Tensor, out: Tensor, op: Op, meeting: Steps) -> Steps:
+def all_reduce_small(
+    segment: ControlSegment, x: Tensor, out: Tensor, op: Op, meeting: Steps
+) -> Steps:
     """Reduce at most SMALL bytes: every rank adds all of it, so ranks meet only once."""
     parity = segment.parity
     segment.small(segment.rank, parity, x.numel(), x.dtype).copy_(x)
@@ -171,7 +192,9 @@ def all_reduce_small(segment: ControlSegment, x: Tensor, out: Tensor, op: Op, me
     fold([segment.small(r, parity, x.numel(), x.dtype) for r in range(segment.size)], out, op)
 
 
-def reduce_scatter(segment: ControlSegment, x: Tensor, op: Op, call: CallFingerprint, out: Tensor | None = None) -> Steps:
+def reduce_scatter(
+    segment: ControlSegment, x: Tensor, op: Op, call: CallFingerprint, out: Tensor | None = None
+) -> Steps:
     """Reduce `x`, and return this rank's piece, contiguous and of one dim; in `out` if given."""
     me, size, item, base = segment.rank, segment.size, x.element_size(), segment.turn
     cut = pieces(x.numel(), size)
@@ -185,13 +208,19 @@ def reduce_scatter(segment: ControlSegment, x: Tensor, op: Op, call: CallFingerp
         for r, (start, stop) in enumerate(cut):
             low, high = start + k * width, min(start + (k + 1) * width, stop)
             if r != me and high > low:
-                memmove(segment.stage_at(me, base + k) + r * room, source + low * item, (high - low) * item)
+                memmove(
+                    segment.stage_at(me, base + k) + r * room,
+                    source + low * item,
+                    (high - low) * item,
+                )
 
     def add(k: int) -> None:
         piece = out[k * width : (k + 1) * width]
         if piece.numel():
             own = x[first + k * width : first + k * width + piece.numel()]
-            others = [segment.stage(r, base + k, me * room, piece.numel(), x.dtype) for r in range(size)]
+            others = [
+                segment.stage(r, base + k, me * room, piece.numel(), x.dtype) for r in range(size)
+            ]
             fold([own if r == me else other for r, other in enumerate(others)], piece, op)
 
     blocks = max(1, -(-max(stop - start for start, stop in cut) // width))
@@ -215,12 +244,19 @@ def plan(x: Tensor, place: RegisteredMemory, rank: int) -> ReductionPlan:
     """Plan this rank's piece of `x`, in blocks small enough for the cache with all ranks' views."""
     offset, count, item = x.data_ptr() - place.start, x.numel(), x.element_size()
     line, width = LINE // item or 1, REGISTERED // item
-    start, stop = (min(-(-edge // line) * line, count) for edge in pieces(count, len(place.regions))[rank])
+    start, stop = (
+        min(-(-edge // line) * line, count) for edge in pieces(count, len(place.regions))[rank]
+    )
     # The views may outlive the evaluation in which they are first used.
     with torch.inference_mode(False):
         views = [region[offset : offset + count * item].view(x.dtype) for region in place.regions]
-        blocks = [[view[at : min(at + width, stop)] for view in views] for at in range(start, stop, width)]
-    copies = [(first.data_ptr(), [other.data_ptr() for other in others], first.numel() * item) for first, *others in blocks]
+        blocks = [
+            [view[at : min(at + width, stop)] for view in views] for at in range(start, stop, width)
+        ]
+    copies = [
+        (first.data_ptr(), [other.data_ptr() for other in others], first.numel() * item)
+        for first, *others in blocks
+    ]
     return ReductionPlan(blocks, copies)
 
 

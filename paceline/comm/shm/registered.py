@@ -51,7 +51,9 @@ class MemoryRegistry:
         address = x.data_ptr()
         place = self._places.get(address)
         if place is None:
-            place = next((p for p in tuple(self._places.values()) if p.start <= address < p.stop), None)
+            place = next(
+                (p for p in tuple(self._places.values()) if p.start <= address < p.stop), None
+            )
         return place
 
     def lay_aside(self, x: Tensor) -> None:
@@ -61,7 +63,11 @@ class MemoryRegistry:
     def aside(self, x: Tensor) -> bool:
         """Whether `x` lies in memory that was laid aside by `lay_aside`."""
         address = x.data_ptr()
-        return any(start <= address < stop for start, stop in self._aside.items()) if self._aside else False
+        return (
+            any(start <= address < stop for start, stop in self._aside.items())
+            if self._aside
+            else False
+        )
 
     def forget(self, x: Tensor) -> None:
         """Forget the memory of `x`. It is freed with its last tensor."""

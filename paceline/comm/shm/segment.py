@@ -128,12 +128,20 @@ class ControlSegment:
         self._mine = (rank * SPAN) // 8  # this rank's first cell
         self._others = [r for r in range(size) if r != rank]
         # Cells of the other ranks, by kind.
-        self._ops, self._agrees, self._marks = ([(r * SPAN) // 8 + cell for r in self._others] for cell in (OPS, AGREES, MARKS))
+        self._ops, self._agrees, self._marks = (
+            [(r * SPAN) // 8 + cell for r in self._others] for cell in (OPS, AGREES, MARKS)
+        )
         self._met = self._agreed = 0
         self._numbers: dict[CallFingerprint, int] = {}
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
-        self._bell = Bell(self._cells, segment.start, [r * SPAN // 8 + BELL for r in range(size)], rank) if futex.available() else None
-        self.watch = RankWaiter(rank, names, RankNotes(self._cells, rank), deadline=deadline, bell=self._bell)
+        self._bell = (
+            Bell(self._cells, segment.start, [r * SPAN // 8 + BELL for r in range(size)], rank)
+            if futex.available()
+            else None
+        )
+        self.watch = RankWaiter(
+            rank, names, RankNotes(self._cells, rank), deadline=deadline, bell=self._bell
+        )
         self._cancel_scope = CancelScope() if cancel_scope is None else cancel_scope
         self._cancel_scope.add(self.watch.interrupt)
         self._cells[self._mine + PID] = os.getpid()
@@ -167,7 +175,9 @@ class ControlSegment:
 
         segment = share(len(names) * SPAN, rank, 0, meet, inside=True, folder=folder, at_once=False)
         assert segment is not None
-        return cls(segment, rank, names, deadline=deadline, folder=folder, cancel_scope=cancel_scope)
+        return cls(
+            segment, rank, names, deadline=deadline, folder=folder, cancel_scope=cancel_scope
+        )
 
     @property
     def named(self) -> bool:
@@ -208,7 +218,15 @@ class ControlSegment:
         """
         packed = b"" if meta is None else msgpack.packb(meta)
         if len(packed) > META - 8:
-            call, packed = call._replace(flaw=f"{len(packed)} bytes describe it and {META - 8} fit; exchange fewer tensors at a time"), b""
+            call, packed = (
+                call._replace(
+                    flaw=(
+                        f"{len(packed)} bytes describe it and {META - 8} fit; "
+                        "exchange fewer tensors at a time"
+                    )
+                ),
+                b"",
+            )
         parity, mark = self.parity, self._number(call)
         self._met += 1
         # The data first, then the mark, then the counter.
@@ -218,19 +236,29 @@ class ControlSegment:
         yield self.posted
         # The mark is a hash of the call. If marks differ, all ranks see it, and exchange texts.
         if call.flaw or any(self._cells[at + parity] != mark for at in self._marks):
-            self._write(self._mine * 8 + CELLS, msgpack.packb([str(call)[:400], call.flaw[:400], call.place, callsite.place()[-200:]]))
+            self._write(
+                self._mine * 8 + CELLS,
+                msgpack.packb(
+                    [str(call)[:400], call.flaw[:400], call.place, callsite.place()[-200:]]
+                ),
+            )
             self.post()
             yield self.posted
             entries = [msgpack.unpackb(self._read(r * SPAN + CELLS)) for r in range(self.size)]
             places = [place for _, _, place, _ in entries]
             # One place besides OWN: ranks can go on together, through stages.
             meets = all(places) and len({*places, OWN}) <= 2
-            calls = [(text if meets else f"{text} {place}".strip(), flaw) for text, flaw, place, _ in entries]
+            calls = [
+                (text if meets else f"{text} {place}".strip(), flaw)
+                for text, flaw, place, _ in entries
+            ]
             compare(calls, self.names, [line for *_, line in entries])
             return places
         if meta is None:
             return []
-        return [msgpack.unpackb(self._read(r * SPAN + METAS + parity * META)) for r in range(self.size)]
+        return [
+            msgpack.unpackb(self._read(r * SPAN + METAS + parity * META)) for r in range(self.size)
+        ]
 
     def stage_at(self, rank: int, turn: int) -> int:
         """Address of a rank's stage of a turn."""
@@ -265,7 +293,12 @@ class ControlSegment:
 
     # ---- the channel of agreements
 
-    def agree(self, payload: bytes, call: CallFingerprint = CallFingerprint("agree")) -> list[bytes]:  # noqa: B008 (a tuple)
+    # (a tuple)
+    def agree(
+        self,
+        payload: bytes,
+        call: CallFingerprint = CallFingerprint("agree"),  # noqa: B008
+    ) -> list[bytes]:
         """Gather every rank's payload, of any length, once all have come to the same `call`.
 
         Payloads are not compared.
@@ -276,17 +309,26 @@ class ControlSegment:
         try:
             answers, marks = self._swap(payload, mark, call, call_number)
             if call.flaw or any(other != mark for other in marks):
-                texts, _ = self._swap(msgpack.packb([str(call)[:400], call.flaw[:400], callsite.place()[-200:]]), 0, call, call_number)
+                texts, _ = self._swap(
+                    msgpack.packb([str(call)[:400], call.flaw[:400], callsite.place()[-200:]]),
+                    0,
+                    call,
+                    call_number,
+                )
         except BaseException as error:
             # Whatever ended this wait, ranks are at different turns of this channel now.
             self.watch.end(error)
             raise
         if call.flaw or any(other != mark for other in marks):
             sides = [msgpack.unpackb(text) for text in texts]
-            compare([(text, flaw) for text, flaw, _ in sides], self.names, [line for *_, line in sides])
+            compare(
+                [(text, flaw) for text, flaw, _ in sides], self.names, [line for *_, line in sides]
+            )
         return answers
 
-    def _swap(self, payload: bytes, mark: int, call: CallFingerprint, call_number: int) -> tuple[list[bytes], list[int]]:
+    def _swap(
+        self, payload: bytes, mark: int, call: CallFingerprint, call_number: int
+    ) -> tuple[list[bytes], list[int]]:
         """Exchange payloads in turns of a mailbox, as many as the longest payload needs.
 
         Returns every rank's payload and mark.
@@ -308,7 +350,9 @@ class ControlSegment:
                 start = r * SPAN + base
                 marks[r], total = self._cells[start // 8], self._cells[start // 8 + 1]
                 longest = max(longest, total)
-                answers[r] += bytes(self._bytes[start + 16 : start + 16 + max(0, min(total - at, room))])
+                answers[r] += bytes(
+                    self._bytes[start + 16 : start + 16 + max(0, min(total - at, room))]
+                )
             at += room
             if at >= longest:
                 return answers, marks
@@ -341,12 +385,27 @@ class ControlSegment:
         None on ranks that are not in it.
         """
         words, inside = self._words(call), self.rank in ranks
-        segment = share(len(ranks) * SPAN, self.rank, ranks[0], words, inside=inside, folder=self.folder, at_once=False)
+        segment = share(
+            len(ranks) * SPAN,
+            self.rank,
+            ranks[0],
+            words,
+            inside=inside,
+            folder=self.folder,
+            at_once=False,
+        )
         if segment is None:
             return None
         names = [self.names[r] for r in ranks]
         rank = list(ranks).index(self.rank)
-        return ControlSegment(segment, rank, names, deadline=self.watch.deadline, folder=self.folder, cancel_scope=self._cancel_scope)
+        return ControlSegment(
+            segment,
+            rank,
+            names,
+            deadline=self.watch.deadline,
+            folder=self.folder,
+            cancel_scope=self._cancel_scope,
+        )
 
     def _words(self, call: CallFingerprint) -> Callable[[str], list[str]]:
         return lambda word: [answer.decode() for answer in self.agree(word.encode(), call)]

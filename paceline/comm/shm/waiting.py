@@ -80,7 +80,15 @@ class RankWaiter:
         bell: Wakes this rank. Default: nothing does, so it naps.
     """
 
-    def __init__(self, rank: int, names: Sequence[int], notes: WaitNotes, *, deadline: float, bell: Bell | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        names: Sequence[int],
+        notes: WaitNotes,
+        *,
+        deadline: float,
+        bell: Bell | None = None,
+    ) -> None:
         self.rank, self.names, self.deadline = rank, tuple(names), deadline
         self.waited = 0.0  # seconds spent waiting
         # Advances operations of other groups, and says whether any are pending there.
@@ -103,7 +111,9 @@ class RankWaiter:
             except ProcessLookupError as error:
                 name = self.names[rank]
                 self._forget()
-                raise self.end(WorkerLost(f"rank {name} has died while the group was made", (name,))) from error
+                raise self.end(
+                    WorkerLost(f"rank {name} has died while the group was made", (name,))
+                ) from error
 
     def end(self, error: BaseException) -> PacelineError:
         """Break the group on all ranks. Returns the error that all of them raise.
@@ -112,7 +122,10 @@ class RankWaiter:
         """
         if self.broken is None:
             me = self.names[self.rank]
-            why = f"rank {me} broke off in the middle of an exchange ({type(error).__name__}: {error})"
+            why = (
+                f"rank {me} broke off in the middle of an exchange ({type(error).__name__}: "
+                f"{error})"
+            )
             own_error = error if isinstance(error, PacelineError) else WorkerLost(why, (me,))
             self.broken = self._ended() or own_error
             self._tell(None)
@@ -195,14 +208,21 @@ class RankWaiter:
         error = self._ended() or self._hopeless(awaited, missing, since)
         if error is None and since > self.deadline:
             what = f"{awaited.what} (asked by rank {self.names[self.rank]})"
-            error = DeadlineExceeded(f"rank {who} did not come within {self.deadline:g} s to {what}", named)
+            error = DeadlineExceeded(
+                f"rank {who} did not come within {self.deadline:g} s to {what}", named
+            )
         # It may have become ready while we looked.
         if error is not None and not awaited.ready():
             raise self.end(error)
         if timeout is not None and since > timeout and not awaited.ready():
-            raise DeadlineExceeded(f"rank {who} did not come within {timeout:g} s to {awaited.what}; it may still", named)
+            raise DeadlineExceeded(
+                f"rank {who} did not come within {timeout:g} s to {awaited.what}; it may still",
+                named,
+            )
 
-    def _hopeless(self, awaited: WaitCondition, missing: Sequence[int], since: float) -> PacelineError | None:
+    def _hopeless(
+        self, awaited: WaitCondition, missing: Sequence[int], since: float
+    ) -> PacelineError | None:
         """Return an error if the missing ranks can't come any more; None if they may."""
         # A rank that has left or died can't come. Else ranks may wait for each other for ever, but
         # only once all of them have had time to leave a note.
@@ -211,7 +231,10 @@ class RankWaiter:
         if gone:
             text = ", ".join(f"rank {self.names[rank]} {how}" for rank, how in sorted(gone.items()))
             me = self.names[self.rank]
-            return WorkerLost(f"{text} while rank {me} waits for it in {awaited.what}", tuple(self.names[rank] for rank in sorted(gone)))
+            return WorkerLost(
+                f"{text} while rank {me} waits for it in {awaited.what}",
+                tuple(self.names[rank] for rank in sorted(gone)),
+            )
         stuck = self._stuck() if since > JUDGED else {}
         return describe(stuck, self.names) if self.rank in stuck else None
 
@@ -220,15 +243,26 @@ class RankWaiter:
         self._telling = awaited is not None
         wait = None
         if awaited is not None:
-            wait = (awaited.channel, awaited.number, str(awaited.what)[:400] + callsite.place(), self.made)
+            wait = (
+                awaited.channel,
+                awaited.number,
+                str(awaited.what)[:400] + callsite.place(),
+                self.made,
+            )
         verdict: Verdict | None = None
         if self.broken is not None:
-            gone: tuple[int, ...] = getattr(self.broken, "missing", ()) or getattr(self.broken, "ranks", ())
+            gone: tuple[int, ...] = getattr(self.broken, "missing", ()) or getattr(
+                self.broken, "ranks", ()
+            )
             verdict = (type(self.broken).__name__, str(self.broken)[:2000], list(gone))
         self._notes.tell(msgpack.packb((wait, verdict)))
 
     def _told(self) -> dict[int, tuple[list[Any] | None, Verdict | None]]:
-        return {rank: tuple(msgpack.unpackb(text)) for rank in range(len(self.names)) if (text := self._notes.told(rank))}
+        return {
+            rank: tuple(msgpack.unpackb(text))
+            for rank in range(len(self.names))
+            if (text := self._notes.told(rank))
+        }
 
     def _ended(self) -> PacelineError | None:
         """Return the error with which another rank has ended the group; None if none has."""
@@ -239,7 +273,16 @@ class RankWaiter:
 
     def _stuck(self) -> dict[int, RankWait]:
         """Find waits that can never end: the same in two looks, as notes are not read at once."""
-        first, second = (apart({rank: RankWait(*wait) for rank, (wait, _) in self._told().items() if wait is not None}) for _ in range(2))
+        first, second = (
+            apart(
+                {
+                    rank: RankWait(*wait)
+                    for rank, (wait, _) in self._told().items()
+                    if wait is not None
+                }
+            )
+            for _ in range(2)
+        )
         return first if first == second else {}
 
     def _dead(self) -> Sequence[int]:
