@@ -1,9 +1,10 @@
-"""Calls that all workers have to make, compared by name: a worker that makes another call is named
-before anything moves.
+"""Brings all workers together at named calls. A worker that makes another call is found and named.
 
-Where losses are survived (`recovery` is set), the living make a call again in which a worker was
-lost. No call ends before all have begun it, so two workers never differ by more than one completed
-call: the result that one has got is handed to those that were cut off.
+Nothing moves before all workers have come to the same call at the same step.
+
+If losses are survived (`recovery` is set), the remaining workers make a call again in which a
+worker was lost. No call ends before all have begun it, so two workers never differ by more than
+one completed call. A worker that was cut off in a call gets its result from one that completed it.
 """
 
 from __future__ import annotations
@@ -25,24 +26,26 @@ T = TypeVar("T")
 
 
 class CallDiscarded(PacelineError):
-    """A call was discarded on all workers, because one of them was lost in it."""
+    """A call was discarded on all workers, because one of them was lost during it."""
 
 
 class CallResult(Generic[T]):
-    """The result of a call, from here or from another worker."""
+    """The result of a call, made here or by another worker."""
 
     def __init__(self, value: T) -> None:
         self.value = value
 
 
-# brings the living together in a new group; what others got, if any did
+# Brings the remaining workers together in a new group after an error. It returns the result of the
+# call under way if another worker completed it, else None.
 Recovery = Callable[[PacelineError], CallResult[Any] | None]
 
 
 class Lockstep:
     """Whether workers make the same calls at the same time.
 
-    `entering`, where they don't, brings them together before a call of all.
+    Servers of some consistency models let workers leave lockstep. `entering` then brings them
+    together before a call of all workers; in lockstep it is None.
     """
 
     def __init__(self) -> None:
@@ -50,8 +53,9 @@ class Lockstep:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Mark that all workers are here, though they are not in lockstep: the code inside may
-        make a call of all.
+        """Mark that all workers are here, so the block may make a call of all workers.
+
+        They are not in lockstep outside of the block.
         """
         entering, self.entering = self.entering, None
         try:
@@ -60,25 +64,31 @@ class Lockstep:
             self.entering = entering
 
     def part(self, entering: Callable[[], None]) -> None:
-        """Let workers leave lockstep: `entering` is called before the next call of all, and
-        brings them together.
-        """
+        """Leave lockstep. `entering` then brings workers together before the next call of all."""
         self.entering = entering
 
     def enter(self) -> None:
-        """Bring workers together that are not in lockstep."""
+        """Bring workers together if they are not in lockstep."""
         if self.entering is not None:
             self.entering()
 
     def come_together(self) -> None:
-        """Note that all workers are in lockstep again."""
+        """Note that all workers are in lockstep from now on."""
         self.entering = None
 
 
 class Agreement:
     """Brings all workers together at named calls, over the control channel of a group.
 
-    `step` gives the current step and `hosts` the host of each rank, for messages.
+    `calls` counts completed calls, the same on all workers but for the call under way. During a
+    call `_is_inside_call` is true: calls made in it are parts of it, and are neither counted nor
+    repeated by themselves.
+    `since` is set while this worker waits for others; `what` is that call in words.
+
+    Args:
+        group: All workers.
+        step: Gives the current step.
+        hosts: Name of each rank's host, for messages. Default: unknown.
     """
 
     def __init__(
@@ -87,48 +97,50 @@ class Agreement:
         self.group = group
         self._step = step
         self._sightings = Sightings(hosts, _names(group))
-        # the members' ranks at the start; a worker that joined later has a number of its own
+        # Rank of each member at the start. A worker that joins later gets a new number.
         self.origins = tuple(range(group.size))
-        self.highest = group.size - 1  # of all origins that there have been: none is given twice
-        self.calls = 0  # completed
-        self.last: Any = None  # what the last of them gave, where losses are survived
+        self.highest = group.size - 1  # the highest origin ever given; no origin is given twice
+        self.calls = 0
+        self.last: Any = None  # result of the last call, if losses are survived
         self.recovery: Recovery | None = None
-        # when the call under way, or a wait for some of the others, began here
-        self.since: float | None = None
-        self.what = ""  # the last call, in words
-        self.ended: deque[float] = deque(maxlen=64)  # when the last calls were completed
+        self.since: float | None = None  # time.monotonic() at the begin of the wait
+        self.what = ""
+        self.ended: deque[float] = deque(maxlen=64)  # time.monotonic() at the end of the last calls
         self._inside = False
-        # the step, and how often optimizers stepped in the last and in this
+        # Gives the step, and the numbers of optimizer steps in the last step and in this one.
         self._tally: Callable[[], list[int | None]] | None = None
         self.lockstep = Lockstep()
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The host of each rank."""
+        """Name of the host of each rank."""
         return self._sightings.hosts
 
     @property
     def host(self) -> str:
-        """The host of this rank, for messages."""
+        """Name of this rank's host, for messages."""
         return self.hosts[self.group.rank] if self.hosts else "an unknown host"
 
     @property
     def alone(self) -> bool:
-        """Whether no other worker has to be told what this one finds out."""
+        """Whether there is no other worker to tell anything."""
         return self.group.size == 1
 
     def compare(self, what: str, body: bytes) -> list[bytes]:
-        """Return, as `meet` does, the `body` of every worker that runs the same script on the
-        same data.
-        """
+        """Gather, as `meet` does, from every worker that runs this script on the same data."""
         return self.meet(what, body)
 
     def attempt(self, act: Callable[[], T], what: str = "") -> T:
-        """Make a call of all workers: `act`, called again in a new group where a worker was lost,
-        unless others hand over its result.
+        """Make a call of all workers, and return its result.
 
-        `what`: its name, where `act` doesn't begin with a meeting.
+        After a loss `act` is called again in the new group, unless another worker has completed the
+        call and hands over its result.
+
+        Args:
+            act: Makes the call.
+            what: Name of the call, if `act` doesn't begin with a meeting. Default: none.
         """
+        # A call inside of a call is a part of it.
         if self._inside:
             return act()
         if self.lockstep.entering is not None:
@@ -142,35 +154,46 @@ class Agreement:
         return result.value
 
     def settle(self, act: Callable[[], T], what: str = "", *, apart: bool = False) -> T:
-        """Make a call whose result is too large to hand over, or can't be made twice: when it
-        returns, all have what `act` gave them.
+        """Make a call whose result can't be handed over, and whose `act` can't be called twice.
 
-        Raises `CallDiscarded` on all of them where a worker was lost before that. `apart`: `act`
-        itself doesn't wait.
+        All workers meet once more after `act`. If this returns, `act` has returned on all of them.
+
+        Args:
+            act: Makes the call.
+            what: Name of the call, if `act` doesn't begin with a meeting. Default: none.
+            apart: Whether `act` itself doesn't wait for other workers. Default: no.
+
+        Raises:
+            CallDiscarded: A worker was lost before all had met. Raised on all remaining workers.
         """
-        mine: list[T] = []
+        results: list[T] = []
 
-        def whole() -> None:
-            mine[:] = [act()]
+        def act_and_meet() -> None:
+            results[:] = [act()]
             self._meet("settled", b"", "")
 
         if self.recovery is None and apart:
-            self.attempt(whole, what)
-            return mine[0]
+            # `act` doesn't wait, so only the meeting tells that all workers are done.
+            self.attempt(act_and_meet, what)
+            return results[0]
         if self.recovery is None or self._inside:
             return self.attempt(act, what)
         self._name(what)
-        if self._attempt(whole) is None:
-            # as if it had not been made: a worker that joins later doesn't make it
+        if self._attempt(act_and_meet) is None:
+            # Not counted: for a worker that joins later, the call has not been made.
             raise CallDiscarded("a worker was lost in this call")
         self._complete(None)
-        return mine[0]
+        return results[0]
 
     def repeat(
         self, act: Callable[[], T], discard: Callable[[], None] = lambda: None, what: str = ""
     ) -> T:
-        """Make a call as `settle` does, again after each loss until it is settled; call
-        `discard` before each repetition.
+        """Make a call as `settle_call` does, again after each loss. `discard` is called in between.
+
+        Args:
+            act: Makes the call.
+            discard: Undoes what `act` has done on this worker. Default: nothing.
+            what: Name of the call, if `act` doesn't begin with a meeting. Default: none.
         """
         while True:
             try:
@@ -179,9 +202,7 @@ class Agreement:
                 discard()
 
     def wait(self, act: Callable[[], T], what: str) -> T:
-        """Run `act`, which waits for some of the workers and is no call of all; observers see
-        the wait while it lasts.
-        """
+        """Run `act`, which waits for some of the workers only; observers see the wait."""
         if self._inside:
             return act()
         self._name(what)
@@ -192,30 +213,34 @@ class Agreement:
             self.since = None
 
     def lasting(self, act: Callable[[], T]) -> T:
-        """Run `act`, which is no call of all, and begin it anew after each loss."""
+        """Run `act`, which waits for some workers only, and begin it anew after each loss."""
         while True:
             try:
                 return act()
             except LOSSES as error:
                 if self.recovery is None or self._inside:
                     raise
+                # While workers recover this one waits for none of them.
                 since, self.since = self.since, None
                 result = self.recovery(error)
-                assert result is None, "who is in no call of all can't have been cut off in one"
+                assert result is None, (
+                    "a worker outside of all calls can't have been cut off in one"
+                )
                 self.since = None if since is None else time.monotonic()
 
     def compare_steps(self, tally: Callable[[], list[int | None]]) -> None:
-        """Compare at each meeting what `tally` gives: the step, and how often optimizers stepped
-        in the last one and in this one.
+        """Compare `tally()` at each meeting, so that replicas that part are found.
+
+        It gives the step, and the numbers of optimizer steps in the last step and in this one.
         """
         self._tally = tally
 
     def recover_by(self, recovery: Recovery) -> None:
-        """Survive losses from now on: `recovery` brings the living together."""
+        """Survive losses from now on. `recovery` brings the remaining workers together."""
         self.recovery = recovery
 
     def catch_up(self, calls: int) -> None:
-        """Count as completed the calls that the others have made before this worker came."""
+        """Count `calls` as completed: others made them before this worker joined."""
         self.calls = calls
 
     def _name(self, what: str) -> None:
@@ -223,7 +248,7 @@ class Agreement:
             self.what = f"{what} of step {self._step()}"
 
     def _make(self, act: Callable[[], T]) -> T:
-        """Make a call where a loss ends the run."""
+        """Make a call in a run that ends with its first loss."""
         self._inside, self.since = True, time.monotonic()
         try:
             result = act()
@@ -233,9 +258,7 @@ class Agreement:
         return result
 
     def _attempt(self, act: Callable[[], T]) -> CallResult[T] | None:
-        """Make the call once; return its result from here or elsewhere, None if a worker was
-        lost and no worker completed it.
-        """
+        """Make a call once. None if a worker was lost and no worker completed the call."""
         assert self.recovery is not None
         self._inside, self.since = True, time.monotonic()
         try:
@@ -252,15 +275,29 @@ class Agreement:
         self.ended.append(time.monotonic())
 
     def regroup(self, group: Group, hosts: tuple[str, ...], origins: tuple[int, ...]) -> None:
-        """Use another group from now on."""
+        """Use another group from now on.
+
+        Args:
+            group: The remaining workers.
+            hosts: Name of each rank's host.
+            origins: Origin of each rank.
+        """
         self.group, self.origins, self._sightings = group, origins, Sightings(hosts, _names(group))
         self.highest = max(self.highest, *origins)
 
     def meet(self, what: str, body: bytes = b"", *, where: str = "") -> list[bytes]:
-        """Return every rank's `body`, once all ranks have come to `what` at the same step; raises
-        `Mismatch` on all if some came elsewhere.
+        """Wait for all ranks to come to the call `what` of this step, and gather their `body`.
 
-        `where` is not compared; it says in messages how this rank got here.
+        Args:
+            what: Name of the call.
+            body: Bytes for all ranks. Default: none.
+            where: How this rank got here, for messages. It is not compared. Default: nothing.
+
+        Returns:
+            The `body` of every rank, in rank order.
+
+        Raises:
+            Mismatch: Some ranks came to another call or step; raised on all.
         """
         return self.attempt(lambda: self._meet(what, body, where))
 
@@ -268,32 +305,36 @@ class Agreement:
         if self.group.size == 1:
             return [body]
         step = self._step()
-        if what != "settled":
+        if what != "settled":  # the name of the call that is settled says more
             self.what = f"{what} of step {step}"
         try:
-            taken = None if self._tally is None else self._tally()
-            answers = self.group.agree(msgpack.packb((what, step, where, body, taken)))
+            tally = None if self._tally is None else self._tally()
+            answers = self.group.agree(msgpack.packb((what, step, where, body, tally)))
         except DeadlineExceeded as error:
             raise DeadlineExceeded(
                 self._sightings.missing(self.group.rank, what, step, error.missing), error.missing
             ) from error
+        # All workers see the same heads, so all of them raise, or none.
         heads = [msgpack.unpackb(answer) for answer in answers]
         if any(head[0] != what or head[1] != step for head in heads):
             raise Mismatch(self._sightings.apart(heads, self._places()))
-        if any(head[4] != taken for head in heads) and (text := self._sightings.unequal(heads)):
+        # Steps agree, but optimizers may have stepped on some workers only.
+        if any(head[4] != tally for head in heads) and (text := self._sightings.unequal(heads)):
             raise Mismatch(f"replicas part: {text}. {SKIPPED}")
         self._sightings.note(heads)
         return [head[3] for head in heads]
 
     def tell(self, what: str, make: Callable[[], bytes]) -> bytes:
-        """Call `make` on the first worker alone, and give its result on every worker; its error
-        raises there, `Mismatch` elsewhere.
+        """Call `make` on the first worker alone, and return its result on every worker.
+
+        An error of `make` is raised on the first worker, and `Mismatch` on the others.
         """
         return self.attempt(lambda: self._tell(what, make))
 
     def _tell(self, what: str, make: Callable[[], bytes]) -> bytes:
         if self.group.size == 1:
             return make()
+        # The first byte says whether `make` gave a result (+) or failed (-).
         if self.group.rank != 0:
             answer = self._meet(what, b"", "")[0]
             if answer[:1] != b"+":
@@ -303,7 +344,7 @@ class Agreement:
                 )
             return answer[1:]
         try:
-            self.since = None  # the others wait for this worker, and not the other way round
+            self.since = None  # others wait for this worker; it waits for none of them
             body = make()
             self.since = time.monotonic()
         except Exception as error:
@@ -313,10 +354,9 @@ class Agreement:
         return body
 
     def locate(self, error: BaseException | None, wider: Agreement | None = None) -> None:
-        """Add to the error of a wait at which step it happened and where the others were last seen,
-        unless it says so already.
+        """Add a note to the error of a wait: the step, and where the missing ranks were last seen.
 
-        `wider` knows of workers that are not of this agreement.
+        `wider`: an agreement of more workers, for ranks that are not of this one. Default: none.
         """
         absent = (
             error.missing
@@ -333,23 +373,19 @@ class Agreement:
             )
 
     def _places(self) -> list[str]:
-        """Return where in its script each rank is; all ranks know that they have come apart, and
-        ask each other.
-        """
-        mine = callsite.place()
+        """Gather the line of the script of every rank, after all have seen that they differ."""
+        own_place = callsite.place()
         try:
-            return [answer.decode() for answer in self.group.agree(mine.encode())]
-        except PacelineError:
-            # a worker has gone meanwhile
-            return [mine if rank == self.group.rank else "" for rank in range(self.group.size)]
+            return [answer.decode() for answer in self.group.agree(own_place.encode())]
+        except PacelineError:  # a worker has gone meanwhile
+            return [own_place if rank == self.group.rank else "" for rank in range(self.group.size)]
 
 
 class SliceAgreement(Agreement):
-    """The agreement of a slice of the workers of a mesh: all slices run the same script on the same
-    data, and each meets by itself.
+    """The agreement of a slice of the workers of a mesh.
 
-    What one worker tells all is told by the first of `everyone`, so that it is the same in all
-    slices.
+    All slices run the same script on the same data, and each has its own meetings. A call that the
+    first worker answers for all is answered by the first of `everyone`, so all slices get the same.
     """
 
     def __init__(
@@ -372,11 +408,18 @@ class SliceAgreement(Agreement):
 def act_together(
     agreement: Agreement, what: str, act: Callable[[], bytes], failure: type[PacelineError]
 ) -> list[bytes]:
-    """Let every worker `act`, and return what all have got, by rank. Collective.
+    """Let every worker call `act`, and gather the results in rank order. Collective.
 
-    Where some fail with `failure`, all raise it: those their own, and the others the one of the
-    first of them.
+    If some workers fail with `failure`, all raise it: a failed worker its own error, the others
+    that of the first failed rank.
+
+    Args:
+        agreement: All workers.
+        what: Name of the call.
+        act: Does this worker's part.
+        failure: The error that is passed on to all workers. Other errors are raised here only.
     """
+    # A worker that fails comes to the meeting as well, with its error in place of a result.
     own: PacelineError | None = None
     try:
         answer = b"+" + act()
@@ -390,5 +433,5 @@ def act_together(
 
 
 def _names(group: Group) -> tuple[int, ...]:
-    """Return what the ranks of a group are called in messages: their numbers among all workers."""
+    """Rank of each member among all workers, by which messages name it."""
     return tuple(group.global_rank(rank) for rank in range(group.size))

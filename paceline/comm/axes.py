@@ -1,10 +1,9 @@
-"""Groups along the axes of a mesh: workers that differ in these axes alone.
+"""Groups along the axes of a mesh: workers whose coordinates differ in these axes alone.
 
-mesh "data=2, tensor=2"        along("tensor")   ranks 0 1 | ranks 2 3        along("data")   ranks
-                                                 0 2 | ranks 1 3
+mesh "data=2, tensor=2"
 
-data 0    rank 0   rank 1
-data 1    rank 2   rank 3
+    data 0    rank 0   rank 1        along("tensor"):  ranks 0 1 | ranks 2 3
+    data 1    rank 2   rank 3        along("data"):    ranks 0 2 | ranks 1 3
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ from paceline.trace import Trace
 
 
 class Sender(Protocol):
-    """An object that sends to other workers, and ends with the run: a group, or messages beside
-    groups.
-    """
+    """An object that sends to other workers and ends with the run: a group, or messages."""
 
     @property
     def traffic(self) -> Traffic: ...
@@ -41,10 +38,7 @@ class Sender(Protocol):
 
 @dataclass(frozen=True)
 class _Messages:
-    """Messages as a `Sender`.
-
-    The waits for them count as exchange, so none of them are for slower workers.
-    """
+    """Messages beside groups, as a `Sender`. No wait for them counts as one for slower workers."""
 
     pairs: Pairs
     waited: float = 0.0
@@ -61,11 +55,13 @@ class _Messages:
 
 
 class AxisGroups:
-    """The groups of one worker along the axes of `mesh`, made of `group`, which has all workers.
+    """The groups of one worker along the axes of a mesh, made when they are first asked for.
 
-    `opened` is told of each that is made.
-
-    What cuts exchange shows itself in `trace`.
+    Args:
+        mesh: The mesh of all workers.
+        group: The group of all workers.
+        opened: Called with each group or messages made here. Default: nothing.
+        trace: Gets the spans of exchanges along axes. Default: none.
     """
 
     def __init__(
@@ -81,18 +77,18 @@ class AxisGroups:
                 "give the group of all workers"
             )
         self.mesh, self.everyone, self._opened = mesh, group, opened
-        self._known: dict[tuple[str, ...], Group] = {}
-        # by the id of the group that they are of, which is kept
+        self._known: dict[tuple[str, ...], Group] = {}  # by the axes' names
+        # By the id of the group that they are a part of, which is never closed before.
         self._parts: dict[tuple[int, tuple[int, ...]], Group | None] = {}
         self._trace = Trace(0) if trace is None else trace
-        self.meters: list[AxisMeter] = []  # of the axes along which something is cut
+        self.meters: list[AxisMeter] = []  # one for each axis along which something is cut
 
     def along(self, *axes: str) -> Group:
         """Return the group of the workers that differ from this one in these axes alone.
 
-        All workers ask for it together the first time, and then it is there. Its ranks are in the
-        order of coordinates; where it has all workers, it is their group as it is. It has this
-        worker alone where the axes have an extent of 1, or the mesh lacks them.
+        Collective the first time; later calls return the same group. Ranks are in the order of
+        coordinates. If it has all workers, it is their group itself. If the axes have an extent of
+        1, or the mesh lacks them, it is a group of this worker alone.
         """
         names = tuple(name for name, size in self.mesh.axes if name in axes and size > 1)
         if names not in self._known:
@@ -100,40 +96,42 @@ class AxisGroups:
         return self._known[names]
 
     def another(self, *axes: str) -> Group:
-        """Make one more group of the workers of `along(*axes)`, for calls that have an order of
-        their own. Collective.
+        """Make another group of the workers of `group_along(*axes)`, with its own order of calls.
+
+        Collective.
         """
         group = self.along(*axes)
-        made = subgroup(group, range(group.size), ", ".join(axes)) if group.size > 1 else None
-        if made is None:
+        twin = subgroup(group, range(group.size), ", ".join(axes)) if group.size > 1 else None
+        if twin is None:
             return group
-        self._opened(made)
-        return made
+        self._opened(twin)
+        return twin
 
     def part(self, group: Group, ranks: Sequence[int], axis: str) -> Group | None:
-        """Return the group of some ranks of a group along an axis, None on others; the same one
-        for the same ranks. Collective.
+        """Return the group of some ranks of a group along an axis; None on other ranks. Collective.
+
+        The same group is returned for the same ranks.
         """
         key = id(group), tuple(ranks)
         if key not in self._parts:
-            self._parts[key] = made = subgroup(group, ranks, axis)
-            if made is not None:
-                self._opened(made)
-                self.meter(axis).add(made)
+            self._parts[key] = subset = subgroup(group, ranks, axis)
+            if subset is not None:
+                self._opened(subset)
+                self.meter(axis).add(subset)
         return self._parts[key]
 
     def meter(self, axis: str) -> AxisMeter:
-        """Return what measures the exchanges of cuts along an axis; the same one each time."""
-        found = next((meter for meter in self.meters if meter.axis == axis), None)
-        if found is None:
-            found = AxisMeter(axis, self._trace)
-            self.meters.append(found)
-        return found
+        """Return the meter of the exchanges of cuts along an axis; the same one each time."""
+        meter = next((meter for meter in self.meters if meter.axis == axis), None)
+        if meter is None:
+            meter = AxisMeter(axis, self._trace)
+            self.meters.append(meter)
+        return meter
 
     def count(self, axis: str, messages: Pairs) -> None:
-        """Count what is sent in messages beside all groups, as exchanges along an axis.
+        """Count messages beside all groups as exchanges along an axis.
 
-        The waits for them are the meter's.
+        Their waits are measured by the meter, where they happen.
         """
         self.meter(axis).add(messages)
         self._opened(_Messages(messages))
@@ -142,12 +140,13 @@ class AxisGroups:
         mesh, everyone = self.mesh, self.everyone
         if not names:
             return SoloGroup(rank=everyone.rank, view=everyone.view)
-        found = mesh.groups(names)
-        if len(found) == 1:
+        slices = mesh.groups(names)
+        if len(slices) == 1:
             return everyone
+        # Every rank takes part in making every group, and is in one of them.
         made = [
             part
-            for ranks in found
+            for ranks in slices
             if (part := subgroup(everyone, ranks, ", ".join(names))) is not None
         ]
         self._opened(made[0])
@@ -155,20 +154,29 @@ class AxisGroups:
 
 
 def subgroup(group: Group, ranks: Sequence[int], axis: str = "") -> Group | None:
-    """Make the group of these ranks as fast as it can be: of shared memory inside a host, with one
-    copy per host between them. Collective.
+    """Make the group of these ranks, with the fastest ways that there are. Collective.
 
-    Returns None on other ranks. All ranks of `group` call it with the same list. `axis`: what its
-    spans name.
+    Inside a host it uses shared memory. Over several hosts, one copy per host crosses the network.
+
+    Args:
+        group: The group that all ranks are of; all of them call this.
+        ranks: Ranks of the new group, the same list on all ranks.
+        axis: Axis of its spans in the trace. Default: none.
+
+    Returns:
+        The group; None on ranks that are not in it.
     """
     if not isinstance(group, HostsGroup):
         return group.sub(ranks)
     hosts = [group.hosts[rank] for rank in ranks]
-    here = [place for place, host in enumerate(group.hosts) if host == group.hosts[group.rank]]
-    mine = [here.index(rank) for rank in ranks if rank in here]
+    # All ranks of a host make its part of the group, then all ranks make the rest, in this order.
+    ranks_here = [
+        place for place, host in enumerate(group.hosts) if host == group.hosts[group.rank]
+    ]
+    inner_ranks = [ranks_here.index(rank) for rank in ranks if rank in ranks_here]
     inner = (
-        group.inner.sub(mine)
-        if len(mine) > 1
+        group.inner.sub(inner_ranks)
+        if len(inner_ranks) > 1
         else SoloGroup(rank=group.global_rank(group.rank), view=group.view)
     )
     if len(set(hosts)) == 1:
@@ -176,6 +184,7 @@ def subgroup(group: Group, ranks: Sequence[int], axis: str = "") -> Group | None
     flat = group.flat.sub(ranks)
     if len(set(hosts)) == len(hosts):
         return flat
+    # The first rank on each host leads.
     leaders = group.flat.sub([ranks[hosts.index(host)] for host in dict.fromkeys(hosts)])
     if flat is None or inner is None:
         return None

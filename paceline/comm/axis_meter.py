@@ -1,9 +1,8 @@
-"""Measures what a worker exchanges along one axis of a mesh, and shows the exchange that it stands
-still for.
+"""Measures the exchanges of a worker along one axis of a mesh, and the time that it waits for them.
 
-tensor   | compute | sum | compute | sum |          it stands still in each exchange
-shard    | compute . . . . . . | wait | compute     an exchange is on its way while it computes; for
-                                                    the rest of it, it stands still
+tensor   | compute | sum | compute | sum |         the worker stands still during each exchange
+shard    | compute . . . . . . | wait | compute    it computes during an exchange (dots), and
+                                                   stands still for the rest of it
 """
 
 from __future__ import annotations
@@ -22,39 +21,40 @@ T = TypeVar("T")
 
 
 class AxisMeter:
-    """The exchanges of one worker along `axis`, in groups that nothing else uses while it
-    trains.
+    """The exchanges of one worker along `axis`, in groups that nothing else uses in training.
+
+    `since` is set while the worker stands still. Exchanges of one step count as one call.
     """
 
     def __init__(self, axis: str, trace: Trace | None = None) -> None:
         self.axis = axis
-        self.seconds = 0.0  # for which this worker has stood still, waits for others included
-        self.since: float | None = None  # when the wait under way has begun (`time.monotonic`)
-        self.calls = 0  # steps in which something was exchanged
-        # when the last exchange of each of the last ones was over
+        self.seconds = 0.0  # time that this worker has stood still, waits for others included
+        self.since: float | None = None  # time.monotonic() at the begin of the wait under way
+        self.calls = 0  # steps with an exchange
+        # time.monotonic() at the end of the last exchange of each of the last steps.
         self.ended: deque[float] = deque(maxlen=64)
         self._trace = (Trace(0) if trace is None else trace).along(axis)
         self._name, self._step, self._counted = "", 0, -1
         self._groups: list[Group | Pairs] = []
 
     def add(self, group: Group | Pairs) -> None:
-        """Count what is sent in another group, or in messages, too."""
-        if all(group is not known for known in self._groups):
+        """Count the traffic of one more group, or of messages beside groups."""
+        if all(group is not counted for counted in self._groups):
             self._groups.append(group)
 
     @property
     def what(self) -> str:
-        """The last exchange, in words."""
+        """Name of the last exchange, in words."""
         return f"{self._name} along `{self.axis}` of step {self._step}" if self._name else ""
 
     @property
     def traffic(self) -> Traffic:
-        """The bytes that this worker has sent along the axis."""
+        """Number of bytes that this worker has sent along the axis."""
         return sum((group.traffic for group in self._groups), Traffic())
 
     @contextmanager
     def exchange(self, name: str) -> Iterator[None]:
-        """Measure an exchange for which this worker stands still, inside of the block."""
+        """Measure an exchange during which this worker stands still: the block."""
         started = self._stand(name)
         try:
             yield
@@ -63,7 +63,7 @@ class AxisMeter:
 
     @contextmanager
     def standing(self, name: str) -> Iterator[None]:
-        """Measure a wait for an exchange that may go on after it, inside of the block."""
+        """Measure a wait for an exchange that may go on after it: the block."""
         started = self._stand(name)
         try:
             yield
@@ -71,14 +71,20 @@ class AxisMeter:
             self._trace.record(name, "exchange", started, self._stop(started))
 
     def wait(self, work: Work[T], name: str, begun: int) -> T:
-        """Wait for the end of an exchange that has `begun` before (`time.perf_counter_ns`), and
-        measure the wait.
+        """Wait for an exchange, and measure the wait.
+
+        Args:
+            work: The exchange under way.
+            name: Name of its span.
+            begun: time.perf_counter_ns() at its begin.
         """
+        # It has ended during other work, so nothing was waited for.
         if work.done():
-            found, self._name = work.wait(), name
+            result, self._name = work.wait(), name
             self._note()
             self._trace.record(name, self.axis, begun, time.perf_counter_ns())
-            return found
+            return result
+        # The wait is time that this worker stood still; the exchange itself began earlier.
         started = self._stand(name)
         try:
             return work.wait()
@@ -102,8 +108,9 @@ class AxisMeter:
         return ended
 
     def _note(self) -> None:
-        """Note that an exchange is over; those of one step count as one call."""
+        """Note that an exchange has ended. Those of one step count as one call."""
         self._step, now = self._trace.step, time.monotonic()
+        # Several exchanges of a step count once; only the end of the last one matters.
         if self._step == self._counted:
             self.ended[-1] = now
             return

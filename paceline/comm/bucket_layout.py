@@ -1,4 +1,4 @@
-"""Parameters laid out in flat buckets, in the order in which backward makes their gradients.
+"""Lays parameters out in flat buckets, in the order in which backward makes their gradients.
 
 order of backward:   head.bias  head.weight  | block5.fc.bias  block5.fc.weight  | ...
 bucket 0 (small, so that the first exchange starts early)  | bucket 1             | ...
@@ -16,20 +16,19 @@ ALIGN = 64  # bytes: each parameter starts on a cache line
 
 
 class BucketShape(NamedTuple):
-    """The facts of a parameter that its bucket needs: shape, strides, dtype and device."""
+    """The properties of a parameter that its bucket needs."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    # parameters of different kinds share no bucket; where one is given they lie there without gaps
+    # Parameters of different kinds share no bucket. Parameters with a kind lie there without gaps.
     kind: Hashable = None
 
     @classmethod
     def of(cls, parameter: Tensor) -> BucketShape:
-        """Return the shape and strides of a parameter; contiguous strides where its own overlap
-        or have holes.
-        """
+        """Describe a parameter. If its strides overlap or have holes, contiguous ones are used."""
+        # On "meta", torch works out strides without allocating memory.
         dense = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format)
         return cls(tuple(parameter.shape), tuple(dense.stride()), parameter.dtype, parameter.device)
 
@@ -42,22 +41,24 @@ class BucketShape(NamedTuple):
 
     @property
     def lying(self) -> tuple[int, ...]:
-        """The size in the order in which the elements lie in memory: dimensions with large
-        strides first.
-        """
+        """The size with dims in the order of memory: the largest stride first."""
+        # `sorted` is stable: dims of equal strides keep their order.
         order = sorted(range(len(self.size)), key=lambda dim: -self.stride[dim])
         return tuple(self.size[dim] for dim in order)
 
     @property
     def room(self) -> int:
-        """Number of elements that the parameter takes in a bucket."""
+        """Number of elements that the parameter takes in a bucket, the gap behind it included."""
         step = (ALIGN // self.dtype.itemsize or 1) if self.kind is None else 1
         return -(-self.numel // step) * step
 
 
 class Bucket(NamedTuple):
-    """A flat tensor, the parameters that lie in it (their numbers), and the view of each with
-    the parameter's strides.
+    """A flat tensor, and the parameters that lie in it.
+
+    flat: Memory of the bucket, of one dim.
+    members: Number of each parameter.
+    views: View of each parameter in `flat`, with the parameter's shape and strides.
     """
 
     flat: Tensor
@@ -65,7 +66,8 @@ class Bucket(NamedTuple):
     views: tuple[Tensor, ...]
 
     def over(self, flat: Tensor) -> list[Tensor]:
-        """Return the views of the members in another flat tensor of the same length."""
+        """View another flat tensor of the same length as the members of this bucket."""
+        # Views keep their offsets from the begin of the bucket.
         start = self.flat.storage_offset()
         return [
             flat.as_strided(
@@ -78,19 +80,29 @@ class Bucket(NamedTuple):
 def cut(
     shapes: Sequence[BucketShape], order: Iterable[int], limit: int, first: int | None = None
 ) -> list[list[int]]:
-    """Cut the parameter numbers in `order` into runs of one dtype, device and kind of at most
-    `limit` bytes (the first: `first` bytes).
+    """Cut parameters into runs, one for each bucket.
 
-    A parameter above the limit has a bucket of its own. Kinds that alternate fill buckets of their
-    own side by side.
+    All parameters of a run have the same dtype, device and kind. A parameter above the limit gets a
+    run of its own. Kinds that alternate fill runs of their own side by side.
+
+    Args:
+        shapes: Shape of each parameter.
+        order: Numbers of the parameters, in the order of their gradients.
+        limit: Most bytes of a run.
+        first: Most bytes of the first run. Default: `limit`.
+
+    Returns:
+        Numbers of the parameters of each run.
     """
     runs: list[list[int]] = []
-    open_runs: dict[Hashable, tuple[list[int], int]] = {}
+    open_runs: dict[Hashable, tuple[list[int], int]] = {}  # by kind: the run to fill, and its bytes
     for member in order:
         shape = shapes[member]
+        # Each kind has one open run at a time, which takes its parameters until it is full.
         kind = (shape.dtype, shape.device, shape.kind)
         nbytes = shape.room * shape.dtype.itemsize
         run, filled = open_runs.get(kind, ([], 0))
+        # The first bucket may be smaller, so that its exchange begins early.
         bound = first if first is not None and runs and run is runs[0] else limit
         if not run or filled + nbytes > bound:
             run, filled = [], 0
@@ -105,7 +117,13 @@ def build(
     runs: Sequence[Sequence[int]],
     empty: Callable[[int, torch.dtype, torch.device], Tensor],
 ) -> list[Bucket]:
-    """Allocate the buckets with `empty(numel, dtype, device)`; all zero at first."""
+    """Allocate buckets of zeros.
+
+    Args:
+        shapes: Shape of each parameter.
+        runs: Numbers of the parameters of each bucket.
+        empty: Allocates a flat tensor from its number of elements, dtype and device.
+    """
     buckets = []
     for run in runs:
         kind = shapes[run[0]]
@@ -123,22 +141,23 @@ def build(
 
 
 def stretches(bucket: Bucket, below: int) -> list[slice]:
-    """Return where in the bucket members of fewer than `below` elements lie side by side, the
-    gaps behind them included.
+    """Find the stretches of a bucket where members of fewer than `below` elements lie side by side.
+
+    Gaps behind the members are included.
     """
-    begin, found = bucket.flat.storage_offset(), list[slice]()
+    begin, merged = bucket.flat.storage_offset(), list[slice]()
     starts = [*(view.storage_offset() - begin for view in bucket.views), bucket.flat.numel()]
     for view, start, stop in zip(bucket.views, starts, starts[1:], strict=False):
         if view.numel() >= below:
             continue
-        if found and found[-1].stop == start:
-            start = found.pop().start
-        found.append(slice(start, stop))
-    return found
+        if merged and merged[-1].stop == start:
+            start = merged.pop().start
+        merged.append(slice(start, stop))
+    return merged
 
 
 def put(view: Tensor, x: Tensor, scale: float) -> None:
-    """Write `x` times `scale` to its place in a bucket; zeros for a scale of 0 (0 x nan is nan)."""
+    """Write `x * scale` to its place in a bucket. A scale of 0 gives zeros, even for nan."""
     if scale == 0.0:
         view.zero_()
     elif scale == 1.0:
@@ -148,27 +167,23 @@ def put(view: Tensor, x: Tensor, scale: float) -> None:
 
 
 def scaled(grad: Tensor, scale: float) -> Tensor:
-    """Return a gradient times its weight, as a tensor of our own; zeros for weight 0 (0 x nan is
-    nan).
-    """
+    """Scale a gradient that only the caller holds, in place. Weight 0 gives zeros, even for nan."""
     if scale == 0.0:
         return torch.zeros_like(grad)
     return grad if scale == 1.0 else grad.mul_(scale)
 
 
 def weighted(grad: Tensor, weight: float) -> Tensor:
-    """Multiply a gradient that others hold too by its weight; give zeros for weight 0 (0 x nan
-    is nan).
-    """
+    """Scale a gradient that others hold as well, in a copy. Weight 0 gives zeros, even for nan."""
     if weight == 0.0:
         return torch.zeros_like(grad)
     return grad if weight == 1.0 else grad * weight
 
 
 def added(into: Tensor, addend: Tensor) -> Tensor:
-    """Return the sum of two gradients, in place of `into` where layouts allow (dense or sparse)."""
+    """Add two gradients, dense or sparse, in place of `into` if layouts allow."""
     if into.is_sparse and not addend.is_sparse:
-        return addend.add_(into)
+        return addend.add_(into)  # torch adds sparse to dense, not dense to sparse
     return into.add_(addend)
 
 

@@ -1,5 +1,6 @@
-"""Cancels the waits of some groups from another thread; the other workers are not told, as they
-learn of the new view by themselves.
+"""Cancels the waits of some groups from another thread, on this worker alone.
+
+Other workers get no message: they learn of the new view in the same way.
 """
 
 from __future__ import annotations
@@ -11,9 +12,7 @@ from paceline.errors import PacelineError
 
 
 class CancelScope:
-    """Ends every wait of the groups made with it, and of those made with it later, when `trip`
-    is called.
-    """
+    """Ends every wait of the groups made with it once it trips, and of groups made after that."""
 
     def __init__(self) -> None:
         self.error: PacelineError | None = None
@@ -21,7 +20,7 @@ class CancelScope:
         self._ends: list[Callable[[PacelineError], None]] = []
 
     def add(self, end: Callable[[PacelineError], None]) -> None:
-        """Call `end` when the scope trips; at once if it has."""
+        """Register `end`, to be called when the scope trips; at once if it has."""
         with self._lock:
             if self.error is None:
                 self._ends.append(end)
@@ -29,11 +28,12 @@ class CancelScope:
         end(self.error)
 
     def trip(self, error: PacelineError) -> None:
-        """End every wait with `error`; only the first call counts."""
+        """End every wait with `error`. Only the first call counts."""
         with self._lock:
             if self.error is not None:
                 return
             self.error = error
             ends, self._ends = self._ends, []
+        # Outside of the lock: an end may make a group with this scope, or drop one.
         for end in ends:
             end(error)

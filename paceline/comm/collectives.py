@@ -1,8 +1,8 @@
-"""Runs a schedule on any group, and builds the other collectives from `exchange` alone.
+"""Runs a schedule on any group, and builds other collectives from `exchange` alone.
 
-What is sent in a round is known to all from the schedule, so nothing but tensors travels. A sum
-that is still partial travels in the dtype it is added in (float32 for the halves); a rank's own
-part, and a finished sum, in the dtype of the tensor.
+All ranks know from the schedule what is sent in a round, so only tensors travel. Halves (float16,
+bfloat16) are added in float32: a partial sum travels in float32, a rank's own part and a finished
+sum in the dtype of the tensor.
 
     x, out (float16)       rank 0: own part  . . . . . . . . finished -> sent, copied to
     held   (float32)       rank 0: own part + received, in rank order, partial -> sent
@@ -28,15 +28,13 @@ from paceline.comm.schedule import Schedule, carried
 from paceline.comm.shm.messages import plain
 from paceline.errors import PacelineError
 
-TAG = 1 << 16  # tags of the rounds of schedules begin here: below are those of other exchanges
+TAG = 1 << 16  # first tag of the rounds of schedules; smaller tags belong to other exchanges
 Steps = Generator[Work[None], None, Any]
 
 
 @runtime_checkable
 class UncheckedExchange(Protocol):
-    """A group that can exchange messages that all ranks are known to agree on, without comparing
-    them first.
-    """
+    """A group that can exchange messages without comparing them first."""
 
     def exchange_agreed(
         self,
@@ -45,24 +43,25 @@ class UncheckedExchange(Protocol):
         *,
         tag: int = 0,
     ) -> Work[None]:
-        """Exchange as `Group.exchange` does, without finding differences between ranks."""
+        """Exchange as `Group.exchange` does, but without a check that ranks agree."""
         ...
 
 
 class ChunkMessage(NamedTuple):
-    """Chunks `start` to `stop` from `src` to `dst`; partial sums are `wide`."""
+    """Chunks `start` to `stop` (exclusive), sent from `src` to `dst` as one message."""
 
     src: int
     dst: int
     start: int
     stop: int
     add: bool
-    wide: bool
+    wide: bool  # a partial sum, which travels in the dtype that sums are held in
 
 
 class GeneratorWork:
-    """The Work of a generator that yields a Work whenever it has to wait; `wait` and `done` push
-    it forward. It writes to `written`.
+    """The Work of a generator that yields a Work whenever it has to wait.
+
+    `wait` and `done` advance the generator. `written`: tensors that the operation writes to.
     """
 
     def __init__(self, steps: Steps, written: Sequence[Tensor] = ()) -> None:
@@ -81,7 +80,7 @@ class GeneratorWork:
                 self._pending.wait(None if limit is None else max(0.0, limit - time.monotonic()))
             except PacelineError:
                 if self._pending.exception() is None:
-                    raise  # only this wait is over
+                    raise  # only this wait has ended, not the operation
             self._advance()
         if self._error is not None:
             raise self._error
@@ -96,7 +95,7 @@ class GeneratorWork:
         return self._error if self.done() else None
 
     def _advance(self) -> None:
-        """Run the generator to its next wait; the error of the last wait is raised inside it."""
+        """Run the generator to its next wait. An error of the last wait is raised inside it."""
         try:
             error = self._pending.exception() if self._pending is not None else None
             with as_begun(self._inference):
@@ -108,18 +107,17 @@ class GeneratorWork:
 
 
 def meet(group: Group, call: CallFingerprint) -> None:
-    """Compare what every rank is about to do, over the control channel; raises on all ranks if
-    the calls differ.
+    """Compare the call that every rank is about to make, over the control channel.
+
+    Raises the same `Mismatch` or `UsageError` on all ranks if the calls differ.
     """
-    texts = [
-        tuple(msgpack.unpackb(answer))
-        for answer in group.agree(msgpack.packb((str(call), call.flaw)))
-    ]
-    apart = any(text != texts[0] for text in texts)  # all ranks see the same texts
-    fingerprint.compare(
-        texts,
-        lines=[line.decode() for line in group.agree(callsite.place().encode())] if apart else (),
-    )
+    answers = group.agree(msgpack.packb((str(call), call.flaw)))
+    texts = [tuple(msgpack.unpackb(answer)) for answer in answers]
+    # All ranks see the same texts, so either all or none of them make the second call, which
+    # gathers the lines of the script for the error.
+    differ = any(text != texts[0] for text in texts)
+    lines = [line.decode() for line in group.agree(callsite.place().encode())] if differ else ()
+    fingerprint.compare(texts, lines=lines)
 
 
 def all_reduce(
@@ -131,11 +129,20 @@ def all_reduce(
     name: str | None = None,
     out: Tensor | None = None,
 ) -> Work[Tensor]:
-    """Reduce every rank's `x` by the moves of `schedule`; bit-equal on all ranks.
+    """Reduce every rank's `x` by the moves of `schedule`, after comparing the call on all ranks.
 
-    Compared with the others before it starts.
+    One operation at a time on a group; a `ScheduleQueue` holds several.
 
-    One at a time on a group; a `ScheduleQueue` holds several.
+    Args:
+        group: All ranks of the schedule.
+        x: A tensor of the same shape and dtype on all ranks.
+        schedule: A schedule of `group.size` ranks, the same on all ranks.
+        op: "sum" (default), "mean", "min", "max" or "product".
+        name: The caller's word for this call. Default: none.
+        out: Where the result goes; may be `x`. Default: a new tensor.
+
+    Returns:
+        A Work that gives `out`, or the new tensor, with the same bits on all ranks.
     """
     call = fingerprint.reducing("all_reduce", x, op, name, out)
     if schedule.size != group.size:
@@ -158,9 +165,9 @@ def all_reduce_agreed(
     out: Tensor | None = None,
     tag: int = TAG,
 ) -> Work[Tensor]:
-    """Reduce as `all_reduce` does what all ranks are known to agree on.
+    """Reduce as `all_reduce_by_schedule` does, without comparing first.
 
-    Its rounds have the tags from `tag` on.
+    `tag`: tag of the first round; each later round has the next one.
     """
     reduction.admit(op, x.dtype)
     return GeneratorWork(
@@ -169,11 +176,10 @@ def all_reduce_agreed(
 
 
 class ScheduleQueue:
-    """Runs schedules on one group, several under way at a time: each begins when the one before it
-    has ended.
+    """Runs schedules on one group, one after another; several may be pending.
 
-    Any waiter pushes rounds forward, so without a queue those of two operations could go out in
-    another order on another rank.
+    Any waiter advances rounds. Without a queue, the rounds of two operations could therefore go
+    out in different orders on different ranks.
     """
 
     def __init__(self, group: Group) -> None:
@@ -183,8 +189,9 @@ class ScheduleQueue:
     def all_reduce(
         self, x: Tensor, schedule: Schedule, op: Op = "sum", *, out: Tensor | None = None
     ) -> Work[Tensor]:
-        """Reduce as `all_reduce_agreed` does, after all that the queue holds; when one of those
-        fails, so does this.
+        """Reduce as `all_reduce_by_schedule_agreed` does, after all operations in the queue.
+
+        If one of those fails, this one fails with the same error.
         """
         reduction.admit(op, x.dtype)
         steps = _run(self._group, x.detach(), (schedule, op, TAG), out)
@@ -204,15 +211,18 @@ def _after(before: Work[Any], steps: Steps) -> Steps:
 
 
 def _run(group: Group, x: Tensor, what: tuple[Schedule, Op, int], out: Tensor | None) -> Steps:
+    """Run a schedule round by round. `what`: the schedule, the operation and the first tag."""
     schedule, op, tag = what
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     x = x.resolve_conj().resolve_neg()
+    # Work in the memory of `out` if its elements lie in order and overlap no unread part of `x`.
     direct = plain(out) and not reduction.crossing(x, out)
     flat = (
         out.detach().view(-1) if direct else torch.empty(x.numel(), dtype=x.dtype, device=x.device)
     )
     if flat.data_ptr() != x.data_ptr() or not x.is_contiguous():
         flat.view(x.shape).copy_(x)
+    # Partial sums. `to` copies only if the dtype differs, so for all but halves it is `flat`.
     held = flat.to(reduction.wide(x.dtype, op))
     buffers = _ScheduleBuffers(flat, held, edges(schedule.chunks, x.numel()), op, group.size)
     if group.size == 1:
@@ -227,8 +237,11 @@ def _run(group: Group, x: Tensor, what: tuple[Schedule, Op, int], out: Tensor | 
 
 
 class _ScheduleBuffers(NamedTuple):
-    """The memory of a schedule: `flat` holds own parts and finished chunks, `held` partial sums;
-    one tensor but for the halves.
+    """Memory of one run of a schedule.
+
+    flat: Own parts and finished chunks, in the dtype of the tensor.
+    held: Partial sums: float32 for the halves, else the same tensor as `flat`.
+    edges: Element at which each chunk begins, and the end of the last.
     """
 
     flat: Tensor
@@ -238,54 +251,56 @@ class _ScheduleBuffers(NamedTuple):
     size: int
 
     def part(self, message: ChunkMessage) -> Tensor:
-        """Return the elements that `message` carries away, or where they are kept."""
+        """Select the elements that `message` takes away, or the place where they belong."""
         return (self.held if message.wide else self.flat)[
             self.edges[message.start] : self.edges[message.stop]
         ]
 
     def complete(self, start: int, stop: int) -> None:
-        """Round these chunks once: they have every contribution."""
+        """Finish chunks that have every contribution: divide a mean, round once to the dtype."""
         span = slice(self.edges[start], self.edges[stop])
         total = reduction.finish(self.op, self.held[span], self.size)
         if self.held is not self.flat:
             self.flat[span] = total
 
     def add(self, chunk: int, received: list[tuple[int, Tensor]], rank: int) -> None:
-        """Add what came from other ranks to this rank's part of `chunk`, in the order of ranks."""
-        mine = self.held[self.edges[chunk] : self.edges[chunk + 1]]
-        # sums have the same bits in either order
+        """Add the parts that came from other ranks to this rank's part, in the order of ranks."""
+        own = self.held[self.edges[chunk] : self.edges[chunk + 1]]
+        # One other part: a + b and b + a have the same bits, so the order does not matter.
         if len(received) == 1 and (rank < received[0][0] or self.op in ("sum", "mean")):
-            reduction.combine(self.op, mine, received[0][1].to(mine))
+            reduction.combine(self.op, own, received[0][1].to(own))
             return
-        terms = [term for _, term in sorted([*received, (rank, mine)], key=lambda pair: pair[0])]
-        total = terms[0] if terms[0] is mine else terms[0].to(mine)
+        terms = [term for _, term in sorted([*received, (rank, own)], key=lambda pair: pair[0])]
+        total = terms[0] if terms[0] is own else terms[0].to(own)
         for term in terms[1:]:
-            reduction.combine(self.op, total, term.to(mine))
-        if total is not mine:
-            mine.copy_(total)
+            reduction.combine(self.op, total, term.to(own))
+        if total is not own:
+            own.copy_(total)
 
 
 def _round(
     group: Group, buffers: _ScheduleBuffers, messages: Sequence[ChunkMessage], tag: int
 ) -> Steps:
-    """Exchange the messages of one round, and add or keep what came."""
+    """Exchange the messages of one round, and add or store the parts that came."""
     nonempty = [m for m in messages if buffers.edges[m.stop] > buffers.edges[m.start]]
-    mine = [m for m in nonempty if m.src == group.rank]
-    coming = [m for m in nonempty if m.dst == group.rank]
+    outgoing = [m for m in nonempty if m.src == group.rank]
+    incoming = [m for m in nonempty if m.dst == group.rank]
+    # Receive in place, unless the part is added to ours, or leaves in the same round.
     landings = []
-    for message in coming:
+    for message in incoming:
         part = buffers.part(message)
-        busy = any(m.start < message.stop and message.start < m.stop for m in mine)
-        landings.append(torch.empty_like(part) if message.add or busy else part)
+        leaves = any(m.start < message.stop and message.start < m.stop for m in outgoing)
+        landings.append(torch.empty_like(part) if message.add or leaves else part)
     exchange = group.exchange_agreed if isinstance(group, UncheckedExchange) else group.exchange
-    recvs = [(m.src, landing) for m, landing in zip(coming, landings, strict=True)]
-    yield exchange([(m.dst, buffers.part(m)) for m in mine], recvs, tag=tag)
+    recvs = [(m.src, landing) for m, landing in zip(incoming, landings, strict=True)]
+    yield exchange([(m.dst, buffers.part(m)) for m in outgoing], recvs, tag=tag)
     added: dict[int, list[tuple[int, Tensor]]] = {}
-    for message, landing in zip(coming, landings, strict=True):
+    for message, landing in zip(incoming, landings, strict=True):
         if not message.add:
             if landing.data_ptr() != buffers.part(message).data_ptr():
                 buffers.part(message).copy_(landing)
             continue
+        # A message may span chunks, and chunks of several messages may overlap: sort by chunk.
         base = buffers.edges[message.start]
         for chunk in range(message.start, message.stop):
             span = slice(buffers.edges[chunk] - base, buffers.edges[chunk + 1] - base)
@@ -295,12 +310,12 @@ def _round(
     return None
 
 
-# the messages, and the chunks that each rank has summed up after them
+# Messages of a round, and the chunks whose sums are complete on each rank after it.
 Round: TypeAlias = tuple[list[ChunkMessage], dict[int, list[int]]]
 
 
 def edges(chunks: Sequence[float], numel: int) -> list[int]:
-    """Return where each chunk of `numel` elements begins and ends."""
+    """List the element at which each chunk of `numel` elements begins, and the end of the last."""
     return [
         0,
         *(min(numel, round(total * numel)) for total in list(accumulate(chunks))[:-1]),
@@ -310,17 +325,18 @@ def edges(chunks: Sequence[float], numel: int) -> list[int]:
 
 @lru_cache(maxsize=256)
 def plan(schedule: Schedule) -> list[Round]:
-    """Plan the messages of each round, neighbouring chunks joined, and which rank completes
-    which chunks in it; cached.
+    """Plan the messages of each round, and the chunks that each rank completes in it. Cached.
+
+    Moves of neighbouring chunks between the same ranks become one message.
     """
-    # how many contributions there are
-    state = [[1] * len(schedule.chunks) for _ in range(schedule.size)]
+    contributions = [[1] * len(schedule.chunks) for _ in range(schedule.size)]
     rounds: list[Round] = []
     for moves, loads in zip(schedule.rounds, carried(schedule), strict=True):
         parts = [
             (m.src, m.dst, m.add, 1 < len(load) < schedule.size, m.chunk)
             for m, load in zip(moves, loads, strict=True)
         ]
+        # Sorted by rank and chunk, so that chunks side by side can be joined.
         messages: list[ChunkMessage] = []
         for src, dst, add, wide, chunk in sorted(parts):
             last = messages[-1] if messages else None
@@ -334,29 +350,30 @@ def plan(schedule: Schedule) -> list[Round]:
                 messages[-1] = last._replace(stop=chunk + 1)
             else:
                 messages.append(ChunkMessage(src, dst, chunk, chunk + 1, add, wide))
+        # A chunk is complete once it has the contributions of all ranks. It is then rounded once.
         completed: dict[int, list[int]] = {}
         for move, load in zip(moves, loads, strict=True):
             if move.add:
-                state[move.dst][move.chunk] += len(load)
-                if state[move.dst][move.chunk] == schedule.size:
+                contributions[move.dst][move.chunk] += len(load)
+                if contributions[move.dst][move.chunk] == schedule.size:
                     completed.setdefault(move.dst, []).append(move.chunk)
         rounds.append((messages, completed))
     return rounds
 
 
 def reduce_scatter(group: Group, x: Tensor, op: Op = "sum", *, tag: int = 0) -> Work[Tensor]:
-    """Reduce pieces: every rank sends each piece to its owner, which adds in rank order; (n-1)/n
-    of the tensor from each. Not compared.
+    """Send each piece to its owner, which adds all ranks' parts in rank order. Not compared.
+
+    (n-1)/n of the tensor leaves each rank.
     """
     reduction.admit(op, x.dtype)
 
     def steps() -> Steps:
         flat = x.detach().reshape(-1)
-        mine = pieces(flat.numel(), group.size)[group.rank]
-        parts = [flat[start:stop] for start, stop in pieces(flat.numel(), group.size)]
-        received: list[Tensor] = yield from _deal(
-            group, parts, [(mine[1] - mine[0],)] * group.size, tag
-        )
+        all_pieces = pieces(flat.numel(), group.size)
+        start, stop = all_pieces[group.rank]
+        parts = [flat[begin:end] for begin, end in all_pieces]
+        received: list[Tensor] = yield from _deal(group, parts, [(stop - start,)] * group.size, tag)
         return reduction.reduce(op, received)
 
     return GeneratorWork(steps())
@@ -365,9 +382,9 @@ def reduce_scatter(group: Group, x: Tensor, op: Op = "sum", *, tag: int = 0) -> 
 def all_gather(
     group: Group, x: Tensor, shapes: Sequence[Sequence[int]], *, tag: int = 0
 ) -> Work[list[Tensor]]:
-    """Send `x` from every rank to all others; `shapes` are those of all ranks.
+    """Send `x` from every rank to all others. Not compared.
 
-    Not compared: all have agreed before.
+    `shapes`: the shape of every rank's tensor, which all ranks have agreed on before.
     """
     return GeneratorWork(_deal(group, [x.detach()] * group.size, shapes, tag))
 
@@ -375,19 +392,20 @@ def all_gather(
 def all_to_all(
     group: Group, xs: Sequence[Tensor], shapes: Sequence[Sequence[int]], *, tag: int = 0
 ) -> Work[list[Tensor]]:
-    """Send xs[r] to rank r; `shapes` are those of what comes from each rank.
+    """Send `xs[r]` to rank r. Not compared.
 
-    Not compared: all have agreed before.
+    `shapes`: the shape of the tensor that comes from each rank, agreed on before.
     """
     return GeneratorWork(_deal(group, xs, shapes, tag))
 
 
 def _deal(group: Group, xs: Sequence[Tensor], shapes: Sequence[Sequence[int]], tag: int) -> Steps:
-    """Send one message from every rank to every rank; empty tensors aren't sent."""
+    """Send one message from every rank to every rank; empty tensors are not sent."""
     me = group.rank
     outs = [torch.empty(tuple(shape), dtype=xs[0].dtype, device=xs[0].device) for shape in shapes]
     outs[me].copy_(xs[me])
-    turns = [(me + step) % group.size for step in range(1, group.size)]  # not all at rank 0 first
+    # Each rank begins with its right neighbour, so that not all send to rank 0 first.
+    turns = [(me + step) % group.size for step in range(1, group.size)]
     sends = [(to, xs[to].detach().contiguous()) for to in turns if xs[to].numel()]
     exchange = group.exchange_agreed if isinstance(group, UncheckedExchange) else group.exchange
     yield exchange(

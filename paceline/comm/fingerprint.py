@@ -1,6 +1,4 @@
-"""Fingerprints of collective calls, as a short text and its digest: ranks compare them before
-anything moves.
-"""
+"""Fingerprints of collective calls: short texts that ranks compare before anything moves."""
 
 from __future__ import annotations
 
@@ -17,15 +15,21 @@ from paceline.comm.group import OPS
 from paceline.errors import Mismatch, UsageError
 
 DIGEST = 16  # bytes
-OWN = "in memory of its own"  # a place that goes with any other
-MOVING = "in memory that may move"  # a place of which ranks tell each other more when they meet
+OWN = "in memory of its own"  # a place that agrees with any other
+MOVING = "in memory that may move"  # a place that ranks say more about when they meet
 
 
 class CallFingerprint(NamedTuple):
-    """One collective call as its rank made it; all but `flaw` has to be the same on every rank.
+    """One collective call of one rank. All fields but `flaw` must be the same on all ranks.
 
-    `flaw` says what is wrong with this rank's arguments: then every rank raises UsageError, not
-    just this one. `place`: where this rank's tensor lies, if that decides on the way: see `OWN`.
+    kind: Name of the collective.
+    name: The caller's word for the call, if it gave one.
+    shape: Shape of the tensor. "*" is a dim that may differ.
+    dtype: Dtype of the tensor.
+    detail: Everything else that must agree: operation, root, device.
+    flaw: What is wrong with this rank's arguments. If one rank has a flaw, all ranks raise
+        `UsageError`.
+    place: Where this rank's tensor lies, if the way of the exchange depends on it: see `OWN`.
     """
 
     kind: str
@@ -49,23 +53,22 @@ class CallFingerprint(NamedTuple):
 
 @lru_cache(maxsize=65_536)
 def digest(call: CallFingerprint) -> bytes:
-    """Return the fingerprint of `call`, flaw and place included; cached, as the same calls come
-    back at every step.
-    """
+    """Hash a call with its flaw and place. Cached: the same calls come back at every step."""
     return blake2b(f"{call}\0{call.flaw}\0{call.place}".encode(), digest_size=DIGEST).digest()
 
 
 def sides(
     texts: Sequence[str], names: Sequence[int] | None = None, lines: Sequence[str] = ()
 ) -> str:
-    """Describe who is where: `rank 0 at barrier; ranks 1, 2 at all_reduce of 'w'`.
+    """Describe which ranks are where: `rank 0 at barrier; ranks 1, 2 at all_reduce of 'w'`.
 
-    `names`: what the ranks are called (in a subgroup).
-
-    `lines`: where in its script each rank is, as ` (train.py:12)`; those of one side stand
-    together.
+    Args:
+        texts: The call of each rank; empty ones are left out.
+        names: Rank of each member among all workers. Default: the ranks themselves.
+        lines: Line of the script of each rank, as ` (train.py:12)`. Default: unknown.
     """
     by_text: dict[str, tuple[list[str], dict[str, None]]] = {}
+    # Ranks with the same text stand together, with all lines that they are at.
     for rank, (text, line) in enumerate(zip(texts, lines or [""] * len(texts), strict=True)):
         if text:
             ranks, places = by_text.setdefault(text, ([], {}))
@@ -82,11 +85,18 @@ def _side(ranks: list[str], text: str, places: list[str]) -> str:
 def compare(
     calls: Sequence[tuple[str, str]], names: Sequence[int] | None = None, lines: Sequence[str] = ()
 ) -> None:
-    """Raise what all ranks have to raise about their calls, given as (text, flaw) in rank order;
-    nothing if they agree.
+    """Raise the error that all ranks have to raise about their calls, if there is one.
 
-    `lines`: where in its script each rank is (`caller.place`), if that is known.
+    Args:
+        calls: The (text, flaw) of each rank, in rank order.
+        names: Rank of each member among all workers. Default: the ranks themselves.
+        lines: Line of the script of each rank, by `callsite.place`. Default: unknown.
+
+    Raises:
+        Mismatch: Ranks make different calls.
+        UsageError: All make the same call, and the arguments of one of them have a flaw.
     """
+    # First whether the calls differ: only then do flaws of one and the same call matter.
     texts = [text for text, _ in calls]
     if any(text != texts[0] for text in texts):
         where = sides(texts, names, lines)
@@ -101,7 +111,7 @@ def compare(
 
 
 def on_device(x: Tensor) -> str:
-    """Return the part of a call's detail that says where the tensor is; empty on CPU."""
+    """Name the tensor's device for a call's detail. Empty for the CPU."""
     return "" if x.device.type == "cpu" else f" on {x.device.type}"
 
 
@@ -146,6 +156,7 @@ def dealing(xs: Sequence[Tensor], size: int, name: str | None) -> CallFingerprin
         )
     call = rows("all_to_all", xs[0], name)
     for rank, x in enumerate(xs):
+        # All tensors must agree in everything but the first dim: kind to detail, without the flaw.
         if rows("all_to_all", x, name)[:5] != call[:5]:
             flaw = (
                 f"the tensor for rank {rank} is {x.dtype} {list(x.shape)}, the one for rank 0 "
@@ -164,14 +175,14 @@ def choosing(ranks: Sequence[int], size: int) -> CallFingerprint:
 
 
 def parcel(x: Tensor) -> str:
-    """Describe one message of an exchange."""
+    """Describe one message of an exchange: number of elements and dtype."""
     return f"{x.numel()} x {str(x.dtype).removeprefix('torch.')}"
 
 
 def exchanging(
     sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int, size: int
 ) -> CallFingerprint:
-    """Make the fingerprint of an exchange; its messages are compared pair by pair."""
+    """Make the fingerprint of an exchange. Its messages are compared apart, pair by pair."""
     flaws = [
         f"rank {peer} does not exist; there are 0..{size - 1}"
         for peer, _ in (*sends, *recvs)
@@ -183,17 +194,18 @@ def exchanging(
 
 
 def matching(sides: Sequence[Sequence[Sequence[tuple[int, str]]]], names: Sequence[int]) -> None:
-    """Raise Mismatch where one rank sends what the other doesn't expect; `sides` are each rank's
-    (sends, recvs) as (peer, parcel).
+    """Raise `Mismatch` if one rank sends other messages than its receiver expects.
 
-    `names`: what the ranks are called.
+    Args:
+        sides: Messages of each rank, (sends, recvs), each as (peer, `describe_message`).
+        names: Rank of each member among all workers.
     """
     for source, (sends, _) in enumerate(sides):
         for to, (_, recvs) in enumerate(sides):
-            left = [text for peer, text in sends if peer == to]
-            right = [text for peer, text in recvs if peer == source]
-            if left != right:
-                offers, expects = ", ".join(left) or "nothing", ", ".join(right) or "nothing"
+            sent = [text for peer, text in sends if peer == to]
+            expected = [text for peer, text in recvs if peer == source]
+            if sent != expected:
+                offers, expects = ", ".join(sent) or "nothing", ", ".join(expected) or "nothing"
                 raise Mismatch(
                     f"exchange: rank {names[source]} sends {offers} to rank {names[to]}, which "
                     f"expects {expects}"
@@ -201,7 +213,7 @@ def matching(sides: Sequence[Sequence[Sequence[tuple[int, str]]]], names: Sequen
 
 
 def objects(obj: Any, name: str | None) -> tuple[str, CallFingerprint]:
-    """Encode `obj` as JSON, with the fingerprint of the call that gathers it."""
+    """Encode `obj` as JSON, and make the fingerprint of the call that gathers it."""
     try:
         return json.dumps(obj), CallFingerprint("gather_objects", name)
     except (TypeError, ValueError) as error:
@@ -216,7 +228,7 @@ def objects(obj: Any, name: str | None) -> tuple[str, CallFingerprint]:
 
 
 def dense_flaw(x: Tensor) -> str:
-    """Return what keeps `x` from being exchanged, if anything does."""
+    """Describe why `x` can't be exchanged. Empty if it can."""
     if x.layout is not torch.strided:
         return (
             f"a tensor of layout {x.layout} can't be exchanged; exchange its values and indices, "
@@ -231,9 +243,10 @@ def dense_flaw(x: Tensor) -> str:
 
 
 def overlap_flaw(x: Tensor) -> str:
-    """Return what keeps a result from being written to `x`, if anything does."""
+    """Describe why no result can be written to `x`. Empty if one can."""
     if x.layout is not torch.strided or x.is_contiguous():
         return ""
+    # A stride of 0 in a dim of several elements: they share one place in memory.
     if any(length > 1 and not stride for length, stride in zip(x.shape, x.stride(), strict=True)):
         return (
             "elements of a tensor that was expanded share memory, so no result can be written "

@@ -1,4 +1,13 @@
-"""The interface of a group of workers: its collectives, and the handle of one that is under way."""
+"""Interface of a group of workers: its collectives, and the handle of an operation under way.
+
+    work = group.all_reduce(x)     begins it; other work can go on meanwhile
+    ...
+    total = work.wait()            the result, or one of paceline's errors
+
+`Group` is what every kind of group has: `SoloGroup` (one worker), `SharedGroup` (one host),
+`TorchGroup` (any hosts) and `HostsGroup` (several hosts, shared memory inside each). The smaller
+protocols below it are abilities that only some groups have.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +27,21 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass
 class Traffic:
-    """Bytes this worker has sent: within its host, and to other hosts."""
+    """Number of bytes that this worker has sent: within its host, and to other hosts."""
 
     within: int = 0
     between: int = 0
 
     @property
     def pair(self) -> tuple[int, int]:
-        """The bytes within the host, and those between hosts."""
+        """Bytes sent within the host, and bytes sent between hosts."""
         return self.within, self.between
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(self.within + other.within, self.between + other.between)
 
     def count(self, sent: Traffic) -> None:
-        """Add what was sent, in place."""
+        """Add the bytes of `sent` to these, in place."""
         self.within += sent.within
         self.between += sent.between
 
@@ -43,29 +52,30 @@ class Traffic:
 class Work(Protocol[T_co]):
     """Handle of an operation under way.
 
-    Each waiter gets its error once, one of ours; dropping an unwaited Work keeps its buffers alive.
+    Every error is one of paceline's own, and every waiter gets it. A Work may be dropped without
+    a wait: the operation goes on, and keeps its buffers alive.
     """
 
     def wait(self, timeout: float | None = None) -> T_co:
-        """Wait for the result and give it; at most `timeout` seconds (None: the group's
-        deadline).
+        """Wait for the result, and return it.
+
+        Args:
+            timeout: Seconds to wait at most; a wait that they end may be tried again. Default:
+                the deadline of the group.
         """
         ...
 
     def done(self) -> bool:
-        """Whether `wait` would return or raise at once.
-
-        Never blocks, and may push the operation forward.
-        """
+        """Whether `wait` would end at once. Never blocks, but may advance the operation."""
         ...
 
     def exception(self) -> BaseException | None:
-        """Return the error that ended the operation, if one has."""
+        """Return the error that ended the operation, or None. Never blocks."""
         ...
 
 
 class Finished:
-    """A Work that has ended already."""
+    """A Work that has ended before it is returned."""
 
     def __init__(self, result: Any = None, error: BaseException | None = None) -> None:
         self._result, self._error = result, error
@@ -83,13 +93,15 @@ class Finished:
 
 
 class Group(Protocol):
-    """Workers that move in lockstep.
+    """Workers that move in lockstep: all ranks make every call, in the same order.
 
-    Every call is collective: all ranks make it, in the same order.
+    Calls are compared before anything moves. If ranks differ in the operation, name, shape or
+    dtype, `Mismatch` is raised on every rank and shows both sides. A wait past the deadline raises
+    `DeadlineExceeded`, which names the missing ranks. A call that can't be honoured raises
+    `UsageError` on every rank.
 
-    Calls are checked before anything moves: a difference in operation, name, shape or dtype raises
-    `Mismatch` on every rank, with both sides named. A wait past the deadline raises
-    `DeadlineExceeded` naming the ranks that are missing.
+    `name` of a collective is the caller's word for it. It is part of the comparison, and stands
+    in errors.
     """
 
     rank: int  # of this worker, 0 <= rank < size
@@ -98,12 +110,12 @@ class Group(Protocol):
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes that this rank has sent."""
+        """Number of bytes that this rank has sent."""
         ...
 
     @property
     def waited(self) -> float:
-        """Seconds spent waiting for ranks that came later."""
+        """Seconds that this rank has spent waiting for slower ranks."""
         ...
 
     def exchange(
@@ -113,184 +125,216 @@ class Group(Protocol):
         *,
         tag: int = 0,
     ) -> Work[None]:
-        """Send each (to, tensor) and fill each (from, tensor); all ranks call it, lists may be
-        empty.
+        """Send tensors to some ranks and receive tensors from some, all at once.
+
+        Args:
+            sends: Pairs (rank, tensor to send to it). May be empty.
+            recvs: Pairs (rank, tensor to fill with what it sends). May be empty. Each send needs
+                a receive of the same shape and dtype on the other side.
+            tag: Number that tells exchanges under way at the same time apart. Default: 0.
+
+        Returns:
+            A Work that is done when everything has been received and may be written to again.
         """
         ...
 
     def all_reduce(
         self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None
     ) -> Work[Tensor]:
-        """Reduce every rank's `x` (same shape, dtype), bit-equal on all ranks; into `out` (may be
-        `x`), else a new tensor.
+        """Begin to reduce every rank's `x`. The result has the same bits on all ranks.
 
-        This begins it: `all_reduce(x).wait()` is the tensor.
+        Args:
+            x: A tensor of the same shape and dtype on all ranks.
+            op: "sum" (default), "mean", "min", "max" or "product".
+            name: The caller's word for this call. Default: none.
+            out: Where the result goes; may be `x`. Default: a new tensor.
+
+        Returns:
+            A Work that gives `out`, or the new tensor.
+
+        Example:
+            >>> group.all_reduce(torch.ones(2)).wait()  # on three ranks
+            tensor([3., 3.])
         """
         ...
 
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
-        """Reduce `x`, flattened and cut as `pieces(numel, size)` says; return the reduction of
-        piece `rank` (1-D).
+        """Reduce `x`, and give each rank one piece of the result.
+
+        Args:
+            x: A tensor of the same shape and dtype on all ranks. It is flattened and cut into
+                `piece_bounds(x.numel(), size)`.
+            op: "sum" (default), "mean", "min", "max" or "product".
+            name: The caller's word for this call. Default: none.
+
+        Returns:
+            A Work that gives the reduction of piece `rank`, of one dim.
         """
         ...
 
     def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
-        """Gather every rank's `x`, in rank order.
-
-        Shapes may differ in the first dim; dtypes and the other dims may not.
-        """
+        """Gather every rank's `x`, in rank order. Only the first dim may differ between ranks."""
         ...
 
     def broadcast(self, x: Tensor, *, root: int = 0, name: str | None = None) -> Work[Tensor]:
-        """Fill `x` on every rank with the root's values, in place; return `x`."""
+        """Fill `x` on every rank with the values of rank `root`, in place, and return `x`."""
         ...
 
     def all_to_all(self, xs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
-        """Send xs[r] to rank r; return what every rank sent here, in rank order.
+        """Send `xs[r]` to rank r, and return the tensors sent here, in rank order.
 
         Shapes may differ in the first dim.
         """
         ...
 
     def barrier(self, *, name: str | None = None) -> Work[None]:
-        """Wait until every rank has called it."""
+        """Wait until every rank has made this call."""
         ...
 
     def gather_objects(self, obj: Any, *, name: str | None = None) -> list[Any]:
-        """Gather every rank's `obj` (JSON: dict, list, str, int, float, bool, None), in rank
-        order.
-        """
+        """Gather every rank's `obj`, in rank order. It must be JSON: dict, list, str, int, ..."""
         ...
 
     def agree(self, payload: bytes) -> list[bytes]:
-        """Gather every rank's payload (any length, not compared), on a control channel that never
-        mixes with tensor traffic.
+        """Gather every rank's `payload`, in rank order. Blocks until all ranks have called it.
 
-        Blocks until all have called it. A few microseconds inside a host; safe beside pending
-        tensor operations.
+        Payloads may have any length, and are not compared. They go over a control channel of
+        their own, so this is safe while tensor operations are pending. It takes a few
+        microseconds inside a host.
         """
         ...
 
     def sub(self, ranks: Sequence[int]) -> Group | None:
-        """Make the group of these ranks (None on the others); all ranks of this group call it
-        with the same list.
-        """
+        """Make the group of these ranks; None on the others. All ranks pass the same list."""
         ...
 
     def global_rank(self, rank: int) -> int:
-        """Return the rank, in the group of all workers, of `rank` in this group."""
+        """Return the rank in the group of all workers of a rank of this group."""
         ...
 
     def empty(self, shape: Sequence[int], dtype: dtype) -> Tensor:
-        """Allocate memory that this group exchanges fastest (registered, shared inside a host);
-        collective, same arguments on all ranks.
+        """Allocate a tensor in the memory that this group exchanges fastest.
+
+        Inside a host it is shared memory that all ranks have mapped. Collective: all ranks pass the
+        same arguments.
         """
         ...
 
     def close(self) -> None:
-        """Leave in good order, and free threads, sockets and memory.
-
-        Calling it twice is harmless.
-        """
+        """Leave in good order, and free threads, sockets and memory. May be called twice."""
         ...
 
     def abort(self) -> None:
-        """End every pending Work with an error, at once and without the others."""
+        """End every pending Work with an error, at once, without a word from the other ranks."""
         ...
 
 
 @runtime_checkable
 class UncheckedAllReduce(Protocol):
-    """A group that can all-reduce what all ranks are known to agree on, without comparing it
-    first: buckets, whose layout was agreed.
+    """A group that can all-reduce without comparing the call first.
+
+    For buckets of gradients: all ranks have agreed on their layout once, so comparing each call
+    again would only cost time.
     """
 
     def all_reduce_agreed(
         self, x: Tensor, *, op: Op = "sum", out: Tensor | None = None
     ) -> Work[Tensor]:
-        """Reduce as `Group.all_reduce` does, without finding differences between ranks."""
+        """Reduce as `Group.all_reduce` does, but without a check that ranks agree."""
         ...
 
 
 @runtime_checkable
 class UncheckedReduceScatter(Protocol):
-    """A group that compares calls while it waits for all ranks, and can reduce-scatter what they
-    are known to agree on without that.
+    """A group that can reduce-scatter without comparing the call first.
+
+    A comparison blocks until all ranks have come; this call never does.
     """
 
     def reduce_scatter_agreed(self, x: Tensor, *, op: Op = "sum") -> Work[Tensor]:
-        """Reduce as `Group.reduce_scatter` does, without finding differences between ranks.
-
-        Never blocks.
-        """
+        """Reduce as `Group.reduce_scatter` does, but without a check that ranks agree."""
         ...
 
 
 @runtime_checkable
 class ConnectsAhead(Protocol):
-    """A group that makes connections at the first call that needs them, if ranks wait for each
-    other in it, or when it is told to.
-    """
+    """A group that makes some connections late: at the first compared call that needs them."""
 
     def connect(self) -> None:
-        """Make them, for calls in which ranks don't wait.
+        """Make these connections now. Collective.
 
-        Collective; not needed, as those calls have a longer way without them.
+        Calls that are not compared can't make them, as ranks don't wait for each other there. They
+        work without connections as well, but are slower.
         """
         ...
 
 
 @runtime_checkable
 class WritesResults(Protocol):
-    """A group that can write what it gathers and reduces into tensors that the caller has
-    already, without a copy between.
-    """
+    """A group that can write results into tensors of the caller, without a copy in between."""
 
     def all_gather_into(
         self, x: Tensor, outs: Sequence[Tensor], *, name: str | None = None
     ) -> Work[list[Tensor]]:
-        """Gather every rank's `x` into `outs`, one contiguous tensor for each rank, of the shape
-        and dtype of `x`.
+        """Gather every rank's `x` into `outs`.
+
+        Args:
+            x: A tensor of the same shape and dtype on all ranks.
+            outs: One contiguous tensor for each rank, of the shape and dtype of `x`.
+            name: The caller's word for this call. Default: none.
+
+        Returns:
+            A Work that gives `outs`.
         """
         ...
 
     def reduce_scatter_into(
         self, x: Tensor, out: Tensor, *, op: Op = "sum", name: str | None = None
     ) -> Work[Tensor]:
-        """Reduce `x` and write piece `rank` to `out`, contiguous and 1-D, as long as `pieces`
-        says.
+        """Reduce `x`, and write piece `rank` to `out`.
+
+        Args:
+            x: A tensor of the same shape and dtype on all ranks.
+            out: A contiguous tensor of one dim, as long as piece `rank` of `piece_bounds`.
+            op: As in `Group.reduce_scatter`. Default: "sum".
+            name: The caller's word for this call. Default: none.
         """
         ...
 
 
 @runtime_checkable
 class MovesMemory(Protocol):
-    """A group that reduces in place fastest where it may move the memory of tensors, which keep
-    their storage.
+    """A group that reduces in place fastest if it may move the memory of tensors.
+
+    A moved tensor keeps its storage object; only the address behind it changes.
     """
 
     def all_reduce_moving(self, x: Tensor, *, op: Op = "sum", may_move: bool) -> Work[Tensor]:
-        """Reduce `x` in place as `Group.all_reduce` does; all ranks call this one, or all of them
-        that.
+        """Reduce `x` in place. All ranks make this call; it does not match `Group.all_reduce`.
 
-        Its memory may move where `may_move` is true on all ranks: nobody else has its address.
+        Args:
+            x: A tensor of the same shape and dtype on all ranks.
+            op: As in `Group.all_reduce`. Default: "sum".
+            may_move: Whether nothing else holds the address of `x`. Its memory moves only if this
+                is true on all ranks.
         """
         ...
 
 
 def begun(*written: Tensor) -> bool:
-    """Whether an operation that begins here, and writes to these tensors, has to go on in inference
-    mode.
+    """Whether an operation that begins here has to go on in inference mode.
 
-    It may go on in another thread, or in a wait after the mode has ended; torch lets nothing write
-    to tensors of that mode outside of it.
+    It may go on in another thread, or in a wait after the mode has ended. Torch lets nothing write
+    to a tensor that was made in inference mode outside of that mode, so the tensors that the
+    operation writes to count as well.
     """
     return torch.is_inference_mode_enabled() or any(x.is_inference() for x in written)
 
 
 def as_begun(inference: bool) -> AbstractContextManager[Any]:
-    """Go on with an operation, without gradients, in the mode that `begun` gave: what is new
-    belongs to that mode, too.
+    """Go on with an operation without gradients, in the mode that `needs_inference_mode` gave.
+
+    Tensors that are made here then belong to that mode, too.
     """
     return (
         torch.no_grad() if inference == torch.is_inference_mode_enabled() else _in_mode(inference)
@@ -299,7 +343,7 @@ def as_begun(inference: bool) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _in_mode(inference: bool) -> Iterator[None]:
-    # in this order: the first alone brings gradients back
+    # In this order: leaving inference mode alone would switch gradients on again.
     with torch.inference_mode(inference), torch.no_grad():
         yield
 
@@ -307,8 +351,9 @@ def _in_mode(inference: bool) -> Iterator[None]:
 def gather_into(
     group: Group, x: Tensor, outs: Sequence[Tensor], *, name: str | None = None
 ) -> Work[list[Tensor]]:
-    """Gather every rank's `x` into `outs`, as `WritesResults` has it, if the group can write
-    there; else the result lies elsewhere.
+    """Gather every rank's `x`, into `outs` if the group can write there, else elsewhere.
+
+    The caller compares addresses: the result is `outs` only for groups with `WritesResults`.
     """
     return (
         group.all_gather_into(x, outs, name=name)
@@ -318,9 +363,13 @@ def gather_into(
 
 
 def pieces(numel: int, size: int) -> list[tuple[int, int]]:
-    """Cut `numel` elements into (start, stop) of each rank's piece: contiguous, sizes differ by
-    at most one, the first ones are larger.
+    """Cut `numel` elements into the (start, stop) of each rank's piece.
+
+    Pieces are contiguous, and their sizes differ by one at most. The first ones are the larger.
+
+    >>> piece_bounds(7, 3)
+    [(0, 3), (3, 5), (5, 7)]
     """
     base, extra = divmod(numel, size)
-    starts = [r * base + min(r, extra) for r in range(size + 1)]
+    starts = [rank * base + min(rank, extra) for rank in range(size + 1)]
     return list(pairwise(starts))

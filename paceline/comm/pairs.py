@@ -1,15 +1,15 @@
-"""Messages of tensors between any two workers of a group, of any shapes, while both compute.
+"""Messages of tensors between any two workers of a group, while both compute.
 
     rank 0                                       rank 1
-    pairs.send(1, lane=0, head, [x]) ----+       pairs.receive(0, lane=0).wait()   ->
-                                                 PairMessage(head, [x])
-    pairs.send(1, lane=7, head, [y]) --+ |
-                                       | +-->    messages of one source and one lane come in the order in which they were sent;
-                                       +---->    lanes don't hold each other up
+    pairs.send(1, lane=0, head, [x]) ----+       pairs.receive(0, lane=0).wait()
+    pairs.send(1, lane=7, head, [y]) --+ |         -> PairMessage(head, [x])
+                                       | +-->
+                                       +---->    messages of one source and one lane keep their
+                                                 order; lanes don't hold each other up
 
-A message arrives without the help of its sender, and whether or not the receiver has asked for it
-yet: so no order of sends and receives makes workers wait for each other.
-"""  # noqa: E501
+A message arrives without the help of its sender, before or after the receiver asks for it. So no
+order of sends and receives makes workers wait for each other.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ __all__ = ["PairMessage", "Pairs", "pairs"]
 
 
 class Pairs(Protocol):
-    """Messages between the workers of one group. For any thread."""
+    """Messages between the workers of one group. Any thread may use them."""
 
     rank: int  # of this worker, 0 <= rank < size
     size: int
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes that this rank has sent, headers included."""
+        """Number of bytes that this rank has sent, headers included."""
         ...
 
     def send(
@@ -55,89 +55,109 @@ class Pairs(Protocol):
         *,
         what: str = "",
     ) -> Work[None]:
-        """Send a head (JSON) and tensors of any device, dtype and shape to rank `to`, without
-        waiting for it.
+        """Send a message, without waiting for its receiver.
 
-        The Work is done when the tensors may be written to again, which takes no receiver; its
-        error tells that the receiver is gone. `what` is what errors call the message. Raises
-        `UsageError` for what can't be sent.
+        Args:
+            to: Rank of the receiver in the group.
+            lane: Number of the lane, 0 to 2**62 - 1.
+            head: A JSON map. Up to 1 MiB, with the shapes of the tensors.
+            tensors: Dense tensors of any device, dtype and shape. Default: none.
+            what: Words for the message in errors. Default: "a message on lane ...".
+
+        Returns:
+            A Work that is done when the tensors may be written to again. That does not take the
+            receiver. It fails if the receiver is gone.
+
+        Raises:
+            UsageError: The head or a tensor can't be sent.
         """
         ...
 
     def receive(self, source: int, lane: int, *, what: str = "") -> Work[PairMessage]:
-        """Receive the next message of rank `source` on this lane; its tensors are contiguous, and
-        the caller's own.
+        """Receive the next message of rank `source` on a lane.
 
-        Waits raise `DeadlineExceeded` and `WorkerLost`, which name `what`, the rank and its host.
+        Args:
+            source: Rank of the sender in the group.
+            lane: Number of the lane, as in `send`.
+            what: Words for the message in errors. Default: "a message on lane ...".
+
+        Returns:
+            A Work that gives the message. Its tensors are contiguous and belong to the caller. Its
+            errors, `DeadlineExceeded` and `WorkerLost`, name `what`, the rank and its host.
         """
         ...
 
     def close(self) -> None:
-        """Leave: who waits for messages of this rank gets `WorkerLost` after those that were sent.
+        """Leave. May be called twice.
 
-        Calling it twice is harmless.
+        Workers that wait for this rank get the messages that it has sent, then `WorkerLost`.
         """
         ...
 
     def abort(self) -> None:
-        """End every receive with an error, here and at the others."""
+        """End every receive with an error, on this rank and on all others."""
         ...
 
 
 @runtime_checkable
 class MakesPairs(Protocol):
-    """A group that connects its workers in pairs by itself."""
+    """A group that connects its workers in pairs itself."""
 
     def make_pairs(self, device: torch.device) -> Pairs:
-        """Connect the workers. Collective. Tensors come out on `device`."""
+        """Connect the workers. Collective. Received tensors come out on `device`."""
         ...
 
 
 def pairs(
     group: Group, *, device: torch.device | str = "cpu", hostnames: Sequence[str] | None = None
 ) -> Pairs:
-    """Connect the workers of `group` in pairs.
+    """Connect the workers of `group` in pairs. Collective. The end of the group ends the pairs.
 
-    Collective. Tensors come out on `device`; what ends the group ends the pairs.
+    Inside a host, messages go through shared memory. Between hosts they go over TCP connections,
+    which begin with a proof that both sides know the job's secret.
 
-    `hostnames`: what errors call the host of each rank (None: as its machine calls itself). Inside
-    a host messages go through shared memory, between hosts over TCP connections that begin with a
-    proof of the job's secret.
+    Args:
+        group: The workers to connect.
+        device: Device on which received tensors come out. Default: "cpu".
+        hostnames: Name of each rank's host in errors. Default: the names of the machines.
     """
     flat = group.flat if isinstance(group, HostsGroup) else group
+    # A group of another kind, such as one of threads, may have its own way.
     if isinstance(flat, MakesPairs):
         return flat.make_pairs(torch.device(device))
-    told = group.gather_objects(
+    # Memory is shared only if all machines order stores and have futexes: see `p2p.ring`.
+    answers = group.gather_objects(
         [platform.node(), platform.machine() in ORDERED_STORES and futex.available()], name="pairs"
     )
     setting = PairSetting(
         rank=group.rank,
         names=tuple(group.global_rank(rank) for rank in range(group.size)),
         hosts=(0,) * group.size,
-        hostnames=tuple(name for name, _ in told) if hostnames is None else tuple(hostnames),
+        hostnames=tuple(name for name, _ in answers) if hostnames is None else tuple(hostnames),
         deadline=120.0,
         meet=lambda word: [answer.decode() for answer in group.agree(word.encode())],
         broken=lambda: None,
-        shares=all(able for _, able in told),
+        shares=all(able for _, able in answers),
     )
     return ProcessPairs(_fitted(setting, group, flat), torch.device(device))
 
 
 def _fitted(setting: PairSetting, group: Group, flat: Group) -> PairSetting:
-    """Return the setting with what this kind of group knows."""
+    """Complete the setting with the deadline, hosts and errors of this kind of group."""
     inner = group.inner if isinstance(group, HostsGroup) else flat
+    # The end of either group, inside the host or between hosts, ends the pairs.
     if isinstance(inner, SharedGroup):
         watch = inner.segment.watch
         setting = replace(
             setting, deadline=watch.deadline, broken=lambda: watch.broken, busy=watch.busy
         )
     if isinstance(flat, TorchGroup):
-        inside = setting.broken
+        inner_broken = setting.broken
         return replace(
             setting,
             deadline=flat.deadline,
             hosts=flat.hosts,
-            broken=lambda: flat.broken or inside(),
+            broken=lambda: flat.broken or inner_broken(),
             meeting=flat.reserve(),
         )
     if not isinstance(flat, SharedGroup | SoloGroup):

@@ -1,8 +1,7 @@
-"""The rules of reductions that every group obeys: which operations each dtype has, and how they
-round.
+"""Rules of reductions that every group obeys: the operations of each dtype, and how they round.
 
-float16 and bfloat16 are summed and multiplied in float32. A mean is the sum divided by the number
-of ranks, once, at the end.
+Halves (float16, bfloat16) are summed and multiplied in float32. A mean is the sum divided by the
+number of ranks, once, at the end.
 """
 
 from __future__ import annotations
@@ -32,7 +31,10 @@ DTYPES: tuple[dtype, ...] = (
 
 
 def admit(op: str, kind: dtype) -> Op:
-    """Return `op`, if tensors of `kind` have it; else UsageError."""
+    """Check that tensors of dtype `kind` have the operation `op`, and return it.
+
+    Raises `UsageError` with the operations or dtypes that go together.
+    """
     if op not in OPS:
         raise UsageError(f"op={op!r} is unknown; there are {', '.join(OPS)}")
     if kind not in DTYPES:
@@ -40,6 +42,7 @@ def admit(op: str, kind: dtype) -> Op:
             f"{kind} can't be reduced; "
             f"convert it to one of {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}"
         )
+    # Sums of bool would be counts in a dtype that can't hold them.
     if kind == torch.bool and op not in ("min", "max"):
         raise UsageError(
             f"a {op} of bool is not defined; use op='max' for any, op='min' for all, or convert to "
@@ -57,8 +60,9 @@ def admit(op: str, kind: dtype) -> Op:
 
 
 def wide(kind: dtype, op: str) -> dtype:
-    """Return the dtype in which partial results of `kind` are held: float32 for the halves where
-    they are added or multiplied.
+    """Return the dtype that partial results of `kind` are held in.
+
+    It is float32 for halves that are added or multiplied, else `kind` itself.
     """
     return (
         torch.float32
@@ -68,7 +72,7 @@ def wide(kind: dtype, op: str) -> dtype:
 
 
 def combine(op: str, total: Tensor, x: Tensor) -> Tensor:
-    """Fold `x` into `total`, in place (a mean is added here and divided by `finish`)."""
+    """Fold `x` into `total`, in place. A mean is only added here; `finish_reduction` divides it."""
     if op in ("sum", "mean"):
         return total.add_(x)
     if op == "product":
@@ -79,18 +83,20 @@ def combine(op: str, total: Tensor, x: Tensor) -> Tensor:
 
 
 def finish(op: str, total: Tensor, size: int) -> Tensor:
-    """Return the result, in place, once all `size` contributions are in `total`."""
+    """Finish a reduction of `size` contributions, in place: divide if it is a mean."""
     if op != "mean":
         return total
-    # the same of a power of two, in half the time
+    # For a power of two the reciprocal is exact: the same bits, in half the time.
     return total.div_(size) if size & (size - 1) else total.mul_(1.0 / size)
 
 
 def reduce(op: str, parts: Sequence[Tensor]) -> Tensor:
-    """Return the reduction of `parts` in their order, as a new contiguous tensor of their dtype:
-    the plain version, oracle of others.
+    """Reduce `parts` in their order, to a new contiguous tensor of their dtype.
+
+    The plain version: every faster one must have the same bits.
     """
     first = parts[0].detach()
+    # `empty` and `copy_` make it contiguous, whatever the strides of the parts.
     total = torch.empty(first.shape, dtype=wide(first.dtype, op), device=first.device).copy_(first)
     for part in parts[1:]:
         combine(op, total, part.detach().to(total))
@@ -98,8 +104,9 @@ def reduce(op: str, parts: Sequence[Tensor]) -> Tensor:
 
 
 def crossing(source: Tensor, out: Tensor) -> bool:
-    """Whether `out` overlaps `source` without being the same: then sums would overwrite values
-    still to be read.
+    """Whether `out` overlaps `source` without beginning at the same address.
+
+    A sum written to it would then overwrite values that are still to be read.
     """
     nbytes = source.numel() * source.element_size()
     return source.data_ptr() != out.data_ptr() and abs(source.data_ptr() - out.data_ptr()) < nbytes

@@ -1,18 +1,19 @@
-"""Remote procedure calls between processes that come and go, over ZeroMQ: a header in msgpack, and
-tensors as they lie in memory.
+"""Remote procedure calls over ZeroMQ, between processes that come and go.
 
     RpcClient (a worker)                                       RpcServer (a server)
     call(kind, body, tensors)    [head][tensor][tensor] --->   receive() -> RpcMessage
     wait(number) -> RpcMessage      <--- [head][tensor] ...       answer(message, ...)
 
-Between hosts they are encrypted (CURVE), with keys that are derived from the job's secret for each
-role, and a guard lets in only clients with the key of the workers. Tensors travel in small frames
-there: a stranger, too, may have one begun. Inside a host they go through a socket file that only
-its owner can open, each in one frame.
+The head is msgpack, tensors are sent as they lie in memory.
 
-Nothing that comes is believed: a header has at most `HEAD_BYTES`, nests at most `DEPTH` deep, and
-says what form each tensor has before one is made of it; what is cut short, repeated or no message
-at all is refused with a line in the log, and the receiver lives on.
+Between hosts, messages are encrypted (CURVE) with keys that are derived from the job's secret, one
+pair for each role. A guard lets in only clients with the workers' key. Tensors travel in small
+frames there, as a stranger may begin to send a frame before it is refused. Inside a host, messages
+go through a socket file that only its owner can open, with one frame for each tensor.
+
+Nothing that arrives is trusted. A header has at most `HEAD_BYTES`, nests at most `DEPTH` deep, and
+describes each tensor before one is made. A message that is cut short, repeated or malformed is
+refused with a line in the log, and the receiver goes on.
 """
 
 from __future__ import annotations
@@ -40,27 +41,28 @@ from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ServerLos
 from paceline.state.snapshot import raw
 from paceline.timings import DEFAULTS, ServerTimings
 
-HEAD_BYTES = 1 << 16
+HEAD_BYTES = 1 << 16  # most bytes of a header
 FRAME = 1 << 16  # bytes of a frame between hosts
-DEPTH = 6  # of lists and maps in a header
-WAITING = 16  # messages of each side that wait to be read; with more the sender waits
-UNREAD = 4000  # answers that wait for a worker to read them: as many as it may ask for at a time
-REFUSED = "refused"  # the kind of an answer that says why there is no other
+DEPTH = 6  # most levels of lists and maps in the body of a header
+WAITING = 16  # messages of each side that may wait to be read; with more the sender waits
+UNREAD = 4000  # answers that may wait to be read by a worker: as many as it may ask for at a time
+REFUSED = "refused"  # kind of an answer that says why the message was refused
 _DOMAIN = "paceline"
-_COVER = 1 << 10  # bytes that encryption adds to a frame, and more
-_SENDERS = 1 << 12  # connections of which it is known what has come last
+_COVER = 1 << 10  # bytes that encryption adds to a frame, or more
+_SENDERS = 1 << 12  # connections for which the last message is remembered
 
 
 class RpcKeys(NamedTuple):
-    """The keys of one job, as ZeroMQ writes them (Z85)."""
+    """The keys of one job, in ZeroMQ's notation (Z85): pairs of a public and a secret key."""
 
-    server: tuple[bytes, bytes]  # public, secret
+    server: tuple[bytes, bytes]
     worker: tuple[bytes, bytes]
 
 
 def keys(secret: bytes, job: str) -> RpcKeys:
-    """Derive the keys shared by all processes that know the secret: one pair for the servers of
-    this job, one for its workers.
+    """Derive the keys of a job: one pair for its servers, one for its workers.
+
+    All processes that know the secret derive the same.
     """
 
     def pair(role: str) -> tuple[bytes, bytes]:
@@ -74,8 +76,15 @@ def keys(secret: bytes, job: str) -> RpcKeys:
 class RpcMessage:
     """A message from one process to another.
 
-    `number` counts what `sender` has sent to this receiver, from 1 on; an answer has the number of
-    what it answers. Tensors that have come lie in memory of their own, on the CPU.
+    kind: What the message asks for, or what it answers.
+    number: Number among the messages of `sender` to this receiver, from 1 on. An answer has the
+        number of its question.
+    sender: Number of the process that sent it.
+    view: Number of the sender's membership.
+    step: Step of the sender.
+    body: Map of msgpack values.
+    tensors: On the CPU. Received ones lie in memory of their own.
+    route: The way back to the sender, on a server.
     """
 
     kind: str
@@ -85,13 +94,14 @@ class RpcMessage:
     step: int = 0
     body: Mapping[str, Any] = field(default_factory=dict)
     tensors: tuple[Tensor, ...] = ()
-    route: bytes = b""  # the way back
+    route: bytes = b""
 
     def dump(self, frame: int | None = None) -> list[Any]:
-        """Write as frames: the header, and the memory of each tensor, not copied; in frames of so
-        many bytes, or one for each.
+        """Write the message as frames: the header, then the memory of each tensor, not copied.
 
-        Raises `MalformedMessage` if the header would be too large: a client that asks for too much
+        `frame`: most bytes of a frame of tensors. Default: one frame for each tensor.
+
+        Raises `MalformedMessage` if the header would be too large. A client that asks for too much
         at a time gets that as its answer.
         """
         forms = [[str(x.dtype).removeprefix("torch."), list(x.shape)] for x in self.tensors]
@@ -112,11 +122,15 @@ class RpcMessage:
     def load(
         cls, frames: Sequence[Any], route: bytes = b"", frame: int | None = None
     ) -> RpcMessage:
-        """Read frames (anything with the buffer protocol), which `dump` has made.
+        """Read frames that `to_frames` has written. Raises `MalformedMessage`.
 
-        Raises `MalformedMessage`.
+        Args:
+            frames: Objects with the buffer protocol.
+            route: The way back to the sender. Default: none.
+            frame: Most bytes of a frame of tensors. Default: one frame for each tensor.
         """
         kind, numbers, body, forms = _head(memoryview(frames[0]) if frames else memoryview(b""))
+        # The header says how many frames each tensor has; a message with others is cut short.
         counts = [1 if frame is None else max(1, -(-form.nbytes // frame)) for form in forms]
         if sum(counts) != len(frames) - 1:
             raise MalformedMessage(
@@ -138,6 +152,7 @@ def _head(frame: memoryview) -> tuple[str, list[int], dict[str, Any], list[Tenso
             f"its header has {frame.nbytes} bytes, and 1 to {HEAD_BYTES} are possible"
         )
     try:
+        # The one place where foreign bytes are parsed; all types and sizes are checked below.
         header = msgpack.unpackb(frame, strict_map_key=True)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise MalformedMessage(f"its header is no msgpack ({type(error).__name__})") from error
@@ -147,7 +162,7 @@ def _head(frame: memoryview) -> tuple[str, list[int], dict[str, Any], list[Tenso
     if not isinstance(kind, str) or any(
         type(number) is not int or not 0 <= number < 1 << 63 for number in numbers
     ):
-        raise MalformedMessage("its header begins with something else than a kind and four numbers")
+        raise MalformedMessage("its header doesn't begin with a kind and four numbers")
     if not isinstance(body, dict) or not _shallow(body, DEPTH):
         raise MalformedMessage(f"the body of its header is no map, or nests more than {DEPTH} deep")
     if not isinstance(forms, list):
@@ -171,12 +186,15 @@ def _tune(socket: zmq.Socket[Any], largest: int, timings: ServerTimings) -> None
 
 
 class RpcServer:
-    """A server's end: any process with the key may call.
+    """A server's end: any process with the workers' key may call. For one thread.
 
-    Listens on each of the `hosts` (addresses, each at a port that is free: TCP, encrypted) and at
-    `path` (a socket file in a folder that only its owner can enter). `largest` is what a tensor may
-    have, in bytes. `say` gets what was refused, `LOUD` times for each sort. Everything is called
-    from one thread.
+    Args:
+        keys: Keys of the job.
+        hosts: Addresses to listen at, each at a free port: TCP, encrypted. Default: none.
+        path: Path of a socket file, in a folder that only its owner can enter. Default: none.
+        largest: Most bytes of a tensor. Default: 1 GiB.
+        say: Gets a line for each refused message, the first `LOUD` of them. Default: print.
+        timings: Seconds of handshakes and waits.
     """
 
     LOUD = 20
@@ -194,17 +212,17 @@ class RpcServer:
         self._context: zmq.Context[Any] = zmq.Context()
         self._timings = timings
         self._say, self._said, self._largest = say, 0, largest
-        # by connection: who speaks there, and the last number
+        # By connection: its sender, and the number of its last message. The most silent is first.
         self._heard: dict[bytes, tuple[int, int]] = {}
         self._guard = ConnectionGuard(self._context, keys.worker[0], self._refuse)
-        self.nbytes = 0  # bytes of all messages received
+        self.nbytes = 0  # bytes of all received messages
         self.sent = 0  # bytes of all answers
         self._path = path
         self._sockets: list[zmq.Socket[Any]] = []
         self.addresses: list[str] = []
         self._poller = zmq.Poller()
-        self._ways: dict[bytes, zmq.Socket[Any]] = {}
         try:
+            # Encrypted, each at a port that the system chooses.
             for host in hosts:
                 socket = self._open(FRAME)
                 socket.curve_server, socket.curve_secretkey, socket.zap_domain = (
@@ -212,11 +230,13 @@ class RpcServer:
                     keys.server[1],
                     _DOMAIN.encode(),
                 )
-                socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without its guard no client gets in
+                # Without an answer of the guard, no client gets in.
+                socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
                 socket.ipv6, socket.backlog = ":" in host, 512
                 self._guard.watch(socket)
                 socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:*")
                 self.addresses.append(str(socket.getsockopt_string(zmq.LAST_ENDPOINT)).rstrip("\0"))
+            # Without encryption: only the owner of the folder can reach the socket file.
             if path is not None:
                 _check_folder(os.path.dirname(path))
                 socket = self._open(largest)
@@ -232,22 +252,20 @@ class RpcServer:
         socket: zmq.Socket[Any] = self._context.socket(zmq.ROUTER)
         self._sockets.append(socket)
         _tune(socket, largest, self._timings)
-        socket.router_mandatory = True
-        # answers are as many as was asked, and their tensors are not copied: no worker's may be
-        # dropped
+        socket.router_mandatory = True  # an answer to a client that has gone raises an error
+        # No answer may be dropped: room for as many as a worker asks for. Tensors are not copied.
         socket.sndhwm = UNREAD
         self._poller.register(socket, zmq.POLLIN)
         return socket
 
     def receive(self, seconds: float) -> RpcMessage | None:
-        """Receive the next message; None if there is none within so many seconds, or if it was
-        refused.
-        """
+        """Receive the next message. None if none comes within `seconds`, or if it was refused."""
         ready = self._poller.poll(round(1000 * seconds))
         if not ready:
             return None
         socket = ready[0][0]
         route, *frames = socket.recv_multipart(copy=False)
+        # The route begins with the number of the socket, as answers go out over the same one.
         way = bytes([self._sockets.index(socket)]) + route.bytes
         try:
             message = RpcMessage.load(frames, way, self._frame(way))
@@ -257,17 +275,18 @@ class RpcServer:
             self._refuse(f"a message was refused: {error}")
             return None
         self.nbytes += sum(len(frame) for frame in frames)
-        # and put in again: the first is the one silent for the longest
+        # Taken out and put in again, so that the connection counts as the last that spoke.
         sender, last = self._heard.pop(way, (message.sender, 0))
         self._heard[way] = sender, max(message.number, last)
         if len(self._heard) > _SENDERS:
             del self._heard[next(iter(self._heard))]
-        # or one worker could have something kept for any number of them
+        # Replies are kept by sender: a worker must not be able to claim any number of senders.
         if message.sender != sender:
             self._refuse(
                 f"a message was refused: {message.sender} speaks over the connection of {sender}"
             )
             return None
+        # A number that has come before: a repeated message, by accident or by a stranger.
         if message.number <= last:
             self._refuse(
                 f"a message was refused: number {message.number} of {message.sender} has come "
@@ -277,7 +296,7 @@ class RpcServer:
         return message
 
     def _frame(self, way: bytes) -> int | None:
-        """Return the number of bytes of a frame on this way; None: as large as tensors are."""
+        """Most bytes of a frame on this way. None: one frame for each tensor."""
         return None if self.addresses[way[0]].startswith("ipc:") else FRAME
 
     def answer(
@@ -287,16 +306,15 @@ class RpcServer:
         body: Mapping[str, Any] | None = None,
         tensors: Sequence[Tensor] = (),
     ) -> bool:
-        """Answer a message; False if its sender is gone, or reads nothing.
+        """Answer a message. False if its sender is gone, or does not read.
 
-        The tensors have to stay as they are until they have arrived.
-
-        Raises `MalformedMessage` if the answer is none that can be sent.
+        The tensors must not change until they have arrived. Raises `MalformedMessage` if the answer
+        can't be sent.
         """
-        said = RpcMessage(
+        reply = RpcMessage(
             kind, message.number, 0, message.view, message.step, body or {}, tuple(tensors)
         )
-        frames = said.dump(self._frame(message.route))
+        frames = reply.dump(self._frame(message.route))
         try:
             self._sockets[message.route[0]].send_multipart(
                 [message.route[1:], *frames], zmq.DONTWAIT, copy=False
@@ -312,7 +330,7 @@ class RpcServer:
         return True
 
     def refuse(self, message: RpcMessage, why: str) -> None:
-        """Tell the sender, and the log, that a message can't be honoured."""
+        """Tell the sender, and the log, why a message can't be honoured."""
         self._refuse(f"{message.kind} of {message.sender} was refused: {why}")
         self.answer(message, REFUSED, {"why": why[:1000]})
 
@@ -325,11 +343,11 @@ class RpcServer:
 
     @property
     def refused(self) -> int:
-        """How many messages and strangers have been refused."""
+        """Number of messages and strangers that have been refused."""
         return self._said
 
     def close(self) -> None:
-        """Stop listening; what has not been sent is dropped."""
+        """Stop listening. Answers that are not sent yet are dropped."""
         for socket in self._sockets:
             socket.close()
         self._guard.leave()
@@ -346,12 +364,17 @@ def _check_folder(folder: str) -> None:
 
 
 class RpcClient:
-    """A worker's connection to one server.
+    """A worker's connection to one server. Any thread may use it, one at a time.
 
-    `who` is what the server is called in messages. For any thread, one at a time.
-
-    With `alert` a connection that has broken, or over which nothing has come for so many seconds,
-    ends all waits with `ServerLost`.
+    Args:
+        address: Address of the server, one of `RpcServer.addresses`.
+        keys: Keys of the job.
+        sender: Number of this process, by which the server knows it.
+        who: Words for the server in errors.
+        largest: Most bytes of a tensor. Default: 1 GiB.
+        alert: Seconds of silence after which the server counts as gone: all waits then raise
+            `ServerLost`, as they do if the connection breaks. Default: connect again instead.
+        timings: Seconds of handshakes and waits.
     """
 
     def __init__(
@@ -366,7 +389,7 @@ class RpcClient:
         timings: ServerTimings = DEFAULTS.servers,
     ) -> None:
         self.who = who
-        self.near = address.startswith("ipc:")  # on this host
+        self.near = address.startswith("ipc:")  # whether the server is on this host
         self._sender, self._number, self._look = sender, 0, timings.wait_look
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -389,14 +412,14 @@ class RpcClient:
             )
         self._socket.connect(address)
         self._lock = threading.RLock()
-        self._found: dict[int, RpcMessage] = {}
-        # what waits for its answer: its memory may be on its way still
+        self._found: dict[int, RpcMessage] = {}  # answers that came before their wait, by number
+        # Tensors of messages without an answer yet: ZeroMQ may still be sending their memory.
         self._sent: dict[int, tuple[Tensor, ...]] = {}
-        self._stood = False  # whether the connection does, as far as the monitor has told
+        self._stood = False  # whether the connection stands, by the last event of the monitor
         self._broken: PacelineError | None = None
-        self.cancel_scope: CancelScope | None = None  # ends waits while it has tripped
-        self.waited = 0.0  # seconds
-        self.nbytes = 0  # of all that was sent
+        self.cancel_scope: CancelScope | None = None  # waits end once it has tripped
+        self.waited = 0.0  # seconds spent waiting
+        self.nbytes = 0  # bytes of all sent messages
 
     def send(
         self,
@@ -408,29 +431,36 @@ class RpcClient:
         tensors: Sequence[Tensor] = (),
         seconds: float,
     ) -> int:
-        """Send a message, and give its number.
+        """Send a message, and return its number.
 
-        The tensors have to stay as they are until `wait` has returned.
-
-        Raises `DeadlineExceeded` when the server has taken nothing for so many seconds.
+        Args:
+            kind: What the message asks for.
+            view: Number of this worker's membership. Default: 0.
+            step: Step of this worker. Default: 0.
+            body: Map of msgpack values. Default: empty.
+            tensors: On the CPU. They must not change until the answer is here. Default: none.
+            seconds: Seconds until `DeadlineExceeded` if the server takes nothing.
         """
         with self._lock:
             self._number += 1
-            kept = tuple(tensors)
+            sent_tensors = tuple(tensors)
             frames = RpcMessage(
-                kind, self._number, self._sender, view, step, body or {}, kept
+                kind, self._number, self._sender, view, step, body or {}, sent_tensors
             ).dump(self._frame)
             self._poll(zmq.POLLOUT, time.monotonic() + seconds, f"takes no {kind}", seconds)
             self._socket.send_multipart(frames, copy=False)
-            self._sent[self._number] = kept
+            self._sent[self._number] = sent_tensors
             self.nbytes += sum(memoryview(frame).nbytes for frame in frames)
             return self._number
 
     def wait(self, number: int, seconds: float) -> RpcMessage:
         """Wait for the answer to message `number`.
 
-        Raises `DeadlineExceeded` when none comes in time, `Mismatch` if it was refused, and what
-        `end` was called with.
+        Raises:
+            DeadlineExceeded: None came within `seconds`.
+            Mismatch: The server refused the message.
+            ServerLost: The server is gone.
+            PacelineError: The error that `end_waits` was called with.
         """
         return self._wait(number, time.monotonic() + seconds, seconds)
 
@@ -444,8 +474,9 @@ class RpcClient:
                     )
                 except MalformedMessage as error:
                     raise Mismatch(
-                        f"{self.who} answered with something else than a message: {error}"
+                        f"{self.who} sent an answer that is no message: {error}"
                     ) from error
+                # An answer to a forgotten message is dropped.
                 if self._sent.pop(answer.number, None) is not None:
                     self._found[answer.number] = answer
             answer = self._found.pop(number)
@@ -454,7 +485,7 @@ class RpcClient:
         return answer
 
     def call(self, kind: str, *, seconds: float, **parts: Any) -> RpcMessage:
-        """Send a message and wait for its answer."""
+        """Send a message, and wait for its answer. Takes the arguments of `send`."""
         end = time.monotonic() + seconds
         return self._wait(self.send(kind, seconds=seconds, **parts), end, seconds)
 
@@ -467,17 +498,18 @@ class RpcClient:
                     raise self._broken
                 if self.cancel_scope is not None and self.cancel_scope.error is not None:
                     raise self.cancel_scope.error
-                left = end - time.monotonic()
-                if self._socket.poll(round(1000 * max(0.0, min(left, self._look))), event):
+                seconds_left = end - time.monotonic()
+                # In short turns, so that a server that is gone and a tripped scope are noticed.
+                if self._socket.poll(round(1000 * max(0.0, min(seconds_left, self._look))), event):
                     return
-                if left <= 0:
+                if seconds_left <= 0:
                     raise DeadlineExceeded(f"{self.who} {what} within {seconds:g} s")
         finally:
             self.waited += time.monotonic() - began
 
     @property
     def gone(self) -> bool:
-        """Whether the connection has ended: no answer can be waited for any more."""
+        """Whether the connection has ended, so that no answer can come any more."""
         while self._broken is None and self._monitor is not None and self._monitor.poll(0):
             stood = (
                 parse_monitor_message(self._monitor.recv_multipart())["event"]
@@ -485,22 +517,22 @@ class RpcClient:
             )
             if self._stood and not stood:
                 self._broken = ServerLost(f"{self.who} is gone")
-            # what breaks before that is tried again: too many may have called at a time
+            # A connection that never stood is tried again: many workers may call at the same time.
             self._stood = stood
         return self._broken is not None
 
     def forget(self) -> None:
-        """Drop the messages sent so far, as their answers are not needed any more."""
+        """Forget the messages sent so far: their answers are not needed any more."""
         with self._lock:
             self._sent.clear()
             self._found.clear()
 
     def end(self, error: PacelineError) -> None:
-        """End all waits here, now and later, with `error`. From any thread."""
+        """End all waits, now and later, with `error`. Any thread may call it."""
         self._broken = error
 
     def close(self) -> None:
-        """Close the connection; messages not sent yet are dropped."""
+        """Close the connection. Messages that are not sent yet are dropped."""
         self._broken = self._broken or Mismatch(f"the connection to {self.who} has been closed")
         with self._lock:
             if self._monitor is not None:

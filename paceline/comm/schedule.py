@@ -1,14 +1,12 @@
-"""All-reduce as plain data: which rank sends which chunk to whom in which round.
+"""All-reduce as plain data: which rank sends which chunk to which rank in which round.
 
-Built, proved, priced and drawn without a process.
+A schedule is built, proved correct, priced and drawn without a process; `collectives` runs it.
 
-ring(3): chunks travel right; first every chunk gathers its sum, then the sums go round
+ring(3): chunks travel to the right. First every chunk gathers its sum, then the sums go round.
 
           round 0   round 1   round 2   round 3
-rank 0    0 +> 1    2 +> 1    1 -> 1    0 -> 1          0 +> 1   sends chunk 0 to rank 1, which adds
-                                                                 it
-rank 1    1 +> 2    0 +> 2    2 -> 2    1 -> 2          1 -> 1   sends chunk 1 to rank 1, which
-                                                                 keeps it
+rank 0    0 +> 1    2 +> 1    1 -> 1    0 -> 1     0 +> 1   sends chunk 0 to rank 1, which adds it
+rank 1    1 +> 2    0 +> 2    2 -> 2    1 -> 2     1 -> 1   sends chunk 1 to rank 1, which keeps it
 rank 2    2 +> 0    1 +> 0    0 -> 0    2 -> 0
 """
 
@@ -21,14 +19,15 @@ from typing import Literal, NamedTuple
 from paceline.errors import UsageError
 from paceline.formatting import counted
 
-PIECES = 8  # that an uneven schedule cuts a tensor into
-# how a value came about: the ranks and partial sums that it is the sum of, in order
+PIECES = 8  # pieces that an uneven schedule cuts a tensor into
+# How a value came about: ranks and partial sums, in the order in which they were added.
 History = tuple["History | int", ...]
 
 
 class Move(NamedTuple):
-    """One transfer: `src` sends its `chunk` to `dst`, which adds it to its own, or (`add` false)
-    keeps it in place of its own.
+    """One transfer: `src` sends its `chunk` to `dst`, which adds it to its own or replaces its own.
+
+    `add`: whether `dst` adds. If not, the chunk is complete, and replaces what `dst` had.
     """
 
     src: int
@@ -38,10 +37,14 @@ class Move(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """An all-reduce of `size` ranks: `chunks` are fractions of the tensor; all moves of a round
-    start from the state before it.
+    """An all-reduce of `size` ranks.
 
-    What a rank receives in one round is added together with its own part in the order of ranks.
+    name: Name of the schedule.
+    size: Number of ranks.
+    chunks: Length of each chunk, as a fraction of the tensor. They add up to 1.
+    rounds: Moves of each round. All of them start from the state before the round. What a rank
+        receives in one round is added together with its own part in the order of ranks, so every
+        rank gets the same bits.
     """
 
     name: str
@@ -51,17 +54,19 @@ class Schedule(NamedTuple):
 
 
 class LinkSpeed(NamedTuple):
-    """A link: seconds until the first byte, and bytes a second."""
+    """Speed of a link: seconds until the first byte arrives, and bytes a second after that."""
 
     latency_seconds: float
     bytes_per_second: float
 
 
 class ScheduleNetwork(NamedTuple):
-    """What a schedule is priced on: the host of each rank; all ranks of a host share its link to
-    the others.
+    """The network that a schedule is priced on.
 
-    `between` is every host's link, unless `links` has that of each host.
+    hosts: Host of each rank. All ranks of a host share its link to other hosts.
+    within: Speed between two ranks of a host.
+    between: Speed of every host's link, unless `links` says more.
+    links: Speed of the link of each host. Default: all `between`.
     """
 
     hosts: Sequence[int]
@@ -70,13 +75,12 @@ class ScheduleNetwork(NamedTuple):
     links: Sequence[LinkSpeed] = ()
 
     def link(self, host: int) -> LinkSpeed:
-        """Return the link of a host to the others."""
+        """Return the speed of the link of `host` to other hosts."""
         return self.links[host] if self.links else self.between
 
 
 def direct(size: int) -> Schedule:
-    """Exchange everything with everyone, the naive way: one round, (n-1) times the tensor from
-    each.
+    """Send everything to everyone at once: one round, n-1 times the tensor from each rank.
 
     0 <-+> 1
     0 <-+> 2      (all pairs at once)
@@ -89,7 +93,7 @@ def direct(size: int) -> Schedule:
 def ring(size: int) -> Schedule:
     """Reduce-scatter and all-gather round a ring: 2(n-1) rounds, 2(n-1)/n of the tensor from each.
 
-    Patarasuk and Yuan, 2009.
+    Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009.
 
     0 -+> 1 -+> 2 -+> 0     rank r sends chunk r-t in round t; n-1 rounds
     0 --> 1 --> 2 --> 0     then chunk r+1-t;                  n-1 rounds
@@ -106,13 +110,13 @@ def ring(size: int) -> Schedule:
 
 
 def owners(size: int) -> Schedule:
-    """Give every rank a chunk: all send it their parts, and it sends the sum to all.
+    """Give every rank one chunk: all send it their parts, and it sends the sum back to all.
 
-    Two rounds, 2(n-1)/n of the tensor from each.
+    Two rounds, 2(n-1)/n of the tensor from each rank, n^2 messages at once: for few ranks. The
+    only schedule of little traffic whose sums are in rank order and never sent unrounded.
 
-    1, 2 +> 0    0, 2 +> 1    0, 1 +> 2      (n^2 messages at once: for few ranks, and the only one
-                                             of little traffic
-    0 -> 1, 2    1 -> 0, 2    2 -> 0, 1       whose sums are in rank order and never sent unrounded)
+    1, 2 +> 0    0, 2 +> 1    0, 1 +> 2
+    0 -> 1, 2    1 -> 0, 2    2 -> 0, 1
     """
     add = [Move(src, dst, dst, True) for src in range(size) for dst in range(size) if src != dst]
     keep = [Move(src, dst, src, False) for src in range(size) for dst in range(size) if src != dst]
@@ -138,14 +142,17 @@ def tree(size: int) -> Schedule:
 
 
 def halving_doubling(size: int) -> Schedule:
-    """Swap halves between pairs of ranks, then quarters, ..., and back: 2 log2(n) rounds, 2(n-1)/n
-    of the tensor from each. Thakur 2005.
+    """Swap halves between pairs of ranks, then quarters, and so on, and the same way back.
 
-    4 ranks:   0 <-> 2   1 <-> 3   halves          6 ranks: first 4 +> 0 and 5 +> 1 (the extra ones
-                                                   fold in),
-               0 <-> 1   2 <-> 3   quarters                 then as 4 ranks,
-               and the same way back                        last 0 -> 4 and 1 -> 5
+    2 log2(n) rounds, 2(n-1)/n of the tensor from each rank. Source: Thakur, Rabenseifner and
+    Gropp, "Optimization of collective communication operations in MPICH", 2005.
+
+    4 ranks:   0 <-> 2   1 <-> 3   halves        6 ranks: first 4 +> 0 and 5 +> 1 (they fold in),
+               0 <-> 1   2 <-> 3   quarters               then as 4 ranks,
+               and the same way back                      last 0 -> 4 and 1 -> 5
     """
+    # The largest power of two ranks swap among themselves. The tensor has `power` chunks; in the
+    # round of distance d, ranks r and r ^ d share a block of 2d chunks and take half of it each.
     power = 1 << (size.bit_length() - 1)
     distances = [power >> k for k in range(1, power.bit_length())]
     halving = [
@@ -161,6 +168,8 @@ def halving_doubling(size: int) -> Schedule:
         [Move(r, r ^ d, c, False) for r in range(power) for c in range(r // d * d, r // d * d + d)]
         for d in reversed(distances)
     ]
+    # Extra ranks have no partner: they give their parts to a rank in the power of two at the
+    # start, and get the result from it at the end.
     fold = [Move(r, r - power, c, True) for r in range(power, size) for c in range(power)]
     unfold = [Move(r - power, r, c, False) for r in range(power, size) for c in range(power)]
     return Schedule(
@@ -169,24 +178,31 @@ def halving_doubling(size: int) -> Schedule:
 
 
 def uneven(rates: Sequence[float], pieces: int | None = None) -> Schedule:
-    """Give every rank a chunk in proportion to what the rate of its link has to spare, piece after
-    piece, as pieces overlap in rounds.
+    """Give every rank a chunk as large as the spare rate of its link allows.
 
-        rates 4, 4, 1: rank 2 owns nothing            round 0       1                  2
-                                                                    3
-        (one piece of three is shown)      piece 0    1, 2 +> 0     0 -> 1, 2
-                                                      0, 2 +> 1     1 -> 0, 2
-                                           piece 1                  as piece 0 before
-                                                                    ...
+    The tensor is cut into pieces that overlap in rounds: while one is handed out, the next is
+    gathered.
 
-    A rank that owns a part f of the tensor sends and receives 1 + (n-2) f of it, while with
-    `owners` and `ring` each has 2 - 2/n: the slowest link has as little as half of that to carry.
-    Where all rates are alike, or with two ranks, these are `owners` in one piece. `pieces` may say
-    how many there are: one is right where other tensors are under way at the same time.
+        rates 4, 4, 1: rank 2 owns nothing     round 0      1            2            3
+        (two of the pieces are shown)  piece 0 1, 2 +> 0    0 -> 1, 2
+                                               0, 2 +> 1    1 -> 0, 2
+                                       piece 1              1, 2 +> 0    0 -> 1, 2
+                                                            0, 2 +> 1    1 -> 0, 2    ...
+
+    A rank that owns a part f of the tensor sends and receives 1 + (n-2) f of it. With
+    `build_owners` and `build_ring` each sends and receives 2 - 2/n, so the slowest link carries as
+    little as half of that here. If all rates are alike, or with two ranks, the result is that of
+    `build_owners`.
+
+    Args:
+        rates: Rate of each rank's link, in any unit.
+        pieces: Number of pieces. One is right if other tensors are under way at the same time.
+            Default: `PIECES` if ranks own different parts, else one.
     """
     parts = fractions(rates)
     size, owning = len(rates), [rank for rank, part in enumerate(parts) if part > 0]
     pieces = pieces or (PIECES if max(parts) - min(parts) > 1e-9 else 1)
+    # Piece p is gathered by its owners in round p, and handed out in round p + 1.
     rounds: list[list[Move]] = [[] for _ in range(pieces + 1)]
     for piece in range(pieces):
         for place, owner in enumerate(owning):
@@ -202,15 +218,15 @@ def uneven(rates: Sequence[float], pieces: int | None = None) -> Schedule:
 
 
 def fractions(rates: Sequence[float]) -> list[float]:
-    """Return which part of a tensor each rank owns in `uneven`, so that all links are busy for the
-    same time as far as that can be.
+    """Split a tensor for `build_uneven`: each rank's part, so that links are equally busy.
 
-    A link of rate b is busy for (1 + (n-2) f) / b: where that is T for all, f is (T b - 1) / (n-2),
-    and nothing where that is below 0.
+    A link of rate b is busy for (1 + (n-2) f) / b seconds. If that is T for all, f is
+    (T b - 1) / (n-2). Ranks for which it would be below 0 own nothing.
     """
     size = len(rates)
     if size < 3 or min(rates) <= 0:
         return [1 / size] * size
+    # Find the fastest ranks that own something: drop the slowest until all parts are positive.
     order = sorted(range(size), key=lambda rank: -rates[rank])
     busy, fast = 0.0, order
     for count in range(size, 0, -1):
@@ -222,14 +238,16 @@ def fractions(rates: Sequence[float]) -> list[float]:
 
 
 def hierarchical(hosts: Sequence[int], between: Callable[[int], Schedule] = ring) -> Schedule:
-    """Add up at the first rank of each host; those exchange by the schedule `between`, and hand the
-    result out: one copy per host.
+    """Add up at the first rank of each host; these leaders exchange, and hand the result out.
 
         hosts [0, 1, 0, 1]:   2 +> 0    0 <-ring-> 1    0 -> 2
                               3 +> 1                    1 -> 3
 
-    `hosts` is the host of each rank: what goes between hosts depends on how many there are, not on
-    where the ranks are.
+    One copy of the tensor for each host crosses the network, whatever the order of ranks.
+
+    Args:
+        hosts: Host of each rank.
+        between: Builds the schedule of the leaders from their number. Default: `build_ring`.
     """
     first: dict[int, int] = {}
     for rank, host in enumerate(hosts):
@@ -240,6 +258,7 @@ def hierarchical(hosts: Sequence[int], between: Callable[[int], Schedule] = ring
     rest = [(rank, first[host]) for rank, host in enumerate(hosts) if rank != first[host]]
     gather = [Move(rank, leader, c, True) for rank, leader in rest for c in chunks]
     spread = [Move(leader, rank, c, False) for rank, leader in rest for c in chunks]
+    # The schedule of the leaders numbers them from 0: put their ranks into its moves.
     middle = [
         [Move(leaders[m.src], leaders[m.dst], m.chunk, m.add) for m in moves]
         for moves in outer.rounds
@@ -249,14 +268,14 @@ def hierarchical(hosts: Sequence[int], between: Callable[[int], Schedule] = ring
 
 
 def _uneven_hosts(hosts: Sequence[int], rates: Sequence[float]) -> Schedule:
-    # in the order in which `hierarchical` has their first ranks
+    # One rank for each host, in the order in which `build_hierarchical` picks leaders.
     places = list(dict.fromkeys(hosts))
     if len(places) == 1:
         return uneven([1.0] * len(hosts))
-    known = [rates[host] if rates else 1.0 for host in places]
-    return (
-        uneven(known) if len(places) == len(hosts) else hierarchical(hosts, lambda _: uneven(known))
-    )
+    host_rates = [rates[host] if rates else 1.0 for host in places]
+    if len(places) == len(hosts):
+        return uneven(host_rates)
+    return hierarchical(hosts, lambda _: uneven(host_rates))
 
 
 ScheduleName = Literal[
@@ -271,17 +290,22 @@ SCHEDULES: dict[str, Callable[[Sequence[int], Sequence[float]], Schedule]] = {
     "hierarchical": lambda hosts, _: hierarchical(hosts),
     "uneven": _uneven_hosts,
 }
-"""Builders by name; each takes the host of every rank (`[0] * n` for one host), and the rate of
-each host's link (empty: all alike).
+"""Builders by name. Each takes the host of every rank, and the rate of each host's link.
+
+One host is `[0] * n`. No rates mean that all links are alike.
 """
 
 
 def build(name: str, hosts: Sequence[int], rates: Sequence[float] = ()) -> Schedule:
-    """Build the schedule `name` for ranks on `hosts`, whose links have these rates (none: all
-    alike).
+    """Build a schedule by its name.
 
-    Raises `UsageError` when there is none of that name, or there aren't as many rates above 0 as
-    hosts.
+    Args:
+        name: One of `SCHEDULES`.
+        hosts: Host of each rank, counted from 0.
+        rates: Rate of each host's link, in any unit above 0. Default: all alike.
+
+    Raises:
+        UsageError: There is no such schedule, no rank, or not one rate for each host.
     """
     if name not in SCHEDULES:
         raise UsageError(f"there is no schedule {name!r}; there are {', '.join(SCHEDULES)}")
@@ -289,17 +313,18 @@ def build(name: str, hosts: Sequence[int], rates: Sequence[float] = ()) -> Sched
         raise UsageError("a schedule is for at least one rank")
     if rates and (len(rates) != max(hosts) + 1 or min(rates) <= 0):
         raise UsageError(
-            f"rates of links are {list(rates)}; give one above 0 for each of the {max(hosts) + 1} "
-            "hosts"
+            f"rates of links are {list(rates)}; "
+            f"give one above 0 for each of the {max(hosts) + 1} hosts"
         )
     return SCHEDULES[name](hosts, rates)
 
 
 def carried(schedule: Schedule) -> list[list[frozenset[int]]]:
-    """Return, for each move of each round, the ranks whose contributions it carries."""
+    """List the ranks whose contributions each move carries, for each move of each round."""
     state = [[frozenset((rank,))] * len(schedule.chunks) for rank in range(schedule.size)]
     loads = []
     for moves in schedule.rounds:
+        # All moves of a round carry the state from before the round.
         loads.append([state[m.src][m.chunk] for m in moves])
         for move, load in zip(moves, loads[-1], strict=True):
             state[move.dst][move.chunk] = state[move.dst][move.chunk] | load if move.add else load
@@ -307,13 +332,15 @@ def carried(schedule: Schedule) -> list[list[frozenset[int]]]:
 
 
 def check(schedule: Schedule) -> None:
-    """Prove that every rank ends with every contribution exactly once, added in the same order;
-    `AssertionError` says where it fails.
+    """Prove that every rank ends with every contribution exactly once, added in the same order.
+
+    Raises `AssertionError`, which says where the schedule fails.
     """
     size, count = schedule.size, len(schedule.chunks)
     assert abs(sum(schedule.chunks) - 1) < 1e-9, f"chunks add up to {sum(schedule.chunks)}"
     everyone = set(range(size))
     state: list[list[History]] = [[(rank,) for _ in range(count)] for rank in range(size)]
+    # Play all rounds with symbols: a value is the history of the additions that led to it.
     for step, moves in enumerate(schedule.rounds):
         before = [list(row) for row in state]
         assert len(set(moves)) == len(moves), f"round {step} makes a move twice"
@@ -339,6 +366,7 @@ def check(schedule: Schedule) -> None:
             assert len(contributors) == len(set(contributors)), (
                 f"round {step}: rank {dst} counts {contributors} in chunk {chunk}"
             )
+    # All contributions once, and the same history everywhere: the same bits on all ranks.
     for rank in range(size):
         for chunk in range(count):
             contributors = _ranks(state[rank][chunk])
@@ -351,24 +379,27 @@ def check(schedule: Schedule) -> None:
 
 
 def seconds(schedule: Schedule, nbytes: int, network: ScheduleNetwork) -> float:
-    """Price the all-reduce of `nbytes`: every round takes its slowest link, sending and
-    receiving at once.
+    """Predict the seconds of an all-reduce of `nbytes`.
+
+    Every round takes as long as its slowest link. Links send and receive at the same time.
     """
     total = 0.0
     for moves in schedule.rounds:
-        out: dict[tuple[str, int], float] = {}
-        into: dict[tuple[str, int], float] = {}
+        sent: dict[tuple[str, int], float] = {}
+        received: dict[tuple[str, int], float] = {}
         for move in moves:
             load = nbytes * schedule.chunks[move.chunk]
-            a, b = network.hosts[move.src], network.hosts[move.dst]
-            source, target = (
-                (("rank", move.src), ("rank", move.dst)) if a == b else (("host", a), ("host", b))
-            )
-            out[source] = out.get(source, 0.0) + load
-            into[target] = into.get(target, 0.0) + load
+            src_host, dst_host = network.hosts[move.src], network.hosts[move.dst]
+            # Inside a host each rank has a link of its own; moves to other hosts share the host's.
+            if src_host == dst_host:
+                source, target = ("rank", move.src), ("rank", move.dst)
+            else:
+                source, target = ("host", src_host), ("host", dst_host)
+            sent[source] = sent.get(source, 0.0) + load
+            received[target] = received.get(target, 0.0) + load
         total += max(
             (speed.latency_seconds + load / speed.bytes_per_second)
-            for loads in (out, into)
+            for loads in (sent, received)
             for (kind, number), load in loads.items()
             for speed in [network.within if kind == "rank" else network.link(number)]
         )
@@ -376,7 +407,7 @@ def seconds(schedule: Schedule, nbytes: int, network: ScheduleNetwork) -> float:
 
 
 def traffic(schedule: Schedule, nbytes: int, hosts: Sequence[int]) -> tuple[float, float]:
-    """Return the number of bytes that all ranks together send within hosts, and between them."""
+    """Count the bytes that all ranks together send within hosts, and between hosts."""
     within = between = 0.0
     for move in (move for moves in schedule.rounds for move in moves):
         load = nbytes * schedule.chunks[move.chunk]
@@ -388,7 +419,7 @@ def traffic(schedule: Schedule, nbytes: int, hosts: Sequence[int]) -> tuple[floa
 
 
 def draw(schedule: Schedule) -> str:
-    """Draw a schedule: a row for each rank, a column for each round."""
+    """Draw a schedule as text: a row for each rank, a column for each round."""
     cells = [[_cell(moves, rank) for moves in schedule.rounds] for rank in range(schedule.size)]
     heads = [f"round {number}" for number in range(len(schedule.rounds))]
     widths = [max(len(head), *(len(row[i]) for row in cells)) for i, head in enumerate(heads)]
@@ -413,6 +444,7 @@ def draw(schedule: Schedule) -> str:
 
 
 def _cell(moves: Iterable[Move], rank: int) -> str:
+    """Draw the moves of one rank in one round."""
     sent = sorted((m for m in moves if m.src == rank), key=lambda m: (m.dst, m.chunk))
     parts = []
     for (dst, add), group in groupby(sent, key=lambda m: (m.dst, m.add)):
@@ -421,8 +453,8 @@ def _cell(moves: Iterable[Move], rank: int) -> str:
 
 
 def _span(numbers: Sequence[int]) -> str:
-    whole = len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1
-    return f"{numbers[0]}-{numbers[-1]}" if whole else " ".join(map(str, numbers))
+    consecutive = len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1
+    return f"{numbers[0]}-{numbers[-1]}" if consecutive else " ".join(map(str, numbers))
 
 
 def _even(count: int) -> tuple[float, ...]:
@@ -434,6 +466,7 @@ def _rounds(rounds: Iterable[list[Move]]) -> tuple[tuple[Move, ...], ...]:
 
 
 def _ranks(history: History) -> list[int]:
+    """List the ranks in a history, each as often as it was added."""
     ranks: list[int] = []
     for term in history:
         ranks += [term] if isinstance(term, int) else _ranks(term)

@@ -1,4 +1,4 @@
-"""Where workers were last seen, and what messages say of those that are missing or elsewhere."""
+"""Where workers were last seen, and the texts about workers that are missing or elsewhere."""
 
 from __future__ import annotations
 
@@ -12,27 +12,36 @@ SKIPPED = (
 
 
 class Sightings:
-    """The call and the step at which each rank was at the last meeting.
+    """The call and step of each rank at the last meeting.
 
-    `hosts`: the host of each rank; `names`: what each is called.
+    Args:
+        hosts: Name of each rank's host. May be empty.
+        names: Rank of each member among all workers. Messages name ranks by it.
     """
 
     def __init__(self, hosts: tuple[str, ...], names: tuple[int, ...]) -> None:
         self.hosts, self._names = hosts, names
         self._seen: list[tuple[str, int]] = []
-        self._met = time.monotonic()
+        self._met = time.monotonic()  # time of the last meeting
 
     def knows(self, ranks: Sequence[int]) -> bool:
-        """Whether all of these ranks, by name, are among those that meet here."""
+        """Whether all of these workers, by name, meet here."""
         return set(ranks) <= set(self._names)
 
     def note(self, heads: Sequence[Sequence[Any]]) -> None:
-        """Note where each rank is, as all have met."""
+        """Note the call and step of each rank: all have met."""
         self._seen = [(head[0], head[1]) for head in heads]
         self._met = time.monotonic()
 
     def missing(self, rank: int, what: str, step: int, ranks: tuple[int, ...]) -> str:
-        """Say for which ranks, by name, this one has waited in vain at `what`."""
+        """Describe the workers `ranks` that rank `rank` has waited for in vain.
+
+        Args:
+            rank: Rank of this worker in the group.
+            what: Name of its call.
+            step: Its step.
+            ranks: The missing workers, by name.
+        """
         waited = time.monotonic() - self._met
         return (
             f"step {step}, {what}: rank {self._names[rank]} waited {waited:.1f} s in vain for "
@@ -41,10 +50,11 @@ class Sightings:
         )
 
     def whereabouts(self, ranks: tuple[int, ...]) -> str:
-        """Say where these ranks, by name, were last seen, and when."""
+        """Describe where these workers, by name, were last seen, and when."""
         ago = time.monotonic() - self._met
         texts = []
         for name in ranks:
+            # A worker that is not of this group was never seen here.
             rank = self._names.index(name) if name in self._names else len(self._seen)
             seen = self._seen[rank] if rank < len(self._seen) else None
             last = (
@@ -56,15 +66,15 @@ class Sightings:
         return "; ".join(texts) or "a rank that can't be named"
 
     def unequal(self, heads: Sequence[Sequence[Any]]) -> str:
-        """Say which workers have made fewer or more steps of their optimizers; empty if all
-        known counts are the same.
-        """
-        by_step: dict[int, dict[int, int]] = {}  # of each step the count of each rank
+        """Describe the workers whose optimizers made fewer or more steps. Empty if counts agree."""
+        by_step: dict[int, dict[int, int]] = {}  # by step, the count of each rank
         for rank, head in enumerate(heads):
+            # A head holds the step, and the counts of the step before it and of this one.
             at, *counts = head[4] or [0, None, None]
             for step, count in zip((at - 1, at), counts, strict=True):
                 if count is not None:
                     by_step.setdefault(step, {})[rank] = count
+        # The earliest step in which they differ says most: later ones follow from it.
         for step, counts in sorted(by_step.items()):
             if len(set(counts.values())) > 1:
                 sides = (
@@ -75,9 +85,8 @@ class Sightings:
         return ""
 
     def apart(self, heads: Sequence[Sequence[Any]], lines: Sequence[str]) -> str:
-        """Say which workers have come to which call; `lines` are where they are in their
-        scripts.
-        """
+        """Describe the calls at which workers are. `lines`: the line of the script of each rank."""
+        # Ranks that are at the same call of the same step stand together.
         places: dict[str, list[str]] = {}
         for rank, (what, step, where, *_) in enumerate(heads):
             text = f"{what}{f' ({where})' if where else ''} of step {step}{lines[rank]}"

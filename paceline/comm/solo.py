@@ -1,4 +1,7 @@
-"""The group of one worker, in which nothing has to travel."""
+"""The group of one worker, in which nothing has to travel.
+
+Calls are checked as in other groups, so a script's mistakes show with one worker already.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,12 @@ from paceline.errors import UsageError
 
 
 class SoloGroup:
-    """A `Group` of size 1."""
+    """A `Group` of size 1.
+
+    Args:
+        view: Number of the membership that this group was made for. Default: 0.
+        rank: Rank of the worker in the group of all workers. Default: 0.
+    """
 
     def __init__(self, *, view: int = 0, rank: int = 0) -> None:
         self.rank, self.size, self.view = 0, 1, view
@@ -42,13 +50,14 @@ class SoloGroup:
         *,
         tag: int = 0,
     ) -> Work[None]:
-        """Deliver messages to oneself."""
+        """Deliver this rank's messages to itself."""
         call = exchanging(sends, recvs, tag, 1)
         compare([(str(call), call.flaw)])
         matching(
             [[[(to, parcel(x)) for to, x in sends], [(source, parcel(x)) for source, x in recvs]]],
             (self._global,),
         )
+        # Copy everything first: a tensor to fill may be one of those to send.
         arrived = [x.detach().clone(memory_format=torch.contiguous_format) for _, x in sends]
         with as_begun(begun(*(into for _, into in recvs))):
             for (_, into), x in zip(recvs, arrived, strict=True):
@@ -58,7 +67,7 @@ class SoloGroup:
     def all_reduce(
         self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None
     ) -> Work[Tensor]:
-        """Copy `x`, which is the sum of one."""
+        """Copy `x`, the sum of a single part."""
         _check(reducing("all_reduce", x, op, name, out).flaw)
         admit(op, x.dtype)
         if out is None:
@@ -105,7 +114,8 @@ class SoloGroup:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Allocate ordinary memory."""
-        with torch.inference_mode(False):  # it may outlive an evaluation that it is first used in
+        # It may outlive the evaluation in which it is first used.
+        with torch.inference_mode(False):
             return torch.empty(tuple(shape), dtype=dtype)
 
     def close(self) -> None: ...

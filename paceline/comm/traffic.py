@@ -8,10 +8,15 @@ from paceline.comm.group import Traffic
 
 
 class TrafficMeter:
-    """The traffic of one rank; `hosts` is the host of each rank (None: all on one).
+    """The traffic of one rank.
 
-    Native collectives don't tell what they send: they are counted by the algorithm that they are
-    known to use.
+    Native collectives don't report what they send, so they are counted by the algorithm that they
+    are known to use.
+
+    Args:
+        rank: This rank.
+        size: Number of ranks.
+        hosts: Host of each rank. Default: all on one.
     """
 
     def __init__(self, rank: int, size: int, hosts: Sequence[int] | None = None) -> None:
@@ -20,7 +25,7 @@ class TrafficMeter:
         self._rank, self._size = rank, size
 
     def sent(self, to: int, nbytes: int) -> None:
-        """Count `nbytes` to rank `to`; what stays in this process is not counted."""
+        """Count `nbytes` sent to rank `to`. Nothing is counted for this rank itself."""
         if to == self._rank:
             return
         if self.hosts[to] == self.hosts[self._rank]:
@@ -29,16 +34,17 @@ class TrafficMeter:
             self.traffic.between += nbytes
 
     def everyone(self, nbytes: int) -> None:
-        """Count `nbytes` to each of the others."""
+        """Count `nbytes` sent to each of the other ranks."""
         for to in range(self._size):
             self.sent(to, nbytes)
 
     def ring(self, nbytes: int, *, laps: int = 2) -> None:
-        """Count a ring over `nbytes`: (n-1)/n of it go to the next rank in each lap; an
-        all-reduce has two, a reduce-scatter one.
+        """Count a ring over a tensor of `nbytes`: (n-1)/n of it go to the next rank in each lap.
+
+        An all-reduce has two laps, a reduce-scatter one.
         """
         self.sent((self._rank + 1) % self._size, laps * (self._size - 1) * nbytes // self._size)
 
     def choose(self, ranks: Sequence[int]) -> list[int]:
-        """Return the hosts of `ranks`, for a subgroup."""
+        """List the hosts of `ranks`, for a subgroup."""
         return [self.hosts[rank] for rank in ranks]

@@ -1,13 +1,11 @@
-"""The wait-for graph of ranks: finds the ranks that are missing, and deadlocks of ranks that wait
-for each other.
+"""The wait-for graph of ranks: finds missing ranks, and ranks that wait for each other.
 
-A rank that waits posts where: the channel, the number of the call on it, the call as text, and how
-many calls it has made on each channel. Rank r waits for rank q when q has not made r's call yet;
-ranks that wait for each other in a circle have come apart.
+A waiting rank publishes the channel of its call, the number of the call on that channel, the call
+as text, and the number of calls it has made on each channel. Rank r waits for rank q if q has not
+made r's call yet. Ranks that wait for each other in a circle have come apart.
 
-    rank 0: in agree 5   (calls made: agree 6, data 7)      0 waits for 1: 1 has made only 5 agrees
-    rank 1: in data 7    (calls made: agree 5, data 8)      1 waits for 0: 0 has made only 7 data
-                                                            calls       -> apart
+    rank 0: in agree 5   (calls made: agree 6, data 7)    0 waits for 1: it has made only 5 agree
+    rank 1: in data 7    (calls made: agree 5, data 8)    1 waits for 0: it has made only 7 data
 """
 
 from __future__ import annotations
@@ -18,46 +16,51 @@ from typing import NamedTuple
 from paceline.comm.fingerprint import sides
 from paceline.errors import Mismatch
 
-# the channel whose calls need not be made in the same order: their numbers prove nothing
-LOOSE = "exchange"
-GRACE = 1.0  # seconds that a wait may last before it is looked into
+LOOSE = "exchange"  # channel whose calls may come in any order, so their numbers prove nothing
+GRACE = 1.0  # seconds of a wait before it is looked into
 
 
 class RankWait(NamedTuple):
-    """Where a rank waits, and how many calls it has made on each channel."""
+    """The call in which a rank waits, and the number of calls it has made on each channel."""
 
     channel: str
-    number: int
-    text: str
+    number: int  # of the call on its channel
+    text: str  # the call in words
     made: Mapping[str, int]
 
 
 def missing(wait: RankWait, waits: Mapping[int, RankWait], rank: int, size: int) -> tuple[int, ...]:
-    """Return the ranks that have not come to `wait` of `rank`: those that are behind, or that
-    are not waiting anywhere.
+    """List the ranks that have not come to the call of `rank`.
+
+    A rank is missing if it is behind, or if it waits nowhere.
+
+    Args:
+        wait: The call of `rank`.
+        waits: The calls of other ranks that wait.
+        rank: This rank.
+        size: Number of ranks.
     """
     others = (other for other in range(size) if other != rank)
     return tuple(other for other in others if other not in waits or _behind(waits[other], wait))
 
 
 def apart(waits: Mapping[int, RankWait]) -> dict[int, RankWait]:
-    """Return the waits that can never end, as their ranks wait for each other; empty when there
-    are none.
-    """
+    """Find the waits that can never end, as their ranks wait for each other. May be empty."""
     stuck = {rank: wait for rank, wait in waits.items() if wait.channel != LOOSE}
+    # Drop ranks that wait for no rank in the set, until none can be dropped: a circle is left.
     while True:
-        left = {
+        waiting = {
             rank: wait
             for rank, wait in stuck.items()
             if any(_behind(other, wait) for q, other in stuck.items() if q != rank)
         }
-        if len(left) == len(stuck):
-            return left
-        stuck = left
+        if len(waiting) == len(stuck):
+            return waiting
+        stuck = waiting
 
 
 def describe(stuck: Mapping[int, RankWait], names: Sequence[int]) -> Mismatch:
-    """Return the error that ranks which have come apart raise."""
+    """Make the error of ranks that have come apart."""
     texts = [stuck[rank].text if rank in stuck else "" for rank in range(max(stuck) + 1)]
     return Mismatch(
         f"workers have come apart: {sides(texts, names)}. Every worker has to make the same "
@@ -66,9 +69,7 @@ def describe(stuck: Mapping[int, RankWait], names: Sequence[int]) -> Mismatch:
 
 
 def late(what: str, seconds: float, absent: Mapping[int, RankWait | None]) -> str:
-    """Return the message of a deadline that has passed; `absent`: where the ranks are that are
-    missing.
-    """
+    """Write the message of a deadline that has passed. `absent`: the calls of missing ranks."""
     places = "; ".join(
         f"rank {rank} is {'in no call' if wait is None else f'at {wait.text}'}"
         for rank, wait in absent.items()

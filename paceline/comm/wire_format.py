@@ -1,7 +1,4 @@
-"""The wire format of tensors: a form in the header and the frames behind it.
-
-Nothing received is believed before it is checked.
-"""
+"""The wire format of tensors: a form in the header, and frames of bytes. All input is checked."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from torch import Tensor
 from paceline.errors import PacelineError
 from paceline.state.snapshot import shaped
 
-DIMS = 16  # of a tensor
+DIMS = 16  # most dims of a tensor
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -33,23 +30,23 @@ DTYPES = {
 
 
 class MalformedMessage(PacelineError):
-    """A message that can't be meant for us; says why."""
+    """A message that no process of paceline has written. Its text says why."""
 
 
 class TensorForm(NamedTuple):
-    """The dtype and shape of a tensor, as a header says them."""
+    """Dtype and shape of a tensor, as a header has them."""
 
     name: str
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the tensor takes."""
+        """Number of bytes of the tensor."""
         return math.prod(self.shape) * DTYPES[self.name].itemsize
 
 
 def read(form: Any) -> TensorForm:
-    """Read a tensor's form from a header. Raises `MalformedMessage`."""
+    """Read the form of a tensor from a header. Raises `MalformedMessage`."""
     if (
         not isinstance(form, list)
         or len(form) != 2
@@ -64,33 +61,34 @@ def read(form: Any) -> TensorForm:
         or any(type(length) is not int or length < 0 for length in shape)
     ):
         raise MalformedMessage("a tensor in its header has no shape")
-    # torch counts strides of what is empty, too
+    # Torch computes strides for empty tensors as well, so a dim of 0 must not hide a huge one.
     if math.prod(max(length, 1) for length in shape) >= 1 << 48:
         raise MalformedMessage("a tensor in its header is larger than any could be")
     return TensorForm(dtype, tuple(shape))
 
 
 def cut(memory: memoryview, frame: int | None) -> list[memoryview]:
-    """Cut memory into frames of so many bytes, at least one; None: one."""
+    """Cut memory into frames of `frame` bytes, at least one. None: a single frame."""
     if frame is None or memory.nbytes <= frame:
         return [memory]
     return [memory[start : start + frame] for start in range(0, memory.nbytes, frame)]
 
 
 def tensor(form: TensorForm, frames: Sequence[memoryview]) -> Tensor:
-    """Make the tensor of that form which lies in these frames. Raises `MalformedMessage`."""
-    dtype, came = DTYPES[form.name], sum(frame.nbytes for frame in frames)
-    if form.nbytes != came:
+    """Make the tensor whose bytes are in `frames`. Raises `MalformedMessage`."""
+    dtype, nbytes = DTYPES[form.name], sum(frame.nbytes for frame in frames)
+    if form.nbytes != nbytes:
         raise MalformedMessage(
-            f"a tensor {form.name}{list(form.shape)} needs {form.nbytes} bytes, and {came} came"
+            f"a tensor {form.name}{list(form.shape)} needs {form.nbytes} bytes, and {nbytes} came"
         )
-    if not came:
+    if not nbytes:
         return torch.empty(form.shape, dtype=dtype)
+    # A single frame that may be written to is the tensor's memory; others are put together.
     if len(frames) == 1 and not frames[0].readonly:
         return shaped(torch.frombuffer(frames[0], dtype=torch.uint8), dtype, form.shape)
-    whole = torch.empty(came, dtype=torch.uint8)
-    memory, at = whole.numpy().data, 0
+    joined = torch.empty(nbytes, dtype=torch.uint8)
+    memory, at = joined.numpy().data, 0
     for frame in frames:
         memory[at : at + frame.nbytes] = frame
         at += frame.nbytes
-    return shaped(whole, dtype, form.shape)
+    return shaped(joined, dtype, form.shape)

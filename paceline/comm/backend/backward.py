@@ -1,10 +1,9 @@
-"""Backward passes in which operations begin: what is left to the end of a pass, and whether the
-thread of one still computes.
+"""Finds the backward pass in which an operation begins, and leaves work to the end of the pass.
 
-    thread of the pass    backward: bucket 0 begun . bucket 1 begun . bucket 2 begun | their ends,
-                          in order | what waits for them (DDP)
+    thread of the pass   backward: begin 0 . begin 1 . begin 2 | end 0, 1, 2 | DDP waits for them
 
-Where every core has a worker that computes, a thread beside would only take turns with that.
+If every core has a worker that computes, a second thread would only take turns with that worker.
+So operations that begin in a pass end in its own thread.
 """
 
 from __future__ import annotations
@@ -16,31 +15,31 @@ from collections.abc import Callable
 import torch
 from torch.autograd import Variable
 
-# seconds without a use of the processor after which a thread is taken to wait for something
-REST = 20e-3
+REST = 20e-3  # seconds without processor time after which a thread is taken to be waiting
 
 
 def inside() -> bool:
-    """Whether this thread is in a backward pass."""
+    """Whether this thread is inside a backward pass."""
+    # Private to torch, though fully_shard uses it as well: the id of the pass that runs in this
+    # thread, -1 outside of one. Without it operations would have to end in the background.
     return torch._C._current_graph_task_id() != -1
 
 
 def at_end(act: Callable[[], None]) -> None:
-    """Call `act` in this thread once its backward pass has been through the graph, after what
-    was asked for earlier.
-    """
+    """Call `act` in this thread at the end of its backward pass, after earlier callbacks."""
+    # Private to torch, though FSDP uses it as well. It raises if no pass runs in this thread.
     Variable._execution_engine.queue_callback(act)
 
 
 class PassThread:
-    """The thread that this is made in, seen from others."""
+    """The thread in which this object was made, for questions from other threads."""
 
     def __init__(self) -> None:
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
         self._used, self._at = time.clock_gettime(self._clock), time.monotonic()
 
     def computes(self) -> bool:
-        """Whether the thread has used the processor of late; False once it has ended."""
+        """Whether the thread has used the processor lately. False once it has ended."""
         try:
             used = time.clock_gettime(self._clock)
         except OSError:

@@ -1,6 +1,4 @@
-"""What torch.distributed asks of every process group, and how an operation begins: on the group
-that ranks make when they first meet.
-"""
+"""The parts of a process group that torch.distributed asks for, besides its operations."""
 
 from __future__ import annotations
 
@@ -28,10 +26,17 @@ Finish = Callable[[Any], Any]
 
 
 class BackendBase(ProcessGroup):
-    """A process group of torch.distributed without its operations.
+    """A process group of torch.distributed, without its operations.
 
-    `ranks`: what its members are called among all workers. `meet` makes its group, when they first
-    exchange something. `pairs`: what sends and receives between two ranks, a group of Gloo.
+    Operations begin in the order of calls (`Issuer`). They end in the thread that waits for them,
+    or in the background (`Completer`).
+
+    Args:
+        rank: Rank of this process in the group.
+        ranks: Rank of each member among all workers, for errors.
+        meet: Makes the group. Called once, at the first operation.
+        store: Store of torch that this group was made with.
+        pairs: A process group of Gloo of the same ranks, for messages between two of them.
     """
 
     def __init__(
@@ -43,20 +48,22 @@ class BackendBase(ProcessGroup):
         *,
         pairs: Any,
     ) -> None:
-        # the one that can be subclassed
+        # The only constructor that subclasses in Python can call.
         super().__init__(rank, len(ranks))  # type: ignore[call-arg]
         self._rank, self._size, self._ranks = rank, len(ranks), tuple(ranks)
         self._pairs, self._store = pairs, store
-        self._timeout: timedelta | None = None  # other than that of the group
+        self._timeout: timedelta | None = None  # replaces the deadline of the group
         self._issuer = Issuer(meet, self._ranks)
         self._completer = Completer(self._issuer.crowded)
-        self._message_completer = Completer()  # apart, as what is sent may depend on anything
+        # Messages have a completer of their own: a message must not be held up by a collective,
+        # as other ranks may need it before they come to that collective.
+        self._message_completer = Completer()
         self._recurring = RecurringMemory()
         self._sequence = 0
-        self._coalesced: list[BackendWork] | None = None
+        self._coalesced: list[BackendWork] | None = None  # a list while torch coalesces
         self._named = self._described = ""
 
-    # ---- names
+    # ---- names that torch asks for
 
     def getBackendName(self) -> str:
         """Return the name of this backend."""
@@ -68,7 +75,9 @@ class BackendBase(ProcessGroup):
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
-        """The name by which torch finds this group again."""
+        """Name by which torch finds this group again."""
+        # Private to torch: the table that it fills when it makes a group, in case it does not call
+        # `_set_group_name`.
         return self._named or dist.distributed_c10d._world.pg_names[self]
 
     def _set_group_name(self, name: str) -> None:
@@ -76,7 +85,7 @@ class BackendBase(ProcessGroup):
 
     @property
     def group_desc(self) -> str:
-        """The purpose of this group, as torch was told."""
+        """Purpose of this group, in words that torch was given."""
         return self._described
 
     def _set_group_desc(self, text: str) -> None:
@@ -89,8 +98,8 @@ class BackendBase(ProcessGroup):
     def _get_backend(self, device: torch.device) -> BackendBase:  # type: ignore[override]
         if torch.device(device).type != "cpu":
             raise UsageError(
-                "the backend paceline moves tensors in the processor's memory, and was asked for "
-                f"one on {device}"
+                f"the backend paceline moves tensors in the processor's memory, not on {device}; "
+                "use x.cpu() or another backend"
             )
         return self
 
@@ -104,18 +113,18 @@ class BackendBase(ProcessGroup):
         """Return the store that this group was made with."""
         return self._store
 
-    # ---- time, and ends
+    # ---- deadlines and the end
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Give later operations another time to wait."""
+        """Set how long later operations may take."""
         self._timeout = timeout
 
     def abort(self) -> None:
-        """End all that is under way with an error, on all ranks."""
+        """End all operations under way with an error, on all ranks."""
         self._end(lambda group: group.abort())
 
     def shutdown(self) -> None:
-        """Leave in good order."""
+        """Leave the group in good order."""
         self._end(lambda group: group.close())
 
     def _end(self, act: Callable[[Group], None]) -> None:
@@ -126,9 +135,13 @@ class BackendBase(ProcessGroup):
     # ---- operations
 
     def _begin(self, call: Call, finish: Finish | None, opts: Any, outputs: Any) -> BackendWork:
-        """Begin `call` on the group, after all that was begun before.
+        """Begin `call` on the group, after all earlier operations.
 
-        `finish` takes its result to where the caller wants it.
+        Args:
+            call: Begins the operation on a `Group`.
+            finish: Gets the result of `call`, and puts it where the caller wants it. Default: none.
+            opts: Options of torch; `timeout` and `asyncOp` count here.
+            outputs: Tensors that the operation fills, as torch's Work gives them.
         """
         self._sequence += 1
         return self._follow(self._issuer.begin(call), finish, opts, outputs)
@@ -136,7 +149,7 @@ class BackendBase(ProcessGroup):
     def _follow(
         self, work: Work[Any], finish: Finish | None, opts: Any, outputs: Any
     ) -> BackendWork:
-        """Make a work of torch's of one of ours, which goes on even where nobody waits for it."""
+        """Wrap a Work of a group as a Work of torch, which ends even if no caller waits for it."""
         begun = self._work(work, finish, opts, outputs, self._completer)
         if self._coalesced is not None:
             self._coalesced.append(begun)
@@ -145,7 +158,7 @@ class BackendBase(ProcessGroup):
         return begun
 
     def _message(self, work: Work[Any], outputs: Any) -> BackendWork:
-        """Make a work of torch's of a message, which Gloo's threads carry."""
+        """Wrap a message between two ranks as a Work of torch. Gloo's own threads advance it."""
         begun = self._work(work, None, None, outputs, self._message_completer)
         if self._coalesced is not None:
             self._coalesced.append(begun)
@@ -154,7 +167,7 @@ class BackendBase(ProcessGroup):
     def _join(
         self, works: list[BackendWork], opts: Any, outputs: Any, finish: Finish | None = None
     ) -> BackendWork:
-        """Make one work of several."""
+        """Make one Work of several."""
         messages = any(work.completer is self._message_completer for work in works)
         completer = self._message_completer if messages else self._completer
         return self._work(
@@ -178,14 +191,16 @@ class BackendBase(ProcessGroup):
 
     def _end_coalescing(self, device: torch.device) -> BackendWork:
         works, self._coalesced = self._coalesced or [], None
+        # Only now may they be completed in the background: all of them have begun.
         for work in works:
             if work.completer is self._completer:
                 work.completer.add(work)
         return self._join(works, None, [])
 
     def _seconds(self, opts: Any) -> float | None:
-        """Return how long an operation may take; None: the deadline that the group was made
-        with, after which it names who is missing.
+        """Seconds that an operation may take: from its options, or from `set_timeout`.
+
+        None is the deadline of the group, after which an error names the missing ranks.
         """
         timeout = getattr(opts, "timeout", None)
         own = timeout if timeout is not None and timeout.total_seconds() > 0 else self._timeout
@@ -193,8 +208,9 @@ class BackendBase(ProcessGroup):
 
 
 def one(tensors: Any, what: str) -> Any:
-    """Return the one of `tensors`: torch gives a list, from when a process had several GPUs;
-    some callers give the tensor itself.
+    """Return the only tensor of a list, or the tensor itself.
+
+    Torch passes lists, from the time when one process had several GPUs; some callers don't.
     """
     if isinstance(tensors, Tensor):
         return tensors
@@ -206,7 +222,5 @@ def one(tensors: Any, what: str) -> Any:
 
 
 def root_of(opts: Any) -> int:
-    """Return the rank that an operation begins or ends at: that of torch's options, or the
-    options themselves; the first without any.
-    """
+    """Return the root rank of an operation: from torch's options, or `opts` itself, or rank 0."""
     return int(getattr(opts, "rootRank", 0 if opts is None else opts))

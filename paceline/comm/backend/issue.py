@@ -1,12 +1,11 @@
 """Begins the operations of a process group in their order, without waiting for other ranks.
 
-    group in shared memory      its calls return at once: they are made by whoever asks
-    other groups                compare a call with the other ranks first: a thread makes it, and
-                                the caller goes on
-    no group yet                the thread makes that, too
+    group in shared memory   a call returns at once: the caller makes it
+    other groups             a call compares itself with other ranks first: a thread makes it
+    no group yet             the thread makes the group, then the call
 
-Callers of torch.distributed may begin an operation and do something else that other ranks need
-before they come to it.
+A caller of torch.distributed may begin an operation, and then do something else that other ranks
+need before they begin theirs. So beginning an operation must not wait for them.
 """
 
 from __future__ import annotations
@@ -27,13 +26,16 @@ from paceline.comm.shm.group import SharedGroup
 from paceline.comm.solo import SoloGroup
 from paceline.errors import DeadlineExceeded, PacelineError, ViewChanged, WorkerLost
 
-AT_ONCE = (SharedGroup, SoloGroup)  # groups whose calls wait for nobody
+AT_ONCE = (SharedGroup, SoloGroup)  # groups whose calls return without waiting for other ranks
 FAREWELL = 1.0  # seconds that the thread may take to end
 
 
 class Members(NamedTuple):
-    """What ranks have once they have met: their group, the host of each, and how many cores of
-    its host there are for each worker.
+    """A group that has been made, and where its ranks are.
+
+    group: The group.
+    hosts: Name of each rank's host.
+    cores: Number of processor cores of this host for each of its workers.
     """
 
     group: Group
@@ -42,9 +44,15 @@ class Members(NamedTuple):
 
 
 class Issuer:
-    """Begins operations on the group that `meet` makes at the first of them.
+    """Begins operations on a group that is made at the first of them.
 
-    `ranks`: what members are called among all workers.
+    An operation begins in the calling thread (`_begins_directly`) only if the group is one of
+    AT_ONCE and the thread has begun everything before it (`_not_begun` is 0). Once `_broken` is
+    set, nothing begins any more.
+
+    Args:
+        meet: Makes the group.
+        ranks: Rank of each member among all workers, for errors.
     """
 
     def __init__(self, meet: Callable[[], Members], ranks: Sequence[int]) -> None:
@@ -59,7 +67,8 @@ class Issuer:
         self._unregister: Callable[[], object] = lambda: None
 
     def begin(self, call: Callable[[Group], Work[Any]]) -> Work[Any]:
-        """Begin an operation after those before it."""
+        """Begin an operation, after all earlier ones. Never waits for other ranks."""
+        # The order of operations must not change: only if the thread has nothing left to begin.
         if self._direct and not self._behind:
             assert self._met is not None
             return call(self._met.group)
@@ -73,19 +82,17 @@ class Issuer:
                     target=self._issue, name="paceline backend", daemon=True
                 )
                 self._thread.start()
-                # a thread that is inside torch while Python ends takes the process down with it
+                # A thread that is inside torch while Python ends takes the process down with it.
                 self._unregister = at_exit(self._close)
         self._waiting.put(issued)
         return issued
 
     def crowded(self) -> bool:
-        """Whether calls are made by whoever asks, on a host whose cores all have a worker that
-        computes.
-        """
+        """Whether callers begin operations themselves, and each core has a worker that computes."""
         return self._direct and self._met is not None and self._met.cores <= torch.get_num_threads()
 
     def locate(self, error: BaseException) -> None:
-        """Add to an error on which hosts the ranks are that it names."""
+        """Add a note to an error: the hosts of the ranks that it names."""
         absent = (
             error.missing
             if isinstance(error, DeadlineExceeded)
@@ -96,8 +103,8 @@ class Issuer:
         hosts = dict(
             zip(self._ranks, self._met.hosts if self._met is not None else (), strict=False)
         )
-        if known := [f"rank {rank} is on host {hosts[rank]}" for rank in absent if rank in hosts]:
-            error.add_note(f"Of these, {', '.join(known)}.")
+        if places := [f"rank {rank} is on host {hosts[rank]}" for rank in absent if rank in hosts]:
+            error.add_note(f"Of these, {', '.join(places)}.")
 
     def end(self, act: Callable[[Group], None]) -> None:
         """Begin nothing more, and let `act` end the group."""
@@ -107,7 +114,7 @@ class Issuer:
                 self._broken or ViewChanged("this process group has been destroyed"),
             )
         if self._met is not None:
-            with contextlib.suppress(PacelineError):  # what others have ended already
+            with contextlib.suppress(PacelineError):  # another rank has ended the group before
                 act(self._met.group)
         self._close()
 
@@ -121,13 +128,16 @@ class Issuer:
     def _issue(self) -> None:
         while (issued := self._waiting.get()) is not None:
             try:
+                # The first operation makes the group, as ranks meet in it.
                 if self._met is None:
                     self._met = self._meet()
                 issued.issue(self._met.group)
-            except BaseException as error:  # noqa: BLE001  raised by whoever waits
+            except BaseException as error:  # noqa: BLE001  raised in the thread that waits for it
+                # Without a group, all later operations fail with the same error.
                 if self._met is None:
                     self._broken = self._broken or error
                 issued.fail(error)
+            # From here on, callers may begin operations themselves.
             with self._lock:
                 self._behind -= 1
                 self._direct = (
@@ -139,7 +149,7 @@ class Issuer:
 
 
 class IssuedWork:
-    """An operation that a thread begins (a `Work`)."""
+    """The Work of an operation that a thread will begin."""
 
     def __init__(self, call: Callable[[Group], Work[Any]]) -> None:
         self._call: Callable[[Group], Work[Any]] | None = call
@@ -149,14 +159,14 @@ class IssuedWork:
         self._error: BaseException | None = None
 
     def issue(self, group: Group) -> None:
-        """Begin the operation."""
+        """Begin the operation on `group`."""
         assert self._call is not None
         with as_begun(self._inference):
             self._work, self._call = self._call(group), None
         self._begun.set()
 
     def fail(self, error: BaseException) -> None:
-        """Note why the operation has not begun."""
+        """End the operation with `error`: it could not begin."""
         self._error, self._call = error, None
         self._begun.set()
 

@@ -1,13 +1,12 @@
-"""paceline as a backend of torch.distributed: a process group whose collectives are those of our
-groups.
+"""paceline as a backend of torch.distributed: a process group that is made of our groups.
 
     dist.init_process_group("paceline")
-        dist.all_reduce, DDP, fully_shard, DTensor, pipelining     call a `GroupBackend`
-            collectives     a Group: shared memory inside a host, one copy per host between hosts
-            send, recv      Gloo, connected when they are first used
+        dist.all_reduce, DDP, fully_shard, DTensor, pipelining    call a `GroupBackend`
+            collectives    a Group: shared memory inside a host, one copy per host between hosts
+            send, recv     Gloo, connected when they are first used
 
-An operation is checked before anything moves: workers that call different things get a `Mismatch`
-with both sides named.
+An operation is compared on all ranks before anything moves. Workers that make different calls get
+a `Mismatch` that shows both sides.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ from paceline.comm.backend.work import BackendWork, PairWork
 from paceline.comm.group import Group, Work, gather_into
 from paceline.errors import UsageError
 
-SHORTEST = 1e-3  # seconds of a wait that was given none
+SHORTEST = 1e-3  # seconds of the shortest wait
 
 
 @uncompiled
 class GroupBackend(ReducingBackend):
-    """A process group of torch.distributed over the `Group` that its ranks make when they first
-    exchange something.
-    """
+    """A process group of torch.distributed over a `Group`, made at the first operation."""
 
     # ---- gathering and dealing
+    #
+    # Torch's C++ calls one overload of each method, with lists that hold one tensor.
 
     # torch calls one of the overloads
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> BackendWork:  # type: ignore[override]
-        """Gather the tensors of all ranks, which may differ in the first dim, into a list."""
+        """Gather the tensors of all ranks into a list. They may differ in the first dim."""
         x, outs = one(inputs, "all_gather"), one(outputs, "all_gather")
         if len(outs) != self._size:
             raise UsageError(
@@ -54,7 +53,7 @@ class GroupBackend(ReducingBackend):
     def allgather_coalesced(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> BackendWork:
-        """Gather several tensors, each into a list; `outputs` has a list for each rank."""
+        """Gather several tensors, each from all ranks. `outputs`: a list for each rank."""
         works = [
             self._all_gather([outs[i] for outs in outputs], x, opts, outputs)
             for i, x in enumerate(inputs)
@@ -62,7 +61,7 @@ class GroupBackend(ReducingBackend):
         return self._join(works, opts, outputs)
 
     def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> BackendWork:
-        """Gather the tensors of all ranks one after another into one."""
+        """Gather the tensors of all ranks into one tensor, one after another."""
         if output.numel() != source.numel() * self._size or output.dtype != source.dtype:
             sizes = f"{source.dtype} {list(source.shape)} into {output.dtype} {list(output.shape)}"
             raise UsageError(
@@ -89,13 +88,13 @@ class GroupBackend(ReducingBackend):
             outputs,
         )
 
-    # the names of torch before 2.13
-    _allgather_base = all_gather_single  # type: ignore[assignment]
+    _allgather_base = all_gather_single  # type: ignore[assignment]  # name before torch 2.13
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
 
     def _all_gather(
         self, outs: Sequence[Tensor], x: Tensor, opts: Any, outputs: Any
     ) -> BackendWork:
+        # The group writes into `outs` if they are laid out as it sends.
         fit = (
             all(
                 out.shape == x.shape and out.dtype == x.dtype and out.is_contiguous()
@@ -111,7 +110,7 @@ class GroupBackend(ReducingBackend):
 
     # torch calls one of the overloads
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]
-        """Give all ranks the values of one, in place."""
+        """Give all ranks the values of the root rank, in place."""
         x, root = one(tensors, "broadcast"), root_of(opts)
         return self._begin(lambda group: group.broadcast(x, root=root), None, opts, [x])
 
@@ -119,7 +118,7 @@ class GroupBackend(ReducingBackend):
     def gather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> BackendWork:  # type: ignore[override]
-        """Gather the tensors of all ranks at one."""
+        """Gather the tensors of all ranks on the root rank."""
         x, root, me = one(inputs, "gather"), root_of(opts), self._rank
         if me != root:
             return self._begin(lambda group: group.exchange([(root, x)], []), None, opts, outputs)
@@ -141,7 +140,7 @@ class GroupBackend(ReducingBackend):
     def scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
     ) -> BackendWork:  # type: ignore[override]
-        """Give each rank its tensor of a list that one rank has."""
+        """Give each rank its tensor of the list that the root rank has."""
         out, root, me = one(outputs, "scatter"), root_of(opts), self._rank
         if me != root:
             return self._begin(lambda group: group.exchange([], [(root, out)]), None, opts, outputs)
@@ -163,7 +162,7 @@ class GroupBackend(ReducingBackend):
     def alltoall(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> BackendWork:
-        """Deal a list of tensors, one to each rank; shapes may differ."""
+        """Send one tensor of a list to each rank. Shapes may differ."""
         return self._all_to_all(outputs, inputs, opts, outputs)
 
     def all_to_all_single(
@@ -174,7 +173,7 @@ class GroupBackend(ReducingBackend):
         input_splits: list[int],
         opts: Any = None,
     ) -> BackendWork:
-        """Deal a tensor, cut in its first dim as the splits say, or evenly."""
+        """Cut a tensor in its first dim, evenly or by the splits, and send a part to each rank."""
         outs, parts = (
             _split(output, output_splits, self._size),
             _split(source, input_splits, self._size),
@@ -194,12 +193,12 @@ class GroupBackend(ReducingBackend):
         flat = [part.reshape(-1) for part in parts]
         return self._begin(
             lambda group: group.all_to_all(flat),
-            lambda found: _copy_all(outs, found),
+            lambda received: _copy_all(outs, received),
             opts,
             outputs,
         )
 
-    # ---- waiting for all
+    # ---- barriers
 
     def barrier(self, opts: Any = None) -> BackendWork:
         """Wait for all ranks."""
@@ -208,19 +207,22 @@ class GroupBackend(ReducingBackend):
     def monitored_barrier(
         self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Wait for all ranks, at most `timeout` (a float: seconds); `DeadlineExceeded` names
-        those that didn't come, always all.
+        """Wait for all ranks.
+
+        Args:
+            timeout: How long to wait; a float is in seconds. Default: the deadline of the group.
+            wait_all_ranks: Ignored. `DeadlineExceeded` always names all missing ranks.
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        waited = dist.BarrierOptions()
-        # who completes it in the background can't be interrupted after `seconds` to say who is
-        # missing
-        waited.asyncOp = False
-        barrier = self.barrier(waited)
+        options = dist.BarrierOptions()
+        # Not in the background: the completer's wait could not be interrupted after `seconds` to
+        # name the missing ranks.
+        options.asyncOp = False
+        barrier = self.barrier(options)
         try:
             barrier.complete(None if seconds is None else max(seconds, SHORTEST))
         finally:
-            if not barrier.ended:  # those who come later still meet this rank
+            if not barrier.ended:  # ranks that come later still meet this one
                 self._completer.add(barrier)
 
     # ---- between two ranks
@@ -246,14 +248,12 @@ class GroupBackend(ReducingBackend):
         return self._message(work, tensors)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
-        """Receive a tensor from the rank that sends first; the work knows from which one it
-        came.
-        """
+        """Receive a tensor from the rank that sends first. The Work gives its rank."""
         return self._pairs.recv_anysource(tensors, tag)
 
 
 def _split(x: Tensor, splits: list[int], size: int) -> list[Tensor]:
-    """Cut a tensor in its first dim: as the splits say, or evenly into `size`."""
+    """Cut a tensor in its first dim: as the splits say, or evenly into `size` parts."""
     if splits:
         return list(x.split(splits))
     if x.shape[0] % size:

@@ -25,7 +25,7 @@ REDUCTIONS: dict[Any, Op] = {
     dist.ReduceOp.MIN: "min",
     dist.ReduceOp.MAX: "max",
 }
-Fold = Callable[[list[Tensor]], Tensor]  # of the tensors of all ranks
+Fold = Callable[[list[Tensor]], Tensor]  # reduces the tensors of all ranks, in rank order
 BITWISE: dict[Any, Fold] = {
     dist.ReduceOp.BAND: partial(functools.reduce, torch.bitwise_and),
     dist.ReduceOp.BOR: partial(functools.reduce, torch.bitwise_or),
@@ -34,17 +34,18 @@ BITWISE: dict[Any, Fold] = {
 
 
 class ReducingBackend(BackendBase):
-    """A process group of torch.distributed that reduces."""
+    """The reductions of a process group of torch.distributed."""
 
     # torch calls one of the overloads
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]
-        """Reduce the one tensor given, in place."""
+        """Reduce the only tensor of a list, in place."""
         x = one(tensors, "all_reduce")
         if x.is_sparse:
             return self._follow(GlooResult(self._pairs.allreduce([x], opts), [x]), None, opts, [x])
         op = reduction(opts, x)
         if callable(op) or x.numel() * x.element_size() < LEAST:
             return self._all_reduce([x], opts, [x])
+        # The caller's frame tells whether torch's engine calls, or a script.
         may_move, values = self._recurring.may_move(x, sys._getframe(1)), real(x)
 
         def call(group: Group) -> Work[Any]:
@@ -55,7 +56,7 @@ class ReducingBackend(BackendBase):
         return self._begin(call, None, opts, [x])
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:
-        """Reduce several tensors, in place."""
+        """Reduce several tensors in place."""
         return self._all_reduce(tensors, opts, tensors)
 
     def _all_reduce(self, tensors: Sequence[Tensor], opts: Any, outputs: Any) -> BackendWork:
@@ -72,7 +73,7 @@ class ReducingBackend(BackendBase):
         return self._begin(call, None, opts, outputs)
 
     def _fold(self, tensors: Sequence[Tensor], fold: Fold, opts: Any, outputs: Any) -> BackendWork:
-        """Reduce by gathering, for operations that groups don't have."""
+        """Reduce by an all-gather, for operations that groups don't have."""
 
         def finish(gathered: list[list[Tensor]]) -> None:
             for x, parts in zip(tensors, gathered, strict=True):
@@ -87,7 +88,7 @@ class ReducingBackend(BackendBase):
 
     # torch calls one of the overloads
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]
-        """Reduce to one rank, in place there; the tensors of others stay."""
+        """Reduce to the root rank, in place there. Tensors of other ranks don't change."""
         x, root = one(tensors, "reduce"), root_of(opts)
         op = reduction(opts, x)
         if not 0 <= root < self._size:
@@ -95,6 +96,7 @@ class ReducingBackend(BackendBase):
         if callable(op):
             held = x if self._rank == root else x.clone()
             return self._fold([held], op, opts, tensors)
+        # Groups have no reduce: all ranks reduce, and all but the root drop the result.
         out = (
             real(x)
             if self._rank == root
@@ -108,27 +110,26 @@ class ReducingBackend(BackendBase):
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
     ) -> BackendWork:  # type: ignore[override]
-        """Reduce lists of tensors, one for each rank, and keep the one of this rank; sizes may
-        differ between ranks.
-        """
+        """Reduce a list of tensors, one for each rank, and keep this rank's. Sizes may differ."""
         out, parts = one(outputs, "reduce_scatter"), inputs[0]
         if len(parts) != self._size:
             raise UsageError(
                 f"reduce_scatter: {len(parts)} tensors for {self._size} ranks; "
                 "give one for each rank"
             )
-        whole = torch.cat([part.reshape(-1) for part in parts])
+        joined = torch.cat([part.reshape(-1) for part in parts])
         if all(part.numel() == parts[0].numel() for part in parts):
-            return self._reduce_scatter(out, whole, opts, outputs)
-        op = reduction(opts, whole)
+            return self._reduce_scatter(out, joined, opts, outputs)
+        # Pieces of a group's reduce-scatter are even: with other sizes, all-reduce and cut.
+        op = reduction(opts, joined)
         if callable(op):
             raise UsageError(
                 "reduce_scatter: bitwise operations and averages of integers need tensors of one "
                 "size"
             )
-        mine = parts[self._rank]
-        if out.numel() != mine.numel() or out.dtype != whole.dtype:
-            sizes = f"{out.dtype} {list(out.shape)} of {whole.dtype} {list(mine.shape)}"
+        own = parts[self._rank]
+        if out.numel() != own.numel() or out.dtype != joined.dtype:
+            sizes = f"{out.dtype} {list(out.shape)} of {joined.dtype} {list(own.shape)}"
             raise UsageError(
                 f"reduce_scatter: rank {self._rank} can't get {sizes}: its output has the size and "
                 "dtype of its own input"
@@ -136,8 +137,8 @@ class ReducingBackend(BackendBase):
         start = sum(part.numel() for part in parts[: self._rank])
         stop = start + out.numel()
         return self._begin(
-            lambda group: group.all_reduce(real(whole), op=op, out=real(whole)),
-            lambda _: out.copy_(whole[start:stop].view(out.shape)),
+            lambda group: group.all_reduce(real(joined), op=op, out=real(joined)),
+            lambda _: out.copy_(joined[start:stop].view(out.shape)),
             opts,
             outputs,
         )
@@ -145,9 +146,7 @@ class ReducingBackend(BackendBase):
     def reduce_scatter_single(
         self, output: Tensor, source: Tensor, opts: Any = None
     ) -> BackendWork:
-        """Reduce a tensor that holds the parts of all ranks one after another, and keep that of
-        this rank.
-        """
+        """Reduce a tensor that holds the parts of all ranks in order, and keep this rank's part."""
         return self._reduce_scatter(output, source, opts, [output])
 
     def reduce_scatter_single_coalesced(
@@ -163,7 +162,7 @@ class ReducingBackend(BackendBase):
             outputs,
         )
 
-    # the names of torch before 2.13
+    # name before torch 2.13
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
@@ -197,17 +196,20 @@ class ReducingBackend(BackendBase):
 
 
 def reduction(opts: Any, *tensors: Tensor) -> Op | Fold:
-    """Return which reduction of `tensors` torch asks for: one that groups have, or a function of
-    the tensors of all ranks.
+    """Translate torch's reduction: to the name of one that groups have, or to a function.
+
+    The function reduces the tensors of all ranks.
     """
     op = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
+    # Groups don't average integers, as a mean of them is not exact. NCCL does.
     if op == dist.ReduceOp.AVG and all(_whole(x) for x in tensors):
         return _average_integers
-    for known, name in REDUCTIONS.items():
-        if op == known:
+    # A `ReduceOp` of torch equals the constants of the tables, but a lookup would not find it.
+    for torch_op, name in REDUCTIONS.items():
+        if op == torch_op:
             return name
-    for known, function in BITWISE.items():
-        if op == known:
+    for torch_op, function in BITWISE.items():
+        if op == torch_op:
             return function
     raise UsageError(
         f"{op} is not a reduction of the backend paceline; "
@@ -225,5 +227,5 @@ def _average_integers(parts: list[Tensor]) -> Tensor:
 
 
 def real(x: Tensor) -> Tensor:
-    """Return `x` as real numbers: complex ones add up part by part."""
+    """View complex numbers as pairs of real ones, which add up part by part."""
     return torch.view_as_real(x) if x.is_complex() else x

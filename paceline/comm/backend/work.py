@@ -1,6 +1,4 @@
-"""Operations of the backend under way, as torch.distributed knows them: works with futures,
-completed in the background where asked for.
-"""
+"""Operations under way as works of torch.distributed, with futures; some end in the background."""
 
 from __future__ import annotations
 
@@ -25,21 +23,27 @@ from paceline.comm.backend.uncompiled import uncompiled
 from paceline.comm.group import Work, as_begun, begun
 from paceline.errors import DeadlineExceeded, PacelineError, WorkerLost
 
-LOOK = 5e-3  # seconds between two looks for operations whose callers have gone on
-QUIET = 20  # looks without any, after which the thread sleeps until there is one
-SHORTEST = 1e-3  # seconds of a wait: Gloo takes none for any time
+LOOK = 5e-3  # seconds between two looks for operations that no caller waits for
+QUIET = 20  # looks without such an operation, after which the thread sleeps until there is one
+SHORTEST = 1e-3  # seconds of the shortest wait, as Gloo takes 0 to mean no limit
 FAREWELL = 1.0  # seconds that the thread may take to end
 
 
 @uncompiled
 class BackendWork(TorchWork):
-    """A work of torch.distributed over one of ours.
+    """A Work of torch.distributed over a Work of ours.
 
-    `finish` takes the result of ours to where the caller wants it, once.
+    The thread that needs the result advances the operation: the caller in `wait`; if the caller
+    has gone on, a thread of the completer. `_lock` lets only one of them end it, so `finish` is
+    called once. `ended` and `_error` don't change after that.
 
-    Who needs the end pushes the operation: `wait` in the caller, and where the caller has gone on,
-    what the `completer` chooses. `seconds`: how long to wait (None: the deadline of the group).
-    `locate` adds to an error where the ranks are that it names.
+    Args:
+        work: Our Work.
+        finish: Gets the result of `work`, and puts it where the caller wants it.
+        outputs: Tensors that the operation fills.
+        seconds: Seconds that a wait may take. None: the deadline of the group.
+        completer: Ends the operation in the background.
+        locate: Adds a note to an error: the hosts of the ranks that it names.
     """
 
     def __init__(
@@ -62,22 +66,24 @@ class BackendWork(TorchWork):
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the operation has ended; at most `timeout` (None or nothing: the deadline
-        of the group). Raises what ended it.
+        """Wait until the operation has ended, and raise its error if it failed.
+
+        `timeout`: how long to wait at most. None or zero: the deadline of the group.
         """
         self.complete(timeout.total_seconds() if timeout else None)
         return True
 
     def complete(self, seconds: float | None = None) -> None:
-        """Bring the operation to its end, and raise what ended it."""
+        """Bring the operation to its end, and raise its error if it failed."""
         if not self.ended:
             self.end(seconds)
         if self._error is not None:
             raise self._error
 
     def end(self, seconds: float | None = None) -> None:
-        """Bring the operation to its end, without raising what ended it; a wait of `seconds`
-        that passes raises and ends nothing.
+        """Bring the operation to its end, without raising its error.
+
+        If `seconds` are given and pass, `DeadlineExceeded` is raised and nothing has ended.
         """
         if not self._lock.acquire(timeout=-1 if seconds is None else seconds):
             raise DeadlineExceeded(
@@ -93,6 +99,7 @@ class BackendWork(TorchWork):
                         self._finish(result)
             except BaseException as error:
                 self._locate(error)
+                # The wait has run out, not the operation: it may be waited for again.
                 if self._work.exception() is None and seconds is not None:
                     raise
                 self._error = error
@@ -100,51 +107,55 @@ class BackendWork(TorchWork):
             future = self._future
         finally:
             self._lock.release()
+        # Outside of the lock: callbacks of the future run in here, and may use this work.
         if future is not None:
             _settle(future, self._error, self._outputs)
 
     def conclude(self) -> None:
-        """Bring the operation to its end in a backward pass, which goes on: the error of an
-        operation is raised by who waits for it.
+        """Bring the operation to its end inside a backward pass, which goes on if it failed.
+
+        The thread that waits for the operation raises its error.
         """
         self.end()
         if self._error is not None and not isinstance(self._error, Exception):
-            raise self._error  # an interrupt
+            raise self._error  # an interrupt, such as Ctrl-C
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended."""
+        """Whether the operation has ended. Never blocks."""
         if not self.ended and self._work.done():
             self.end()
         return self.ended
 
     def done(self) -> bool:
-        """Whether the operation has ended, as works of groups say it."""
+        """Whether the operation has ended, under the name that our own works use."""
         return self.is_completed()
 
     def is_success(self) -> bool:
-        """Whether the operation has ended well."""
+        """Whether the operation has ended without an error."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return the error that ended the operation, if one has."""
+        """Return the error that ended the operation, or None."""
         return self._error
 
     def result(self) -> Any:
-        """Wait, and return the tensors that the operation fills."""
+        """Wait, and return the tensors that the operation has filled."""
         self.wait()
         return self._outputs
 
     def synchronize(self) -> None:
-        """Wait, as there is no stream on the processor."""
+        """Wait: on a processor there is no stream that could wait instead."""
         self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future of the tensors that the operation fills; the thread of the completer
-        brings it to its end.
+        """Return a future of the tensors that the operation fills.
+
+        The completer ends it in the background.
         """
         with self._lock:
             if self._future is None:
                 self._future = _Future(self.end)
+                # If it has ended before, there is nothing left to wait for.
                 if self.ended:
                     _settle(self._future, self._error, self._outputs)
                 else:
@@ -152,12 +163,12 @@ class BackendWork(TorchWork):
             return self._future
 
     def get_future_result(self) -> torch.futures.Future[Any]:
-        """Return the same future."""
+        """Return the same future as `get_future`."""
         return self.get_future()
 
 
 class _Future(torch.futures.Future[Any]):
-    """The future of an operation, which Python code that waits for it ends itself with `end`."""
+    """The future of an operation. Python code that waits for it ends the operation itself."""
 
     def __init__(self, end: Callable[[], None]) -> None:
         super().__init__()
@@ -172,20 +183,18 @@ class _Future(torch.futures.Future[Any]):
 def _settle(future: torch.futures.Future[Any], error: BaseException | None, outputs: Any) -> None:
     if error is None:
         future.set_result(outputs)
-    elif isinstance(error, Exception):  # an interrupt is raised where it came
+    elif isinstance(error, Exception):  # an interrupt is raised in its own thread instead
         future.set_exception(error)
 
 
 class _Several:
-    """Several works, which end when all of them have."""
+    """Several works that have ended once all of them have."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = list(works)
 
     def _within(self, timeout: float | None) -> Iterator[tuple[Any, float | None]]:
-        """Yield each work, and for how many seconds to wait for it, so that all of them have
-        `timeout` together.
-        """
+        """Yield each work with the seconds left for it, so that all share one `timeout`."""
         end = None if timeout is None else time.monotonic() + timeout
         for work in self._works:
             yield work, None if end is None else max(SHORTEST, end - time.monotonic())
@@ -200,14 +209,14 @@ class _Several:
 
 
 class CompositeWork(_Several):
-    """Several works as one (a `Work`)."""
+    """Several works as one, which gives the list of their results (a `Work`)."""
 
     def wait(self, timeout: float | None = None) -> list[Any]:
         return [work.wait(seconds) for work, seconds in self._within(timeout)]
 
 
 class JoinedWork(_Several):
-    """Several works of the backend as one of ours (a `Work`)."""
+    """Several works of torch's as one of ours (a `Work`)."""
 
     def wait(self, timeout: float | None = None) -> None:
         for work, seconds in self._within(timeout):
@@ -215,7 +224,7 @@ class JoinedWork(_Several):
 
 
 class _GlooWork:
-    """An operation of Gloo's, whose errors name `ranks`. `what`: the operation, for messages."""
+    """An operation of Gloo as a Work of ours. `what` and `ranks`: its words and ranks in errors."""
 
     def __init__(self, work: Any, what: str, ranks: tuple[int, ...]) -> None:
         self._work, self._what, self._ranks = work, what, ranks
@@ -248,15 +257,16 @@ class _GlooWork:
 
 
 class PairWork(_GlooWork):
-    """A send or a receive of Gloo's (a `Work`), whose errors name the other rank."""
+    """A send or receive of Gloo (a `Work`). Its errors name the other rank."""
 
     def __init__(self, work: Any, what: str, rank: int) -> None:
         super().__init__(work, what, (rank,))
 
 
 class GlooResult(_GlooWork):
-    """A reduction of Gloo's (a `Work`) that gives its result instead of writing it: of sparse
-    tensors. `tensors` get it.
+    """A reduction of Gloo that returns its result: of sparse tensors (a `Work`).
+
+    The result is copied to `tensors`, as torch wants it in place.
     """
 
     def __init__(self, work: Any, tensors: Sequence[torch.Tensor]) -> None:
@@ -271,27 +281,29 @@ class GlooResult(_GlooWork):
 
 
 class Completer:
-    """Brings operations to their end where their callers have gone on: other ranks need this one
-    for them.
+    """Ends operations whose callers have gone on: other ranks need this one for them.
 
-    A thread looks for them every few milliseconds, so that operations which are waited for right
-    away cost nothing here. While the host is `crowded`, what begins in a backward pass is left to
-    the end of the pass, unless the thread of that comes to wait for something before.
+    A thread looks for such operations every few milliseconds, so an operation that is waited for at
+    once costs nothing here. On a host that is `crowded`, an operation that begins in a backward
+    pass is left to the end of the pass, unless the thread of the pass falls idle before.
     """
 
     def __init__(self, crowded: Callable[[], bool] = lambda: False) -> None:
         self._crowded = crowded
+        # Operations to end, in their order, with the thread of the pass that will end them.
         self._works: deque[tuple[BackendWork, backward.PassThread | None]] = deque()
         self._wake = threading.Event()
-        self._idle = self._closed = False
+        self._idle = self._closed = False  # idle: the thread sleeps until `_wake`
         self._thread: threading.Thread | None = None
         self._unregister: Callable[[], object] = lambda: None
 
     def add(self, work: BackendWork, *, soon: bool = False) -> None:
-        """Complete a work, after those that were added before; `soon`: at once, as a future of
-        it is waited for.
+        """End a work in the background, after all that were added before.
+
+        `soon`: at once, as a future of it is waited for.
         """
         thread = None
+        # In a backward pass on a crowded host the thread of the pass ends it, not ours.
         if backward.inside() and self._crowded():
             thread = backward.PassThread()
             if soon:
@@ -302,17 +314,18 @@ class Completer:
                 target=self._run, name="paceline completer", daemon=True
             )
             self._thread.start()
-            # a thread that is inside torch while Python ends takes the process down with it
+            # A thread that is inside torch while Python ends takes the process down with it.
             self._unregister = at_exit(self.close)
         if (soon and thread is None) or self._idle:
             self._wake.set()
 
     def _run(self) -> None:
         torch.set_num_threads(1)
-        quiet = 0  # looks that found nothing
+        quiet = 0  # looks in a row that found no operation
         while not self._closed:
             self._idle = quiet >= QUIET
-            if self._idle and self._works:  # added before its caller could see that
+            # An operation that was added before its caller could see `_idle` did not wake us.
+            if self._idle and self._works:
                 quiet = 0
                 continue
             self._wake.wait(None if self._idle else LOOK)
@@ -320,15 +333,16 @@ class Completer:
             quiet = quiet + 1 if not self._works else 0
             while self._works and not self._closed:
                 work, thread = self._works[0]
+                # Leave it to the thread of its pass, as long as that computes.
                 if thread is not None and not work.ended and thread.computes():
                     break
                 self._works.popleft()
                 work.end()
 
     def close(self) -> None:
-        """Stop; wait for that at most a second.
+        """Stop the thread, and wait at most a second for it.
 
-        Works whose group has ended end, too, as somebody may wait for their futures.
+        Works whose group has ended are ended too, as a caller may wait for their futures.
         """
         if self._thread is not None:
             self._unregister()

@@ -1,17 +1,16 @@
-"""The chunks of a tensor that follow each other through the stages of an exchange over hosts."""
+"""Cuts a tensor into chunks that follow each other through the stages of an exchange over hosts."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
-# elements that go through the stages together, at most: a bucket of 8 MB is one, as every chunk
-# costs some waits
-WIDTH = 2 << 20
+WIDTH = 2 << 20  # most elements of a chunk: 8 MB of float32, as each chunk costs some waits
 
 
 def cut(numel: int) -> list[tuple[int, int]]:
-    """Cut into (start, stop) of as few chunks as WIDTH allows, whose lengths differ by one
-    element at most.
+    """Cut `numel` elements into the (start, stop) of as few chunks as WIDTH allows.
+
+    Their lengths differ by one element at most.
     """
     count = -(-numel // WIDTH)
     edges = [numel * at // count for at in range(count + 1)] if count else []

@@ -1,11 +1,11 @@
-"""All-reduce over several hosts by messages that a codec makes: exact sums inside a host, coded
-messages between hosts.
+"""All-reduce over several hosts through a codec: exact sums inside a host, coded messages between.
 
     host 0   ranks 0 1   sum ─┐ leader 0 ──┐
-    host 1   ranks 2 3   sum ─┘ leader 2 ──┴─ the way, stage after stage      and each leader hands
-                         the total out on its host
+    host 1   ranks 2 3   sum ─┘ leader 2 ──┴─ coded exchange, stage after stage
 
-Where every worker has a host of its own, or all share one, all of them are leaders and go the way.
+    and each leader hands the total out on its host
+
+If all workers share one host, or each has its own, all of them are leaders.
 """
 
 from __future__ import annotations
@@ -23,14 +23,21 @@ from paceline.comm.hierarchy.group import EndsTogether, HostsGroup
 from paceline.errors import PacelineError, ViewChanged
 from paceline.trace import Trace
 
-# from this rank's part (float32, 1-D) to the total of all
+# Exchanges coded messages between leaders: from this rank's part (float32, 1-D) and the leaders'
+# groups, one for each stage, to the total of all parts. It yields at the end of each stage.
 Way = Callable[[Tensor, tuple[Group, ...]], Generator[Work[Any], Any, Tensor]]
 
 
 class CodedAllReduce:
-    """Sums flat tensors over `group`, for ways that yield at most `stages` times; collective.
+    """Sums flat tensors over `group`, by a coded exchange of leaders. Collective.
 
-    It sends through groups of its own.
+    It sends through groups of its own, so it does not mix with other calls on `group`.
+
+    Args:
+        group: All workers.
+        stages: How often a `CodedExchange` yields at most.
+        trace: Gets the spans of each stage. Default: none.
+        deadline: Seconds that a wait for a sum may take. Default: 240.
     """
 
     def __init__(
@@ -45,17 +52,18 @@ class CodedAllReduce:
             leaders = group.outer
             if group.inner.size > 1:
                 self._inner, self._hands = (_again(group.inner) for _ in range(2))
-        self.place = leaders  # the group of the leaders; None on the others
+        self.place = leaders  # the group of the leaders; None on workers that don't lead
+        # One group for each stage, so that the stages of different tensors can't mix.
         self._ways = () if leaders is None else tuple(_again(leaders) for _ in range(stages))
-        # another group of the leaders, for messages outside the executor
+        # One more for messages of leaders outside of the executor.
         self.beside = None if leaders is None else _again(leaders)
         self._line = StagedExecutor("relay", stages + 1, self._spread)
-        # a thread that is inside torch while Python ends takes the process down with it
+        # A thread that is inside torch while Python ends takes the process down with it.
         self._unregister = at_exit(self.close)
 
     @property
     def leads(self) -> bool:
-        """Whether this rank goes the way, for all of its host."""
+        """Whether this rank exchanges coded messages, for all workers of its host."""
         return self.place is not None
 
     @property
@@ -68,12 +76,12 @@ class CodedAllReduce:
 
     @property
     def crossed(self) -> int:
-        """Bytes that this rank has sent on ways."""
+        """Number of bytes that this rank has sent in coded exchanges."""
         return sum(group.traffic.within + group.traffic.between for group in self._ways)
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes sent through all groups of this object."""
+        """Number of bytes that this rank has sent through all groups of this object."""
         return Traffic(
             sum(group.traffic.within for group in self._all),
             sum(group.traffic.between for group in self._all),
@@ -81,12 +89,16 @@ class CodedAllReduce:
 
     @property
     def waited(self) -> float:
-        """Seconds spent comparing calls: none, as waits are part of the exchange here."""
+        """Seconds spent comparing calls: always 0, as nothing is compared here."""
         return 0.0
 
     def all_reduce(self, flat: Tensor, way: Way, name: str) -> Work[Tensor]:
-        """Start summing `flat` (floating, 1-D, the same layout on all ranks) in place; leaders
-        go `way`. All ranks call it.
+        """Begin to sum `flat` in place. All ranks call it.
+
+        Args:
+            flat: A tensor of one dim and a floating dtype, of the same length on all ranks.
+            way: The leaders' coded exchange.
+            name: Name of the call in errors and in the trace.
         """
         job = StagedJob(
             lambda: [Flow(self._steps(flat, way, name), flat.numel())],
@@ -97,44 +109,46 @@ class CodedAllReduce:
         return self._line.start(job)
 
     def _steps(self, flat: Tensor, way: Way, name: str) -> Steps:
-        room = flat if flat.dtype == torch.float32 else flat.float()
+        # A codec works in float32.
+        total = flat if flat.dtype == torch.float32 else flat.float()
         if self._inner is not None:
             with self.trace.span("sum", "within"):
-                self._inner.all_reduce(room, out=room).wait()
-        used = 0
+                self._inner.all_reduce(total, out=total).wait()
+        stages_used = 0
         if self.place is not None:
-            going, result = way(room, self._ways), None
+            exchange, result = way(total, self._ways), None
             with self.trace.span(name, "between"):
                 while True:
                     try:
-                        work = going.send(result)
+                        work = exchange.send(result)
                     except StopIteration as stop:
-                        room.copy_(stop.value)
+                        total.copy_(stop.value)
                         break
-                    used += 1
+                    stages_used += 1
                     result = yield work
-        for _ in range(self._stages - used):
+        # The last stage hands out: pass the stages that this rank had no use for.
+        for _ in range(self._stages - stages_used):
             yield None
         if self._hands is not None:
             with self.trace.span("hand out", "within"):
-                self._hands.broadcast(room, root=0).wait()
-        if room is not flat:
-            flat.copy_(room)
+                self._hands.broadcast(total, root=0).wait()
+        if total is not flat:
+            flat.copy_(total)
 
     def _spread(self, error: PacelineError) -> BaseException:
-        """Tell all ranks of `error`, and end their waits. Returns the error that was first."""
-        whole = self._group.flat if isinstance(self._group, HostsGroup) else self._group
-        first = whole.end(error) if isinstance(whole, EndsTogether) else error
+        """End the waits of all ranks, and return the error that was first."""
+        everyone = self._group.flat if isinstance(self._group, HostsGroup) else self._group
+        first = everyone.end(error) if isinstance(everyone, EndsTogether) else error
         for group in self._all:
             group.abort()
         return first
 
     def close(self) -> None:
-        """End the threads and groups. Calling it twice is harmless."""
+        """End the threads and groups. May be called twice."""
         self._end(ViewChanged("this exchange has been closed"), lambda group: group.close())
 
     def abort(self) -> None:
-        """End operations under way, at once and without the others."""
+        """End operations under way, at once, without a word from the other ranks."""
         self._end(ViewChanged("this exchange has been aborted"), lambda group: group.abort())
 
     def _end(self, error: ViewChanged, end: Callable[[Group], None]) -> None:
@@ -147,7 +161,7 @@ class CodedAllReduce:
 
 
 def _again(group: Group) -> Group:
-    """Make another group of the same ranks."""
-    made = group.sub(range(group.size))
-    assert made is not None
-    return made
+    """Make one more group of the same ranks."""
+    twin = group.sub(range(group.size))
+    assert twin is not None
+    return twin

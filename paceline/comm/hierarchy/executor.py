@@ -1,18 +1,16 @@
-"""A staged pipeline executor: each stage is a thread, and tensors pass through the stages in the
-order in which they came.
+"""Runs jobs in stages: each stage is a thread, and tensors pass through the stages in their order.
 
-    stage 0   sum 0 | sum 1 | sum 2 | sum 3                      a flow is a generator: what it
-                                                                 yields is waited for
-    stage 1           net 0 | net 1 | net 2 | net 3              before it goes on, one stage
-                                                                 further
-    stage 2                   out 0 | out 1 | out 2 | out 3
+    stage 0   sum 0 | sum 1 | sum 2 | sum 3            a flow is a generator; it yields a Work at
+    stage 1           net 0 | net 1 | net 2 | net 3    the end of a stage, and goes on in the next
+    stage 2                   out 0 | out 1 | out 2    stage once that Work is done
 
-Every rank has the same flows in the same order, so each stage launches its operations in the same
-order everywhere, as long as it has a group (or groups) that no other stage uses. What is between
-two stages is bounded.
+Invariant: every rank has the same flows in the same order, and no two stages use the same group.
+So each group sees its operations in the same order on all ranks, whatever the threads' speeds.
+The queues between stages are bounded, in elements.
 
-A job that is waited for as soon as it is started goes through all stages in the thread that waits,
-if no other is under way: threads that hand a small tensor to each other take longer than its sum.
+If a job is waited for right after its start, and no other is under way, the waiting thread takes
+it through all stages itself: handing a small tensor from thread to thread takes longer than
+summing it.
 """
 
 from __future__ import annotations
@@ -33,15 +31,17 @@ from paceline.comm.group import Work, as_begun, begun
 from paceline.comm.shm.waiting import fine_timer
 from paceline.errors import DeadlineExceeded, PacelineError, UsageError, ViewChanged
 
-AHEAD = 4 << 20  # elements that may be between two stages
-TICK = 0.1  # seconds after which a wait looks up
+AHEAD = 4 << 20  # elements that may wait between two stages
+TICK = 0.1  # seconds between two looks of a wait at its time limit
 
 Steps = Generator[Work[Any] | None, Any, Any]
 
 
 class Flow(NamedTuple):
-    """The way of one piece through the stages: a generator that yields at each change of the
-    stage, and the piece's number of elements.
+    """One chunk's way through the stages.
+
+    steps: Generator that yields at each change of stage: a Work to wait for, or None.
+    elements: Number of elements of the chunk.
     """
 
     steps: Steps
@@ -49,10 +49,14 @@ class Flow(NamedTuple):
 
 
 class StagedJob:
-    """The Work of one request: its flows, made as the first stage comes to them, and what is done
-    after the last one's end.
+    """The Work of one request.
 
-    They write to `written`.
+    Args:
+        flows: Makes the flows of the job. It is iterated in the first stage, one flow at a time.
+        conclude: Called in the last stage after all flows have ended. It gives the result.
+        what: What errors call the job.
+        deadline: Seconds that a wait may take by default.
+        written: Tensors that the job writes to.
     """
 
     def __init__(
@@ -68,23 +72,24 @@ class StagedJob:
         self._ended = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
-        # do it in this thread, if it was kept for that
-        self.take: Callable[[], None] = lambda: None
-        self.give: Callable[[], None] = lambda: None  # let the threads do it then
+        # Set by the executor while the job is held back for the thread that waits for it:
+        self.take: Callable[[], None] = lambda: None  # runs it in the calling thread
+        self.give: Callable[[], None] = lambda: None  # hands it to the stage threads
 
     def end(self, result: Any) -> None:
-        """Finish the job with its result."""
+        """End the job with its result."""
         if not self._ended.is_set():
             self._result = result
             self._ended.set()
 
     def cancel(self, error: BaseException) -> None:
-        """End the job with an error: it will not be done."""
+        """End the job with an error. What is left of it is not done."""
         if not self._ended.is_set():
             self._error = error
             self._ended.set()
 
     def wait(self, timeout: float | None = None) -> Any:
+        # A wait with a time limit can't run the job itself, as it could not stop in the middle.
         if timeout is None:
             self.take()
         else:
@@ -104,7 +109,7 @@ class StagedJob:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended, for the executor."""
+        """Whether the job has ended. Unlike `done`, it never hands the job to the threads."""
         return self._ended.is_set()
 
     def exception(self) -> BaseException | None:
@@ -112,7 +117,7 @@ class StagedJob:
 
 
 class _FlowInTransit(NamedTuple):
-    """A flow between two stages, with the Work it waits for; without a flow, the end of its job."""
+    """A flow between two stages, and the Work it waits for. No flow: all flows of the job ended."""
 
     job: StagedJob
     flow: Flow | None
@@ -124,9 +129,7 @@ class _FlowInTransit(NamedTuple):
 
 
 class _StageQueue:
-    """The queue between two stages, in order: at most AHEAD elements, or one piece that has
-    more.
-    """
+    """The queue between two stages: at most AHEAD elements, or one piece that is larger."""
 
     def __init__(self) -> None:
         self._pieces = deque[_FlowInTransit | None]()
@@ -134,9 +137,10 @@ class _StageQueue:
         self._changed = threading.Condition()
 
     def put(self, piece: _FlowInTransit | None) -> None:
-        """Wait for room, and append; None is the end."""
+        """Append a piece, once there is room. None ends the queue."""
         elements = 0 if piece is None else piece.elements
         with self._changed:
+            # A piece larger than AHEAD goes in alone, else it would wait for ever.
             self._changed.wait_for(
                 lambda: not elements or not self._elements or self._elements + elements <= AHEAD
             )
@@ -145,13 +149,13 @@ class _StageQueue:
             self._changed.notify_all()
 
     def first(self) -> _FlowInTransit | None:
-        """Wait for the first piece and give it; it stays, and counts, until `drop`."""
+        """Wait for the first piece, and return it. It stays in the queue until `drop_first`."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._pieces))
             return self._pieces[0]
 
     def drop(self) -> None:
-        """Remove the first piece, which has been dealt with."""
+        """Remove the first piece. Only now is there room for another."""
         with self._changed:
             piece = self._pieces.popleft()
             self._elements -= 0 if piece is None else piece.elements
@@ -159,23 +163,32 @@ class _StageQueue:
 
 
 class StagedExecutor:
-    """Passes jobs through `stages` threads.
+    """Passes jobs through threads, one for each stage.
 
-    `spread` is called with an error that ends all, and gives the one that jobs end with.
+    A job is in one of three places: held back in `_held` for the thread that waits for it, with
+    that thread (`_caller_is_done` is then clear), or in `_jobs` and the queues between stages.
+    Jobs end in the order of their start: the first stage waits for `_caller_is_done` before it
+    begins the next one.
+
+    Args:
+        name: Part of the threads' names.
+        stages: Number of stages.
+        spread: Called with an error that ends everything. It tells other ranks, and returns the
+            error that jobs end with, the same on all ranks.
     """
 
     def __init__(
         self, name: str, stages: int, spread: Callable[[PacelineError], BaseException]
     ) -> None:
-        self.broken: BaseException | None = None
+        self.broken: BaseException | None = None  # the error that every later job gets
         self._finished = False
         self._spread = spread
         self._jobs: queue.SimpleQueue[StagedJob | None] = queue.SimpleQueue()
         self._belts = [_StageQueue() for _ in range(stages - 1)]
-        self._pending: deque[StagedJob] = deque()
-        self._turn = threading.Lock()
-        self._kept: StagedJob | None = None  # a job that the thread which waits for it does
-        self._free = threading.Event()  # no such thread is at it
+        self._pending: deque[StagedJob] = deque()  # jobs that have not ended, in their order
+        self._turn = threading.Lock()  # guards `_held` and the order of `_jobs`
+        self._kept: StagedJob | None = None
+        self._free = threading.Event()
         self._free.set()
         self._threads = [
             threading.Thread(
@@ -190,12 +203,17 @@ class StagedExecutor:
             thread.start()
 
     def start(self, job: StagedJob, *, soon: bool = False) -> StagedJob:
-        """Append a job. `soon`: the caller waits for it before it does anything else."""
+        """Append a job. `soon`: the caller waits for it before it does anything else.
+
+        Raises the error that has ended the executor, if one has.
+        """
         if self.broken is not None:
             raise self.broken
+        # Jobs end in their order, so the ended ones are in front.
         while self._pending and self._pending[0].ended:
             self._pending.popleft()
         with self._turn:
+            # A job that is held back comes first: all ranks have the same order of jobs.
             self._give_away()
             if soon and not self._pending:
                 self._kept = job
@@ -206,23 +224,19 @@ class StagedExecutor:
         return job
 
     def _give_away(self) -> None:
-        """Let the threads do a job that was kept for the thread that waits for it, and has not
-        come.
-        """
+        """Hand a job that is held back to the threads."""
         if self._kept is not None:
             self._jobs.put(self._kept)
             self._kept = None
 
     def _give(self, job: StagedJob) -> None:
-        """Let the threads do a job if it was kept: whoever started it does something else before
-        it waits.
-        """
+        """Hand `job` to the threads if it is held back: its caller does something else first."""
         with self._turn:
             if self._kept is job:
                 self._give_away()
 
     def _take(self, job: StagedJob) -> None:
-        """Do a job here, stage by stage, if it was kept."""
+        """Run `job` in this thread, through all stages, if it is held back."""
         with self._turn:
             if self._kept is not job:
                 return
@@ -231,12 +245,14 @@ class StagedExecutor:
         try:
             self._attempt(job, self._go_through, job)
             self._attempt(job, lambda job: job.end(job.conclude()), job)
+        # Whatever happens, the threads may go on.
         finally:
             self._free.set()
 
     @staticmethod
     def _go_through(job: StagedJob) -> None:
         for flow in job.flows():
+            # Run the generator to its end; each Work is waited for at once.
             result = None
             with contextlib.suppress(StopIteration):
                 while True:
@@ -249,19 +265,22 @@ class StagedExecutor:
         return all(job.ended for job in self._pending)
 
     def stop(self, error: BaseException) -> None:
-        """Take no more jobs, and end those that have not ended with `error`."""
+        """Take no more jobs, and end all pending ones with `error`."""
         self.broken = self.broken or error
         self._jobs.put(None)
         for job in self._pending:
             job.cancel(error)
 
     def finish(self, error: ViewChanged, let_go: Callable[[], None]) -> bool:
-        """End with `error`; `let_go` of the groups is called once threads are out of them, or to
-        get them out. False if over already.
+        """End the executor with `error`. Returns False if it had ended before.
+
+        `let_go` closes or aborts the groups. If all jobs have ended, it is called after the threads
+        have left the groups. If not, it is called at once, to get the threads out of them.
         """
         if self._finished:
             return False
         self._finished = True
+        # Before `stop`, which ends all jobs.
         idle = self.idle
         self.stop(error)
         if idle:
@@ -276,13 +295,13 @@ class StagedExecutor:
             if threading.current_thread() is not thread:
                 thread.join(seconds)
 
-    # ---- the threads
+    # ---- in the threads
 
     def _begin(self, stage: int) -> None:
-        torch.set_num_threads(1)
+        torch.set_num_threads(1)  # of this thread: several would take cores from the workers
         fine_timer()
         while (job := self._jobs.get()) is not None:
-            self._free.wait()
+            self._free.wait()  # a job that its caller runs comes first
             self._attempt(job, self._feed, job)
             self._pass(stage, _FlowInTransit(job, None, None))
         if self._belts:
@@ -295,18 +314,19 @@ class StagedExecutor:
     def _go_on(self, stage: int) -> None:
         torch.set_num_threads(1)
         fine_timer()
-        belt = self._belts[stage - 1]
-        while (piece := belt.first()) is not None:
+        incoming = self._belts[stage - 1]
+        # A piece counts until it is dealt with, so that not more than AHEAD elements are in memory.
+        while (piece := incoming.first()) is not None:
             if piece.flow is None:
                 self._pass(stage, piece)
             else:
                 self._attempt(piece.job, lambda piece: self._step(stage, piece), piece)
-            belt.drop()
+            incoming.drop()
         if stage < len(self._belts):
             self._belts[stage].put(None)
 
     def _step(self, stage: int, piece: _FlowInTransit) -> None:
-        """Wait for the Work that a flow has yielded, and run the flow to its next yield."""
+        """Wait for the Work that a flow has yielded, then run the flow to its next yield."""
         assert piece.flow is not None
         result = None if piece.awaited is None else piece.awaited.wait()
         try:
@@ -317,16 +337,19 @@ class StagedExecutor:
         self._belts[stage].put(piece._replace(awaited=awaited))
 
     def _pass(self, stage: int, end: _FlowInTransit) -> None:
-        """Note that all flows of a job have left this stage."""
+        """Note that all flows of a job have left this stage; after the last stage, the job ends."""
         if stage < len(self._belts):
             self._belts[stage].put(end)
         else:
             self._attempt(end.job, lambda job: job.end(job.conclude()), end.job)
 
     def _attempt(self, job: StagedJob, act: Callable[[Any], None], subject: Any) -> None:
-        """Do a part of a job; its error is kept for the job's waiters: one that ends all as
-        `spread` gives it, the same on all ranks.
+        """Run `act(subject)` as a part of a job. The job ends with its error, if there is one.
+
+        Errors of torch and of the arguments end this job alone. Errors of a group end everything,
+        with the same error on all ranks.
         """
+        # Later parts of a job that has failed are skipped; its flows stay unfinished.
         if self.broken is not None:
             job.cancel(self.broken)
         if job.ended:

@@ -1,18 +1,17 @@
-"""The group over several hosts: one copy per host crosses the network, whichever way ranks are
-dealt over hosts.
+"""The group over several hosts: one copy per host crosses the network, however ranks lie on hosts.
 
     host 0   ranks 0 2   sum ─┐ leader 0 ──┐               chunk   0    1    2    3
     host 1   ranks 1 3   sum ─┘ leader 1 ──┴─ all-reduce   inside  ██   ██   ██   ██
                                                            between   ████ ████ ████ ████
     and each leader hands the result out on its host       out             █    █    █    █
 
-Tensors follow each other through the three stages, large ones in chunks, so that the network, which
-is the slowest, never waits. Two threads of each rank do it, one sums and the other hands out, so
-that the next tensor is summed while the one before is on the network; each has a group of its own
-inside the host, in which it alone decides the order. `all_reduce` returns at once.
+Tensors follow each other through the three stages, large ones in chunks, so that the network, the
+slowest stage, never waits. Each rank has two threads for this: one sums, the other hands out. So
+the next tensor is summed while the one before is on the network. Each thread has a group of its
+own inside the host, on which it alone decides the order of calls. `all_reduce` returns at once.
 
-What is gathered and what is scattered goes the same way through the threads, by `rails`, where all
-hosts have as many workers.
+All-gather and reduce-scatter go through the same threads, by `rails`, if all hosts have the same
+number of workers.
 """
 
 from __future__ import annotations
@@ -54,11 +53,10 @@ from paceline.comm.shm.messages import plain
 from paceline.errors import Mismatch, PacelineError, UsageError, ViewChanged
 from paceline.trace import Trace
 
-SHORT = WIDTH  # elements of a tensor that the thread which waits for it takes through all stages
-CROSSINGS = 1 << 12  # exchanges by a schedule that may be under way at a time
-# tags of what all ranks gather at once begin here: those of the network's own calls are below
-GATHERS = 1 << 21
-# starts the sum of what the ranks of a host have, in a tensor of each
+SHORT = WIDTH  # elements up to which the waiting thread may take a tensor through all stages itself
+CROSSINGS = 1 << 12  # exchanges between leaders that may be under way at a time
+GATHERS = 1 << 21  # first tag of gathers over all ranks; the network's own calls have smaller tags
+# Starts the sum of one tensor from each rank of a host: (own part, where the sum goes, operation).
 HostSum = Callable[[Tensor, Tensor, Op], Work[Tensor]]
 
 
@@ -67,8 +65,9 @@ class EndsTogether(Protocol):
     """A group that the caller can end on all ranks with an error of its own."""
 
     def end(self, error: PacelineError) -> PacelineError:
-        """End everything under way with `error`, or with that of the rank that was first; return
-        that.
+        """End everything under way on all ranks, and return the error that all of them raise.
+
+        It is `error`, or the error of the rank that ended the group first.
         """
         ...
 
@@ -78,19 +77,24 @@ class ComparesCalls(Protocol):
     """A group that compares calls in one short message."""
 
     def check(self, call: fingerprint.CallFingerprint, extra: bytes = b"") -> list[bytes]:
-        """Raise `Mismatch` on all ranks if they are not about to make the same call; return
-        every rank's `extra`.
+        """Compare the next call on all ranks, and return every rank's `extra`, in rank order.
+
+        Raises `Mismatch` on all ranks if they are not about to make the same call.
         """
         ...
 
 
 class HostsGroup:
-    """The workers of several hosts (a `Group`).
+    """The workers of several hosts (a `Group`). It takes charge of the three groups it is made of.
 
-    `inner`: the workers of this host; `outer`: the first of each host, None on the others; `flat`:
-    all, for what doesn't go by hosts. `hosts`: the host of each rank. Takes charge of all three
-    groups. `trace` is told when chunks are summed and handed out `within` the host, and how long
-    they are `between` hosts.
+    Args:
+        inner: The workers of this host.
+        outer: The leaders: the first worker of each host. None on workers that don't lead.
+        flat: All workers, for calls that don't go by hosts.
+        hosts: Host of each rank.
+        deadline: Seconds that a wait for other ranks may take. Default: 120.
+        trace: Gets a span "within" for each sum and each handing out inside the host, and a span
+            "between" for each exchange of leaders. Default: none.
     """
 
     def __init__(
@@ -111,16 +115,17 @@ class HostsGroup:
                 "give the host of each rank"
             )
         self.trace, self.deadline = Trace(0) if trace is None else trace, deadline
-        # exchanges by a schedule, and gathers by all at once, as far as their tags tell
+        # Numbers that give exchanges and gathers under way at the same time tags of their own.
         self._crossings = self._gathers = 0
-        self._deadline = 2 * deadline  # a backstop: the groups beneath find out who is missing
-        # in which sums are handed out
+        self._deadline = 2 * deadline  # of jobs; the groups beneath find the missing ranks earlier
+        # Sums are handed out in a second group of this host: the thread that does it must not
+        # depend on the order of the thread that sums.
         self._hands = inner.sub(range(inner.size)) if inner.size > 1 else None
         if isinstance(inner, SharedGroup) and isinstance(self._hands, SharedGroup):
             self._hands.reach(inner)
-        self._rails: Rails | None = None  # which all ranks have, or none
+        self._rails: Rails | None = None  # all ranks have them, or none
         self._line = StagedExecutor("hosts", 2, self._spread)
-        # a thread that is inside torch while Python ends takes the process down with it
+        # A thread that is inside torch while Python ends takes the process down with it.
         self._unregister = at_exit(self.close)
 
     @property
@@ -131,17 +136,18 @@ class HostsGroup:
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes sent through all groups."""
+        """Number of bytes that this rank has sent through all groups."""
         return sum((group.traffic for group in (*self._parts, self.flat)), Traffic())
 
     @property
     def waited(self) -> float:
-        """Seconds spent waiting for ranks that came later, to an agreement or a compared call."""
+        """Seconds spent waiting for slower ranks, in agreements and compared calls."""
         return self.flat.waited
 
     def _spread(self, error: PacelineError) -> BaseException:
-        """Tell all ranks of `error` (most know nothing of an error inside one host), and end
-        their waits. Returns the first one.
+        """End the waits of all ranks, and return the error that was first.
+
+        An error inside one host is unknown on the others, so `flat` tells them.
         """
         first = self.flat.end(error) if isinstance(self.flat, EndsTogether) else error
         for group in self._parts:
@@ -149,15 +155,15 @@ class HostsGroup:
         return first
 
     def _compare(self, call: fingerprint.CallFingerprint, rows: int = 0) -> list[int]:
-        """Compare `call` with all ranks, and return every rank's number of rows."""
+        """Compare `call` on all ranks, and return every rank's number of rows."""
         if isinstance(self.flat, ComparesCalls):
             return [
                 struct.unpack("<q", answer)[0]
                 for answer in self.flat.check(call, struct.pack("<q", rows))
             ]
-        told = self.flat.gather_objects([str(call), call.flaw, rows], name=call.kind)
-        fingerprint.compare([(text, flaw) for text, flaw, _ in told])
-        return [count for _, _, count in told]
+        answers = self.flat.gather_objects([str(call), call.flaw, rows], name=call.kind)
+        fingerprint.compare([(text, flaw) for text, flaw, _ in answers])
+        return [count for _, _, count in answers]
 
     # ---- reductions
 
@@ -168,10 +174,9 @@ class HostsGroup:
         return self.all_reduce_agreed(x, op=op, out=out)
 
     def all_reduce_moving(self, x: Tensor, *, op: Op = "sum", may_move: bool) -> Work[Tensor]:
-        """Reduce in place.
+        """Reduce `x` in place, and move its memory first if all ranks of this host allow it.
 
-        The memory of `x` is moved to where all ranks of this host reach it, if all of them allow
-        that.
+        It moves into memory that all ranks of the host have mapped: see `shm.moving`.
         """
         self._compare(fingerprint.reducing("all_reduce", x, op, None, x))
         return self._reduce(x, op, x, may_move=may_move)
@@ -185,10 +190,14 @@ class HostsGroup:
         across: Schedule | None = None,
         soon: bool = False,
     ) -> Work[Tensor]:
-        """Reduce as `all_reduce` does what all ranks are known to agree on.
+        """Reduce as `all_reduce` does, without comparing first.
 
-        `across`: the schedule between hosts, the same on all ranks. `soon`: this rank will do
-        nothing more before it waits for the result.
+        Args:
+            x: A tensor that is known to be the same on all ranks in shape and dtype.
+            op: "sum" (default), "mean", "min", "max" or "product".
+            out: Where the result goes; may be `x`. Default: a new tensor.
+            across: Schedule between leaders, the same on all ranks. Default: their group's own.
+            soon: Whether this rank waits for the result before it does anything else.
         """
         return self._reduce(x, op, out, across=across, soon=soon)
 
@@ -202,35 +211,37 @@ class HostsGroup:
         soon: bool = False,
         may_move: bool | None = None,
     ) -> Work[Tensor]:
-        """Reduce what all ranks agree on.
+        """Reduce a tensor that all ranks agree on.
 
-        `may_move`: whether the memory of `x` may move, where all reduce in place in a moving call.
+        `may_move`: whether the memory of `x` may move; None if this is not a moving call. Either
+        all ranks of a host make a moving call, or none.
         """
         reduction.admit(op, x.dtype)
         x = x.detach().resolve_conj().resolve_neg()
         target = fresh(x.shape, x.dtype) if out is None else out.detach()
-        straight = plain(target)
-        flat = target.view(-1) if straight else fresh((x.numel(),), x.dtype)
+        # `flat` is where the result is put together: `target` itself, if its elements are in order.
+        in_order = plain(target)
+        flat = target.view(-1) if in_order else fresh((x.numel(),), x.dtype)
         held, added = reduction.wide(x.dtype, op), cast("Op", "sum" if op == "mean" else op)
 
         def flows() -> Iterator[Flow]:
             source = x.reshape(-1)
             if reduction.crossing(source, flat):
-                source = source.clone()
+                source = source.clone()  # else a chunk would overwrite what a later one reads
             moving = (
                 may_move is not None and held == x.dtype and isinstance(self.inner, SharedGroup)
             )
             for start, stop in cut(flat.numel()):
-                mine, end = source[start:stop], flat[start:stop]
-                inside = (
-                    partial(self._sum_there, flat if may_move and straight and not start else None)
-                    if moving
-                    else self._sum
+                # The first chunk moves the whole tensor, so all later ones are there already.
+                to_move = flat if may_move and in_order and not start else None
+                inside = partial(self._sum_there, to_move) if moving else self._sum
+                chunk = self._chunk(
+                    source[start:stop], flat[start:stop], (held, op, added), inside, across
                 )
-                yield Flow(self._chunk(mine, end, (held, op, added), inside, across), stop - start)
+                yield Flow(chunk, stop - start)
 
         def conclude() -> Tensor:
-            if not straight:
+            if not in_order:
                 target.copy_(flat.view(x.shape))
             return target if out is None else out
 
@@ -242,51 +253,63 @@ class HostsGroup:
 
     def _chunk(
         self,
-        mine: Tensor,
-        end: Tensor,
+        own: Tensor,
+        out: Tensor,
         how: tuple[torch.dtype, Op, Op],
         inside: HostSum,
         across: Schedule | None,
     ) -> Steps:
-        """Take a chunk from `mine` to `end` through the stages; halves are added, and travel, in
-        float32.
+        """Take one chunk through the stages: from this rank's part `own` to the result in `out`.
+
+        `how`: the dtype that sums are held in (and travel in), the operation, and the operation
+        without the division of a mean.
         """
         held, op, added = how
-        room = end if held == end.dtype else torch.empty(end.numel(), dtype=held)
+        total = out if held == out.dtype else torch.empty(out.numel(), dtype=held)
+        # Stage 1: sum inside the host.
         if self.inner.size > 1:
             with self.trace.span("sum", "within"):
-                inside(room.copy_(mine) if mine.dtype != room.dtype else mine, room, added).wait()
-        elif mine.data_ptr() != room.data_ptr():
-            room.copy_(mine)
-        begun, crossing = time.perf_counter_ns(), self._cross(room, added, across)
+                inside(total.copy_(own) if own.dtype != total.dtype else own, total, added).wait()
+        elif own.data_ptr() != total.data_ptr():
+            total.copy_(own)
+        # Stage 2: leaders exchange. What follows the yield runs in the next thread.
+        begun, crossing = time.perf_counter_ns(), self._cross(total, added, across)
         yield crossing
         if crossing is not None:
             self.trace.record("all-reduce", "between", begun, time.perf_counter_ns())
+        # Stage 3: the leader hands the result out. Each rank divides a mean and rounds by itself.
         if self._hands is not None:
             with self.trace.span("hand out", "within"):
-                self._hands.broadcast(room, root=0).wait()
-        reduction.finish(op, room, self.size)
-        if room is not end:
-            end.copy_(room)
+                self._hands.broadcast(total, root=0).wait()
+        reduction.finish(op, total, self.size)
+        if total is not out:
+            out.copy_(total)
 
-    def _sum(self, mine: Tensor, room: Tensor, op: Op) -> Work[Tensor]:
-        """Sum the parts of this host, in `room` of its ranks."""
-        return self.inner.all_reduce(mine, op=op, out=room)
+    def _sum(self, own: Tensor, total: Tensor, op: Op) -> Work[Tensor]:
+        """Sum the parts of this host's ranks into `total`, on each of them."""
+        return self.inner.all_reduce(own, op=op, out=total)
 
-    def _sum_there(self, whole: Tensor | None, mine: Tensor, room: Tensor, op: Op) -> Work[Tensor]:
-        """Sum the parts of this host where they lie; `whole` is what moves before, if it may, of
-        which `mine` is the first part.
+    def _sum_there(
+        self, to_move: Tensor | None, own: Tensor, total: Tensor, op: Op
+    ) -> Work[Tensor]:
+        """Sum the parts of this host's ranks in place.
+
+        `to_move`: the tensor whose memory moves first, and which `own` is the first chunk of; None
+        if nothing may move.
         """
         assert isinstance(self.inner, SharedGroup)
-        if mine.data_ptr() != room.data_ptr():
-            room.copy_(mine)
-        return self.inner.all_reduce_moving(room, op=op, may_move=whole is not None, whole=whole)
+        if own.data_ptr() != total.data_ptr():
+            total.copy_(own)
+        return self.inner.all_reduce_moving(
+            total, op=op, may_move=to_move is not None, whole=to_move
+        )
 
     def _cross(self, chunk: Tensor, op: Op, across: Schedule | None) -> Work[Tensor] | None:
-        """Start the leaders' exchange of a chunk."""
+        """Start the leaders' exchange of a chunk; None on workers that don't lead."""
         if self.outer is None:
             return None
-        if across is not None:  # several are under way: each has tags of its own
+        if across is not None:
+            # Several chunks are under way at a time, so each has tags of its own.
             self._crossings = (self._crossings + 1) % CROSSINGS
             tag = TAG + self._crossings * len(across.rounds)
             return all_reduce_agreed(self.outer, chunk, across, op, out=chunk, tag=tag)
@@ -295,11 +318,12 @@ class HostsGroup:
         return self.outer.all_reduce(chunk, op=op, out=chunk)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Allocate memory registered with this host's group."""
+        """Allocate memory that is registered with this host's group."""
         tensor: Tensor = self._in_turn(lambda: self.inner.empty(shape, dtype), "empty")
         return tensor
 
     def stand_in(self, x: Tensor) -> None:
+        """Use `x` in place of this rank's registered memory, as `SharedGroup` does."""
         stand_in = getattr(self.inner, "stand_in", None)
         if stand_in is not None:
             self._in_turn(lambda: stand_in(x), "stand in")
@@ -311,7 +335,7 @@ class HostsGroup:
             self._in_turn(lambda: release(x), "release")
 
     def _in_turn(self, act: Callable[[], Any], what: str) -> Any:
-        """Run `act` in this host's group after the sums that were started before."""
+        """Run `act` after the sums that were started before: both use this host's group."""
         results: list[Any] = []
 
         def flows() -> Sequence[Flow]:
@@ -323,20 +347,19 @@ class HostsGroup:
     # ---- rails
 
     def connect(self) -> None:
-        """Lay the rails, where hosts are even.
+        """Connect the rails, if all hosts have the same number of workers. Collective.
 
-        Collective; compared calls do it when they first need them, others don't wait for it.
+        Compared calls connect them when they first need them. Other calls use them once they are
+        there.
         """
         if self._rails is None and self._hands is not None and even(self.hosts):
             self._rails = Rails.lay(self.flat, self.inner, self._hands, self.hosts, self.trace)
 
     def _rails_for(self, x: Tensor, nbytes: int, *, compared: bool) -> Rails | None:
-        """Return the rails, if there are any, where they are quicker for pieces of so many
-        bytes.
-        """
+        """Return the rails if they are faster for pieces of `nbytes` than all ranks at once."""
         if nbytes < SMALL or x.device.type != "cpu":
             return None
-        if compared:
+        if compared:  # all ranks are here, so they can connect
             self.connect()
         return self._rails
 
@@ -347,14 +370,12 @@ class HostsGroup:
     def reduce_scatter_into(
         self, x: Tensor, out: Tensor, *, op: Op = "sum", name: str | None = None
     ) -> Work[Tensor]:
-        """Reduce `x` and write piece `rank` to `out`, contiguous and 1-D, as long as `pieces`
-        says.
-        """
+        """Reduce `x`, and write piece `rank` to `out`, as `WritesResults` describes."""
         self._compare(fingerprint.reducing("reduce_scatter", x, op, name))
         return self._reduce_scatter(x, op, out, compared=True)
 
     def reduce_scatter_agreed(self, x: Tensor, *, op: Op = "sum") -> Work[Tensor]:
-        """Reduce without comparing first, where the network can. Over hosts once rails are laid."""
+        """Reduce without comparing first; over rails if they are connected."""
         return self._reduce_scatter(x, op, None, compared=False)
 
     def _reduce_scatter(
@@ -364,12 +385,12 @@ class HostsGroup:
         rails = self._rails_for(x, x.numel() * x.element_size() // self.size, compared=compared)
         if rails is None:
             flat = self.flat
-            found = (
+            work = (
                 flat.reduce_scatter_agreed(x, op=op)
                 if isinstance(flat, UncheckedReduceScatter)
                 else flat.reduce_scatter(x, op=op)
             )
-            return found if out is None else _written(found, [out], out)
+            return work if out is None else _written(work, [out], out)
         start, stop = pieces(x.numel(), self.size)[self.rank]
         piece = fresh((stop - start,), x.dtype) if out is None else out
         what = f"reduce_scatter of {x.numel()} elements over {len(set(self.hosts))} hosts"
@@ -385,9 +406,7 @@ class HostsGroup:
     def all_gather_into(
         self, x: Tensor, outs: Sequence[Tensor], *, name: str | None = None
     ) -> Work[list[Tensor]]:
-        """Gather every rank's `x` into `outs`, one contiguous tensor for each rank, of the shape
-        and dtype of `x`.
-        """
+        """Gather every rank's `x` into `outs`: contiguous tensors of the shape and dtype of `x`."""
         return self._all_gather(x, list(outs), name)
 
     def _all_gather(
@@ -395,28 +414,33 @@ class HostsGroup:
     ) -> Work[list[Tensor]]:
         call = fingerprint.rows("all_gather", x, name)
         rows = self._compare(call, x.shape[0] if x.dim() else 0)
-        alike = len(set(rows)) == 1
-        if outs is not None and not alike:
-            told = ", ".join(map(str, rows))
+        same_rows = len(set(rows)) == 1
+        if outs is not None and not same_rows:
+            counts = ", ".join(map(str, rows))
             raise Mismatch(
-                f"{call}: ranks bring {told} rows; bring as many on each, as results go to tensors "
-                "of one shape"
+                f"{call}: ranks bring {counts} rows; bring as many on each, as results go to "
+                "tensors of one shape"
             )
-        rails = self._rails_for(x, x.numel() * x.element_size(), compared=True) if alike else None
+        # Rails cut all pieces into chunks alike, so they need pieces of one shape.
+        rails = (
+            self._rails_for(x, x.numel() * x.element_size(), compared=True) if same_rows else None
+        )
         if rails is None:
             return self._gather_flat(
                 x, [(count, *x.shape[1:]) if x.dim() else () for count in rows], outs
             )
-        places = [fresh(x.shape, x.dtype) for _ in rows] if outs is None else outs
+        gathered = [fresh(x.shape, x.dtype) for _ in rows] if outs is None else outs
         what = f"all_gather of {x.numel()} elements over {len(set(self.hosts))} hosts"
-        return self._line.start(
-            StagedJob(lambda: rails.gather(x, places), lambda: places, what, self._deadline, places)
+        job = StagedJob(
+            lambda: rails.gather(x, gathered), lambda: gathered, what, self._deadline, gathered
         )
+        return self._line.start(job)
 
     def _gather_flat(
         self, x: Tensor, shapes: Sequence[Sequence[int]], outs: list[Tensor] | None
     ) -> Work[list[Tensor]]:
-        """Gather from all ranks at once, which have agreed on it."""
+        """Gather from all ranks at once. All have agreed on the shapes."""
+        # Several may be under way at a time: each has a tag of its own.
         self._gathers = (self._gathers + 1) % CROSSINGS
         work = all_gather(self.flat, x, shapes, tag=GATHERS + self._gathers)
         return work if outs is None else _written(work, outs, outs)
@@ -439,7 +463,7 @@ class HostsGroup:
         *,
         tag: int = 0,
     ) -> Work[None]:
-        """Exchange without comparing first, where the network can."""
+        """Exchange without comparing first, if the network can."""
         exchange = (
             self.flat.exchange_agreed
             if isinstance(self.flat, UncheckedExchange)
@@ -463,7 +487,10 @@ class HostsGroup:
         return self.flat.agree(payload)
 
     def sub(self, ranks: Sequence[int]) -> Group | None:
-        """Make the group of these ranks, over the network even if all are on one host."""
+        """Make the group of these ranks, over the network even if all are on one host.
+
+        `axes.make_fast_subgroup` uses shared memory.
+        """
         return self.flat.sub(ranks)
 
     def global_rank(self, rank: int) -> int:
@@ -483,16 +510,18 @@ class HostsGroup:
         if self._line.finish(error, let_go):
             self._unregister()
         else:
-            let_go()  # groups that were aborted are closed after it
+            let_go()  # the threads ended earlier: an aborted group is closed as well
 
 
 def _written(work: Work[Any], outs: list[Tensor], result: Any) -> Work[Any]:
-    """Return the Work that copies what `work` gives to `outs`, and gives `result`."""
+    """Copy the result of `work` to `outs` when it is there; the new Work gives `result`."""
 
     def steps() -> Generator[Work[Any], None, Any]:
         yield work
-        found = work.wait()
-        for out, part in zip(outs, [found] if isinstance(found, Tensor) else found, strict=True):
+        results = work.wait()
+        for out, part in zip(
+            outs, [results] if isinstance(results, Tensor) else results, strict=True
+        ):
             out.detach().copy_(part)
         return result
 

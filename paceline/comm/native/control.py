@@ -1,15 +1,12 @@
-"""Small messages between the ranks of a group: one TCP connection for each pair, read and written
-by whoever waits.
+"""Small messages between ranks: a TCP connection for each pair, used by the threads that wait.
 
-    rank 2  -- calls, and both prove the job's secret -->  ranks 0 and 1        each rank calls
-                                                           those before it, and answers those after
-                                                           it
-    a frame:  length of the payload | channel | key | payload                   frames of all
-              channels share the connection
+    rank 2  -- calls, both prove the job's secret -->  ranks 0 and 1     a rank calls lower ranks,
+                                                                         and answers higher ones
+    a frame:  length of the payload | channel | key | payload           channels share a connection
 
-Workers agree with such messages, and sum what is small, in every training step. Gloo could carry
-them, and takes ten times the processor time for it. What the network doesn't take at once is
-written by a thread.
+Workers agree by such messages, and sum small tensors, in every training step. Gloo could carry
+them, but would take ten times the processor time. Waiting threads read and write; only bytes that
+the network doesn't take at once may be written by a thread of their own.
 """
 
 from __future__ import annotations
@@ -31,34 +28,30 @@ from paceline.cluster.store import Store
 from paceline.comm.p2p.connection import STRANGERS, CallerCrowd, Listening, admit, call
 from paceline.errors import DeadlineExceeded, PlaceError
 
-FRAME = struct.Struct("<IBQ")  # bytes of payload, channel, key
+FRAME = struct.Struct("<IBQ")  # bytes of the payload, channel, key
 CHUNK = 1 << 18  # bytes that are read at a time
-TICK = 0.1  # seconds in which a wait for callers looks up
+TICK = 0.1  # seconds between two looks at the deadline in a wait for callers
 Payload: TypeAlias = bytes | memoryview
-# sender, channel, key: messages that have the same keep their order
+# Sender, channel and key. Messages that share all three keep their order.
 Key: TypeAlias = tuple[int, int, int]
 
 
 class ControlLink:
-    """The connection to one rank: what has come of the next frame, and what the network has not
-    taken yet.
-    """
+    """The connection to one rank, with the bytes of an incomplete frame and those not sent yet."""
 
     def __init__(self, connection: socket.socket, peer: int) -> None:
         connection.setblocking(False)
         self.connection, self.peer = connection, peer
-        self.ended = ""  # why nothing more comes
+        self.ended = ""  # why the connection has ended; empty while it stands
         self._came, self._unsent = bytearray(), bytearray()
 
     @property
     def sending(self) -> bool:
-        """Whether there is something left to send."""
+        """Whether bytes wait to be sent."""
         return bool(self._unsent)
 
     def send(self, *parts: Payload) -> None:
-        """Send what is left, and these parts, as far as the network takes it; the rest is kept
-        as a copy.
-        """
+        """Send waiting bytes, then `parts`, as far as the network takes them. Copy the rest."""
         waiting = (self._unsent, *parts) if self._unsent else parts
         sent = 0
         try:
@@ -67,14 +60,14 @@ class ControlLink:
             pass
         except OSError as error:
             self.ended = error.strerror or str(error)
-        left = bytearray()
+        rest = bytearray()
         for part in waiting:
-            left += part[sent:]
+            rest += part[sent:]
             sent = max(0, sent - len(part))
-        self._unsent = left
+        self._unsent = rest
 
     def receive(self) -> list[tuple[int, int, bytes]]:
-        """Return the frames that have come: channel, key, payload."""
+        """Read, and return the frames that are complete: channel, key, payload."""
         try:
             chunk = self.connection.recv(CHUNK)
         except BlockingIOError:
@@ -85,6 +78,7 @@ class ControlLink:
         if not chunk:
             self.ended = "it has hung up"
             return []
+        # Take all complete frames; the rest waits for the next chunk.
         self._came += chunk
         frames, at = [], 0
         while len(self._came) >= at + FRAME.size:
@@ -99,9 +93,7 @@ class ControlLink:
 
 
 class ControlExchange:
-    """Messages to and from other ranks: it ends when all that is awaited has come, and all is
-    sent.
-    """
+    """Messages to and from other ranks. It is complete when all have come, and all are sent."""
 
     def __init__(
         self,
@@ -110,7 +102,7 @@ class ControlExchange:
         awaited: Sequence[Key],
         places: Sequence[memoryview],
     ) -> None:
-        # what has come, in the order of `awaited`, where no places were given for it
+        # Payloads in the order of `awaited`, if there are no places for them.
         self.answers = [b""] * len(awaited)
         self._end, self._targets, self._awaited, self._places = end, {*targets}, awaited, places
         self._missing = set(range(len(awaited)))
@@ -118,11 +110,11 @@ class ControlExchange:
         self._kept: object = None
 
     def keep(self, owners: object) -> None:
-        """Hold what the places are the memory of, as long as something may come."""
+        """Keep `owners` alive, whose memory the places are, as long as a message may come."""
         self._kept = owners
 
     def take(self, index: int, payload: bytes) -> None:
-        """Note what has come."""
+        """Take the payload of message `index`."""
         if not self._places:
             self.answers[index] = payload
         elif len(payload) == self._places[index].nbytes:
@@ -130,14 +122,14 @@ class ControlExchange:
         else:
             source = self._end.names[self._awaited[index][0]]
             self._flaw = (
-                f"{len(payload)} bytes came from rank {source} where {self._places[index].nbytes} "
-                "were awaited"
+                f"rank {source} sent {len(payload)} bytes, not the {self._places[index].nbytes} "
+                "that it should have sent"
             )
         self._missing.discard(index)
 
     @property
     def complete(self) -> bool:
-        """Whether the exchange has ended well."""
+        """Whether everything has come, and everything is sent."""
         return not (
             self._missing
             or self._flaw
@@ -147,9 +139,10 @@ class ControlExchange:
 
     @property
     def failure(self) -> str:
-        """Why it can't end well, if so."""
+        """Why the exchange can't complete any more; empty if it can."""
         if self._flaw or not self._end.ended or self.complete:
             return self._flaw
+        # A rank that a message is awaited from, or that some bytes did not reach.
         broken = next(
             (
                 rank
@@ -167,25 +160,30 @@ class ControlExchange:
         )
 
     def within(self, seconds: float) -> bool:
-        """Wait at most so long; whether the exchange has ended well.
-
-        Raises `RuntimeError` when it has failed.
-        """
+        """Wait at most `seconds`; whether it is complete then. `RuntimeError` if it has failed."""
         self._end.run(lambda: self.complete or bool(self.failure), seconds)
         if failure := self.failure:
             raise RuntimeError(failure)
         return self.complete
 
     def now(self) -> bool:
-        """Whether `within` would answer at once."""
+        """Whether `wait_within` would return or raise at once."""
         self._end.run(lambda: self.complete, 0.0)
         return self.complete or bool(self.failure)
 
 
 class ControlNetwork:
-    """The end of rank `rank`, which listens on the local `address`.
+    """One rank's end of the connections between all ranks of a group.
 
-    `names`: what the ranks are called in errors.
+    All state is guarded by the lock of `_changed`. One thread at a time polls the connections, with
+    `_polling` set and the lock released. It then serves them under the lock and notifies the
+    others, which check whether their exchange is complete. `_waker` interrupts the poll if another
+    thread has more to send.
+
+    Args:
+        address: Address of this worker to listen at.
+        rank: This rank.
+        names: Rank of each member among all workers, for errors.
     """
 
     def __init__(self, address: str, rank: int, names: Sequence[int]) -> None:
@@ -199,53 +197,64 @@ class ControlNetwork:
                 "machine"
             ) from error
         self.listening = Listening(address, self._listener.getsockname()[1], random.token_hex(16))
-        self._early: dict[Key, deque[bytes]] = {}  # what has come before this rank asked for it
-        # what this rank has asked for: whose it is, and which of those
+        self._early: dict[Key, deque[bytes]] = {}  # payloads that came before their exchange began
+        # Exchanges that wait for a message, each with the index of the message.
         self._awaited: dict[Key, deque[tuple[ControlExchange, int]]] = {}
         self._poll = select.poll()
         self._by_descriptor: dict[int, ControlLink] = {}
-        # a thread that looks at the connections learns of it when there is more to look at
         self._waker, self._woken = socket.socketpair()
         for side in (self._waker, self._woken):
             side.setblocking(False)
         self._poll.register(self._woken, select.POLLIN)
         self._changed = threading.Condition()
-        self.sending: set[int] = set()  # ranks for which the network has not taken all yet
+        self.sending: set[int] = set()  # ranks with bytes that the network has not taken yet
         self.ended: set[int] = set()  # ranks whose connections have ended
-        self.unreached: set[int] = set()  # those of them for which there was something to send
+        self.unreached: set[int] = set()  # of these, ranks that some bytes did not reach
         self._writer: threading.Thread | None = None
         self._closed = False
-        self._polling = False  # a thread looks at the connections; others wait for what it finds
+        self._polling = False
 
     def connect(
         self, store: Store, others: Sequence[Listening], deadline: float, check: Callable[[], None]
     ) -> None:
-        """Connect to all other ranks, which do so, too.
+        """Connect to all other ranks. Collective.
 
-        `others`: where each rank listens. `check` raises to give up.
+        Args:
+            store: Part of the store, which keys are derived from.
+            others: Address of each rank.
+            deadline: Seconds to wait for all.
+            check: Raises to give up.
 
-        Raises `DeadlineExceeded` that names the ranks which don't come, `WorkerLost` for one that
-        has gone.
+        Raises:
+            DeadlineExceeded: Some ranks don't come; names them.
+            WorkerLost: A rank has gone.
         """
         end = time.monotonic() + deadline
+        # Call the lower ranks.
         for peer in range(self.rank):
             name, key = self.names[peer], store.derive(f"control {others[peer].token}")
-            left = max(0.0, end - time.monotonic())
+            seconds_left = max(0.0, end - time.monotonic())
             ranks = (self.rank, peer)
             connection = call(
-                others[peer], key, ranks, who=f"rank {name}", name=name, deadline=left, check=check
+                others[peer],
+                key,
+                ranks,
+                who=f"rank {name}",
+                name=name,
+                deadline=seconds_left,
+                check=check,
             )
             self._enter(connection, peer, deadline)
-        key, known = (
+        # Let the higher ranks in. Each caller proves itself in a thread, as some may say nothing.
+        key, callers = (
             store.derive(f"control {self.listening.token}"),
             range(self.rank + 1, self.size),
         )
-        # callers prove themselves side by side: some may say nothing
         crowd, news = CallerCrowd(STRANGERS), select.poll()
         self._listener.settimeout(TICK)
         news.register(self._listener, select.POLLIN)
         news.register(self._woken, select.POLLIN)
-        while absent := [peer for peer in known if peer not in self.links]:
+        while absent := [peer for peer in callers if peer not in self.links]:
             check()
             if time.monotonic() > end:
                 missing = tuple(self.names[peer] for peer in absent)
@@ -277,22 +286,24 @@ class ControlNetwork:
         deadline: float,
         crowd: CallerCrowd,
     ) -> None:
-        """Let a caller in, if it proves soon that it is one of the awaited ranks."""
+        """Let a caller in if it soon proves that it is one of the awaited ranks."""
         try:
             peer = admit(connection, key, self.rank, awaited)
         except OSError:
             peer = None
         crowd.leave(connection)
+        # A stranger, a rank that has connected already, or a network that has been closed.
         with self._changed:
             if peer is None or peer in self.links or self._closed:
                 connection.close()
                 return
             self._enter(connection, peer, deadline)
+            # Wake `connect_ranks`, which then looks for the ranks that are still absent.
             with contextlib.suppress(OSError):
                 self._waker.send(b"x")
 
     def _enter(self, connection: socket.socket, peer: int, deadline: float) -> None:
-        # a link that is down may come back until the deadline
+        # A connection that is down may come back until the deadline.
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             connection.setsockopt(
                 socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(1000 * deadline)
@@ -301,8 +312,9 @@ class ControlNetwork:
         self._poll.register(connection, select.POLLIN)
 
     def gather(self, channel: int, number: int, payload: bytes) -> ControlExchange:
-        """Begin call `number`, from 0 on, of those on a channel in which each rank tells all
-        others something of any length.
+        """Begin to gather every rank's payload, of any length.
+
+        `number`: number of the call on its channel, from 0 on.
         """
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         return self.start(channel, number, [(peer, payload) for peer in peers], sorted(peers))
@@ -315,31 +327,33 @@ class ControlNetwork:
         sources: Sequence[int],
         places: Sequence[memoryview] = (),
     ) -> ControlExchange:
-        """Send messages, and await one from each of `sources`.
+        """Begin an exchange of messages. Payloads may be written to again when this returns.
 
-        `places`: memory for each, of exactly its size (none: made for them).
-
-        Payloads may be written to again when this returns.
+        Args:
+            channel: Number of the channel.
+            key: Key of the messages on the channel.
+            sends: Pairs (rank, payload).
+            sources: Ranks to await a message from.
+            places: Memory for each of these, of exactly its size. Default: new memory.
         """
         awaited = [(source, channel, key) for source in sources]
         exchange = ControlExchange(self, [peer for peer, _ in sends], awaited, places)
         with self._changed:
-            for index, each in enumerate(awaited):
-                early = self._early.get(each)
+            # Another rank may have sent before this one began to wait.
+            for index, message_key in enumerate(awaited):
+                early = self._early.get(message_key)
                 if early:
                     exchange.take(index, early.popleft())
                     if not early:
-                        del self._early[each]
+                        del self._early[message_key]
                 else:
-                    self._awaited.setdefault(each, deque()).append((exchange, index))
+                    self._awaited.setdefault(message_key, deque()).append((exchange, index))
             for peer, payload in sends:
                 self._send(self.links[peer], FRAME.pack(len(payload), channel, key), payload)
         return exchange
 
     def push(self) -> None:
-        """Let a thread write what the network has not taken, if there is something: this rank
-        may not wait for long.
-        """
+        """Let a thread write waiting bytes: this rank may not wait, and so not write, for long."""
         if not self.sending:
             return
         with self._changed:
@@ -360,6 +374,7 @@ class ControlNetwork:
                 self.run(lambda: not self.sending or self._closed, TICK)
 
     def _send(self, link: ControlLink, *parts: Payload) -> None:
+        # Nothing reaches that rank any more: exchanges with it fail.
         if link.ended:
             self.unreached.add(link.peer)
             return
@@ -372,11 +387,13 @@ class ControlNetwork:
                 link.connection, select.POLLIN | (select.POLLOUT if link.sending else 0)
             )
             if self._polling and link.sending:
-                with contextlib.suppress(BlockingIOError):  # it has been told often enough
+                # The poll under way does not look for room to write yet. A full pipe is fine: the
+                # thread will wake up anyway.
+                with contextlib.suppress(BlockingIOError):
                     self._waker.send(b"x")
 
     def _drop(self, link: ControlLink) -> None:
-        """Look no more at a connection that has ended."""
+        """Stop polling a connection that has ended."""
         self.ended.add(link.peer)
         if link.sending:
             self.unreached.add(link.peer)
@@ -385,35 +402,32 @@ class ControlNetwork:
             self._poll.unregister(link.connection)
 
     def run(self, done: Callable[[], bool], seconds: float) -> None:
-        """Send and receive until `done`, at most so long.
-
-        Threads that wait at a time take turns.
-        """
+        """Send and receive until `done()`, at most `seconds`. Waiting threads take turns."""
         end = time.monotonic() + seconds
         while True:
             with self._changed:
                 if done():
                     return
-                left = end - time.monotonic()
-                if self._polling:
-                    if left <= 0 or not self._changed.wait(left):
+                seconds_left = end - time.monotonic()
+                if self._polling:  # another thread polls, and notifies
+                    if seconds_left <= 0 or not self._changed.wait(seconds_left):
                         return
                     continue
                 self._polling = True
-            found: list[tuple[int, int]] = []
+            ready: list[tuple[int, int]] = []
             try:
-                found = self._poll.poll(max(0, math.ceil(1000 * left)))
+                ready = self._poll.poll(max(0, math.ceil(1000 * seconds_left)))
             finally:
                 with self._changed:
                     self._polling = False
-                    for descriptor, events in found:
+                    for descriptor, events in ready:
                         self._serve(descriptor, events)
                     self._changed.notify_all()
-            if not found or left <= 0:
+            if not ready or seconds_left <= 0:
                 return
 
     def _serve(self, descriptor: int, events: int) -> None:
-        """Do for a connection what it is ready for."""
+        """Read and write a connection that is ready."""
         link = self._by_descriptor.get(descriptor)
         if link is None:
             if descriptor == self._woken.fileno():
@@ -428,7 +442,7 @@ class ControlNetwork:
             self._drop(link)
 
     def _deliver(self, key: Key, payload: bytes) -> None:
-        """Give what has come to whoever has asked for it first."""
+        """Hand a payload to the first exchange that waits for it, or store it."""
         awaited = self._awaited.get(key)
         if awaited is None:
             self._early.setdefault(key, deque()).append(payload)
@@ -439,7 +453,7 @@ class ControlNetwork:
         exchange.take(index, payload)
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close all connections."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,11 +1,12 @@
-"""The default process group of torch.distributed, for libraries that ask it for rank and size
-(torchmetrics and others).
+"""The default process group of torch.distributed, for libraries that ask it for rank and size.
 
-open     where the script has none: this package's backend, or Gloo beside NCCL where the run has
-         that; on the job's store and interface
-used     by code that asks torch.distributed. Workers meet then, not before: a start costs a
-         millisecond, and doesn't wait
-close    at the end of the run, with all groups that were made of it
+torchmetrics is one of them.
+
+    open     unless the script has one: our backend, or Gloo and NCCL if the run has that, on the
+             store and the interface of the job
+    use      by code that asks torch.distributed; workers meet then, not before, so a start takes
+             a millisecond and waits for no other worker
+    close    at the end of the run, with all groups that were made of it
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:  # torch's stubs know this name only where it comes from
 else:
     from torch.distributed import Store as TorchStore
 
-# what torch reads when a group is made; it takes no argument for them
+# Variables that torch reads when it makes a group. It has no arguments for them.
 INTERFACE, LAZY = "GLOO_SOCKET_IFNAME", "TORCH_GLOO_LAZY_INIT"
 _FAREWELL = 0.5  # seconds that a group may take to end after a failure
 _TWICE = (
@@ -42,9 +43,17 @@ _TWICE = (
 class DefaultProcessGroup:
     """The default process group of `size` workers, unless the script has made one.
 
-    `backend`: what torch.distributed knows it by, with its `options`.
+    Args:
+        store: Store of torch for the group.
+        rank: Rank of this worker.
+        size: Number of workers.
+        address: Address of this worker, whose interface Gloo uses.
+        deadline: Seconds that a wait may take.
+        backend: Name of the backend in torch.distributed.
+        options: Options of that backend. Default: none.
 
-    Raises `PlaceError` where the interface that the environment names isn't there.
+    Raises:
+        PlaceError: The environment names an interface that isn't there.
     """
 
     def __init__(
@@ -58,25 +67,25 @@ class DefaultProcessGroup:
         backend: str,
         options: Any = None,
     ) -> None:
-        self._set: dict[str, str] = {}  # in the environment, by us
+        self._set: dict[str, str] = {}  # variables that this object has put into the environment
         self._group: dist.ProcessGroup | None = None
-        self.why = ""  # there is none at all
+        self.why = ""  # why there is no default group at all
         if dist.is_initialized():
             return
         carrier = os.environ.get(INTERFACE) or network.carrier(address)
         if carrier is None:
             self.why = (
-                f"the interface of {address} can't be told, so torch.distributed has no default "
-                f"process group: set {INTERFACE}"
+                f"the network interface of {address} is unknown, so torch.distributed has no "
+                f"default process group: set {INTERFACE}"
             )
             return
-        # stays until the end: groups that a script makes of this one listen there, too
+        # It stays until the end: groups that a script makes later listen on the same interface.
         if INTERFACE not in os.environ:
             self._set[INTERFACE] = os.environ[INTERFACE] = carrier
         hook = sys.excepthook
         timeout = timedelta(seconds=max(3.0, deadline))
         try:
-            # raises now, not at the first message
+            # An interface that isn't there raises here, not at the first message.
             dist.ProcessGroupGloo.create_device(interface=carrier, lazy_init=True)
             with _setting(LAZY, "1"):
                 dist.init_process_group(
@@ -96,27 +105,26 @@ class DefaultProcessGroup:
                 f"{text}: leave that variable out, or name an interface of this machine in it; "
                 f"{network.advice()}"
             ) from error
-        sys.excepthook = hook  # torch's own repeats the rank before each line
+        sys.excepthook = hook  # the hook of torch repeats the rank before each line
         self._group = dist.group.WORLD
         me = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _forget(me()))
 
     @property
     def here(self) -> bool:
-        """Whether the default group is ours."""
+        """Whether the default group is the one that was made here."""
         return self._group is not None and dist.is_initialized() and dist.group.WORLD is self._group
 
     def forget(self) -> None:
-        """Drop the default group in a child (a reader of a DataLoader): connections are the
-        parent's, and threads are not here.
+        """Drop the default group in a forked child, such as a reader of a DataLoader.
+
+        Connections belong to the parent, and its threads do not run in the child.
         """
         if self.here:
             dist.GroupMember.WORLD = None
 
     def explain(self, error: BaseException | None) -> None:
-        """Add to an error of torch's that the script asked for a default group where ours is one
-        already.
-        """
+        """Add a note to an error of torch if the script has made a second default group."""
         trace = None if error is None else error.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
@@ -129,10 +137,9 @@ class DefaultProcessGroup:
             error.add_note(f"paceline: {_TWICE}")
 
     def close(self, *, failed: bool) -> None:
-        """End the group with the run.
+        """End the group with the run. May be called twice.
 
-        Where the run has failed, pending operations are not waited for. Calling it twice is
-        harmless.
+        `failed`: whether the run has failed; pending operations are then not waited for.
         """
         if self.here:
             if failed:
@@ -156,10 +163,11 @@ def _forget(world: DefaultProcessGroup | None) -> None:
 
 
 def _code() -> CodeType:
-    made = dist.init_process_group
-    while hasattr(made, "__wrapped__"):
-        made = made.__wrapped__
-    return made.__code__
+    # Below its decorators: the function that raises when there is a group already.
+    function = dist.init_process_group
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function.__code__
 
 
 @contextlib.contextmanager

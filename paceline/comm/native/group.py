@@ -1,19 +1,15 @@
-"""A Group on torch.distributed: Gloo for CPU tensors, NCCL between GPUs, and Gloo beneath both for
-what is agreed.
+"""A Group on torch.distributed: Gloo for CPU tensors, NCCL between GPUs.
 
-    all_reduce of                                  goes by
-    a few KB, or up to 512 KB between two          every rank's part to every rank, added in rank
-                                                   order
-    up to 512 KB                                   each rank adds the chunk it owns, over sockets of
-                                                   our own (`control`)
-    what Gloo adds itself, larger                  Gloo's ring
-    the halves, and dtypes Gloo doesn't know       each rank adds the chunk it owns, in float32 for
-                                                   the halves (`schedule.owners`)
+    all_reduce of                                  way
+    a few KB, or up to 512 KB between two          each rank sends to all, and adds in rank order
+    up to 512 KB                                   each rank adds its own chunk, over `control`
+    dtypes that Gloo adds, larger                  Gloo's ring
+    halves, and dtypes that Gloo doesn't add       each rank adds its own chunk (`build_owners`)
     CUDA tensors, backend "gloo"                   the same, through the processor's memory
-    CUDA tensors, backend "nccl"                   NCCL, the halves as float32
+    CUDA tensors, backend "nccl"                   NCCL, halves as float32
 
-Gloo ends the process when ranks bring different sizes; so every call is compared on the control
-connections before it starts.
+Every call is compared over the control connections before it starts, as Gloo ends the process if
+ranks bring different sizes. Halves are added in float32.
 """
 
 from __future__ import annotations
@@ -54,11 +50,10 @@ if TYPE_CHECKING:  # torch's stubs know this name only where it comes from
 else:
     from torch.distributed import Store as TorchStore
 
-# the first tag of collectives, and how many there are; of so many of them it is remembered which
-# they are
-TAGS, RECENT = 1 << 20, 1024
-SMALL = 16 << 10  # bytes, of all ranks together, that everyone sends to everyone
-# what Gloo reduces
+TAGS = 1 << 20  # first tag of collectives, and number of their tags
+RECENT = 1024  # last collectives whose names are kept for messages
+SMALL = 16 << 10  # bytes of all ranks together that every rank sends to every rank
+# Dtypes that Gloo reduces.
 NATIVE = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
 OPERATIONS = {
     "sum": ReduceOp.SUM,
@@ -71,8 +66,9 @@ BACKENDS = ("gloo", "nccl")
 
 
 class TorchGroup:
-    """A `Group` of processes connected by Gloo, and by NCCL as well if `backend` is "nccl"; made
-    by `from_store`.
+    """A `Group` of processes connected by Gloo, and by NCCL if `backend` is "nccl".
+
+    `TorchGroup.from_store` makes one.
     """
 
     def __init__(
@@ -89,10 +85,10 @@ class TorchGroup:
         self._fabric, self._store, self._meter = fabric, store, meter
         self._nccl: Any = _nccl(store, fabric) if backend == "nccl" else None
         self.traffic: Traffic = meter.traffic
-        self._subs = self._tags = 0
-        self._calls: dict[int, str] = {}  # what the last tags were reserved for
+        self._subs = self._tags = 0  # subgroups and reservations made; tags given
+        self._calls: dict[int, str] = {}  # names of the last calls, by tag
         self._address = "127.0.0.1"
-        self.trace = Trace(0)  # records native all-reduces
+        self.trace = Trace(0)  # gets a span for each all-reduce of torch
 
     @classmethod
     def from_store(
@@ -109,14 +105,24 @@ class TorchGroup:
         view: int = 0,
         cancel_scope: CancelScope | None = None,
     ) -> TorchGroup:
-        """Meet over a store, under a prefix that no other group uses; collective.
+        """Meet over a store, and connect. Collective.
 
-        Messages that bypass the store aren't signed.
+        Messages between ranks are not signed, unlike those of the store.
 
-        `address`: the local address that the others reach (None: loopback, all ranks on one
-        machine). `deadline`: seconds that a wait may take. `hosts`: the host of each rank, for the
-        traffic counted. `ranks`: what the members are called among all workers (None: these are all
-        workers). Raises `DeadlineExceeded` naming ranks that never come.
+        Args:
+            store: Store of torch, or a part of ours that no other group uses.
+            rank: This rank.
+            size: Number of ranks.
+            backend: "gloo" (default) or "nccl".
+            address: Address of this worker that the others reach. Default: loopback.
+            deadline: Seconds that a wait may take. Default: 120.
+            hosts: Host of each rank, for the count of traffic. Default: all on one.
+            ranks: Rank of each member among all workers. Default: these are all workers.
+            view: Number of the membership. Default: 0.
+            cancel_scope: Ends waits of the group when it trips. Default: none.
+
+        Raises:
+            DeadlineExceeded: Some ranks never come; names them.
         """
         if backend not in BACKENDS:
             raise UsageError(f"backend={backend!r} is unknown; there are {', '.join(BACKENDS)}")
@@ -143,7 +149,7 @@ class TorchGroup:
 
     @property
     def hosts(self) -> tuple[int, ...]:
-        """The host of each rank, as far as is known here."""
+        """Host of each rank, as it was given."""
         return self._meter.hosts
 
     @property
@@ -153,12 +159,13 @@ class TorchGroup:
 
     @property
     def broken(self) -> PacelineError | None:
-        """Why nothing can be called any more, if so."""
+        """The error that every later call raises; None if the group is in order."""
         return self._fabric.broken
 
     def reserve(self) -> tuple[Store, str]:
-        """Return a part of the store that nobody else uses, and the address at which others
-        reach this worker. Collective.
+        """Reserve a part of the store for the caller. Collective.
+
+        Returns it, and the address at which others reach this worker.
         """
         self.check(CallFingerprint("reserve"))
         self._subs += 1
@@ -166,19 +173,20 @@ class TorchGroup:
 
     @property
     def waited(self) -> float:
-        """Seconds spent waiting for ranks that came later to a compared call or an agreement."""
+        """Seconds spent waiting for slower ranks, in compared calls and agreements."""
         return self._fabric.waited
 
-    # ---- comparing
+    # ---- comparing calls
 
     def check(self, call: CallFingerprint, extra: bytes = b"") -> list[bytes]:
-        """Compare `call` with all ranks; return every rank's `extra`.
+        """Compare `call` on all ranks, and return every rank's `extra`, in rank order.
 
-        Raises on all ranks if they differ.
+        Raises on all ranks if calls differ, or one has a flaw.
         """
-        mine = fingerprint.digest(call)
-        answers = self._fabric.table("calls", mine + extra, str(call))
-        if any(answer[:DIGEST] != mine for answer in answers) or call.flaw:
+        own_digest = fingerprint.digest(call)
+        answers = self._fabric.table("calls", own_digest + extra, str(call))
+        if any(answer[:DIGEST] != own_digest for answer in answers) or call.flaw:
+            # All ranks see the same digests, so all of them exchange the texts for the error.
             texts = self._fabric.table(
                 "calls", msgpack.packb((str(call), call.flaw, callsite.place())), str(call)
             )
@@ -191,10 +199,9 @@ class TorchGroup:
         return [answer[DIGEST:] for answer in answers]
 
     def _tag(self, what: str) -> int:
-        """Reserve tags for the next operation, so that several may be under way: each rank makes
-        them in the same order.
+        """Reserve the tags of the next operation, so that several may be under way.
 
-        `what`: the operation, in messages.
+        All ranks reserve in the same order, so they get the same. `what`: its name in messages.
         """
         self._tags = (self._tags + 4) % TAGS
         self._calls[self._tags] = what
@@ -206,29 +213,28 @@ class TorchGroup:
     def all_reduce(
         self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None
     ) -> Work[Tensor]:
-        """Reduce every rank's `x`.
-
-        Returns when all ranks have called it; the reduction itself is under way then.
-        """
+        """Reduce every rank's `x`. It returns, with the sum under way, once all ranks are here."""
         self.check(fingerprint.reducing("all_reduce", x, op, name, out))
         return self.all_reduce_agreed(x, op=op, out=out)
 
     def all_reduce_agreed(
         self, x: Tensor, *, op: Op = "sum", out: Tensor | None = None
     ) -> Work[Tensor]:
-        """Reduce as `all_reduce` does, without comparing first: only for an agreed layout, as
-        Gloo ends the process if sizes differ.
+        """Reduce as `all_reduce` does, without comparing first.
+
+        Only for layouts that ranks have agreed on: Gloo ends the process if sizes differ.
         """
         reduction.admit(op, x.dtype)
         x = x.detach().resolve_conj().resolve_neg()
         out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
-        nccl = self._nccl is not None and x.is_cuda
-        if x.device.type != "cpu" and not nccl:
+        on_nccl = self._nccl is not None and x.is_cuda
+        if x.device.type != "cpu" and not on_nccl:
             return _CopiedWork(self.all_reduce_agreed(x.cpu(), op=op), out)
-        held = reduction.wide(x.dtype, op) if nccl else x.dtype
+        # See the table at the top of the file for the ways.
+        held = reduction.wide(x.dtype, op) if on_nccl else x.dtype
         additive = x.is_complex() and op in ("sum", "mean")
         nbytes = x.numel() * x.element_size()
-        small = not nccl and nbytes <= SMALL_MESSAGE
+        small = not on_nccl and nbytes <= SMALL_MESSAGE
         if self.size == 1 or (small and (self.size == 2 or nbytes * self.size <= SMALL)):
             return self._scheduled(x, schedule.direct(self.size), op, out)
         if small or (held not in NATIVE and not additive):
@@ -259,10 +265,10 @@ class TorchGroup:
         )
 
     def _reduce(self, x: Tensor, op: Op, out: Tensor, held: Tensor) -> Work[Tensor]:
-        """Start Gloo's or NCCL's own all-reduce of `held`, which holds the values of `x`."""
+        """Begin the all-reduce of Gloo or NCCL itself, in `held`, which has the values of `x`."""
         real = torch.view_as_real(held) if held.is_complex() else held
         began = time.perf_counter_ns()
-        # both go round a ring: 2(n-1)/n of the tensor from each rank
+        # Both go round a ring: 2(n-1)/n of the tensor from each rank.
         self._meter.ring(held.numel() * held.element_size())
 
         def finish() -> Tensor:
@@ -279,8 +285,15 @@ class TorchGroup:
     def _launch(
         self, text: str, start: Callable[[Any], Any], finish: Callable[[], Any], out: Tensor
     ) -> Work[Any]:
-        """Start a collective of NCCL, if `out` is on a GPU, or Gloo, which `finish` writes to
-        `out`; all start them in the same order.
+        """Begin a collective of NCCL if `out` is on a GPU, else of Gloo.
+
+        All ranks begin these in the same order.
+
+        Args:
+            text: Name of the call, for errors.
+            start: Begins it on a process group of torch.
+            finish: Writes the result to `out`, and returns it.
+            out: Where the result goes.
         """
         on_gpu = self._nccl is not None and out.is_cuda
         call_number = self._fabric.count("data")
@@ -312,16 +325,21 @@ class TorchGroup:
         tag: int = 0,
     ) -> Work[None]:
         call = fingerprint.exchanging(sends, recvs, tag, self.size)
-        mine = [[[peer, fingerprint.parcel(x)] for peer, x in side] for side in (sends, recvs)]
-        tables = [msgpack.unpackb(extra) for extra in self.check(call, msgpack.packb(mine))]
+        own_messages = [
+            [[peer, fingerprint.parcel(x)] for peer, x in side] for side in (sends, recvs)
+        ]
+        tables = [msgpack.unpackb(extra) for extra in self.check(call, msgpack.packb(own_messages))]
         for source, (sent, _) in enumerate(tables):
             for to, (_, awaited) in enumerate(tables):
-                left, right = (
+                offered, expected = (
                     [what for peer, what in sent if peer == to],
                     [what for peer, what in awaited if peer == source],
                 )
-                if left != right:
-                    offers, expects = ", ".join(left) or "nothing", ", ".join(right) or "nothing"
+                if offered != expected:
+                    offers, expects = (
+                        ", ".join(offered) or "nothing",
+                        ", ".join(expected) or "nothing",
+                    )
                     raise Mismatch(
                         f"exchange: rank {source} sends {offers} to rank {to}, which expects "
                         f"{expects}"
@@ -341,7 +359,8 @@ class TorchGroup:
         if self._nccl is not None and any(x.is_cuda for _, x in (*sends, *recvs)):
             return self._exchange_nccl(sends, recvs)
         call_number = self._fabric.count("exchange")
-        mine = [x.detach().clone() for to, x in sends if to == self.rank]
+        # Messages to this rank itself are copied; the others go through the CPU's memory.
+        to_self = [x.detach().clone() for to, x in sends if to == self.rank]
         landings = [(source, x, _landing(x)) for source, x in recvs if source != self.rank]
         out = [
             (to, _values(x.detach().to("cpu"))) for to, x in sends if to != self.rank and x.numel()
@@ -353,7 +372,7 @@ class TorchGroup:
                 if landing is not x:
                     x.detach().copy_(landing)
             for (_, x), sent in zip(
-                [pair for pair in recvs if pair[0] == self.rank], mine, strict=True
+                [pair for pair in recvs if pair[0] == self.rank], to_self, strict=True
             ):
                 x.detach().copy_(sent.view(x.shape))
 
@@ -413,14 +432,14 @@ class TorchGroup:
         self.check(fingerprint.rooted(x, root, self.size, name))
         if not x.numel() or self.size == 1:
             return Finished(x)
-        kept = x.detach()
+        values = x.detach()
         children = _children((self.rank - root) % self.size, self.size)
         for child in children:
             self._meter.sent((child + root) % self.size, x.numel() * x.element_size())
         options = torch.distributed.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         on_gpu = self._nccl is not None and x.is_cuda
-        flat = _values(kept if on_gpu else kept.to("cpu"))
+        flat = _values(values if on_gpu else values.to("cpu"))
         return self._launch(
             "broadcast",
             lambda on: on.broadcast([_bytes(flat)], options),
@@ -429,13 +448,11 @@ class TorchGroup:
         )
 
     def barrier(self, *, name: str | None = None) -> Work[None]:
-        """Wait for all ranks: the comparison is the barrier, so it has ended when the call
-        returns.
-        """
+        """Wait for all ranks. The comparison is the barrier, so it is over when this returns."""
         self.check(CallFingerprint("barrier", name))
         return Finished()
 
-    # ---- agreeing
+    # ---- the control channel
 
     def gather_objects(self, obj: Any, *, name: str | None = None) -> list[Any]:
         text, call = fingerprint.objects(obj, name)
@@ -444,7 +461,7 @@ class TorchGroup:
     def agree(self, payload: bytes) -> list[bytes]:
         return self._fabric.table("agree", payload, "agree")
 
-    # ---- groups within, memory, ends
+    # ---- subgroups, memory, the end
 
     def sub(self, ranks: Sequence[int]) -> TorchGroup | None:
         self.check(fingerprint.choosing(ranks, self.size))
@@ -468,32 +485,29 @@ class TorchGroup:
         return self._fabric.names[rank]
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Allocate ordinary memory: the network has none that is faster.
-
-        On the GPU if the backend is "nccl".
-        """
+        """Allocate ordinary memory, as no other is faster here; on the GPU with backend "nccl"."""
         self.check(CallFingerprint("empty", None, tuple(shape), dtype))
-        with torch.inference_mode(False):  # it may outlive an evaluation that it is first used in
+        # It may outlive the evaluation in which it is first used.
+        with torch.inference_mode(False):
             return torch.empty(
                 tuple(shape), dtype=dtype, device="cuda" if self._nccl is not None else "cpu"
             )
 
     def close(self) -> None:
-        """Leave without waiting for the others; ranks that still need this one get an error that
-        it is gone.
-        """
+        """Leave without waiting for others. Ranks that still need this one get an error."""
         self._nccl = None
         self._fabric.close()
 
     def abort(self) -> None:
-        """End every pending Work with an error, here and at the others."""
+        """End every pending Work with an error, on all ranks."""
         self.end(
             ViewChanged(f"this group has been aborted by rank {self._fabric.names[self.rank]}")
         )
 
     def end(self, error: PacelineError) -> PacelineError:
-        """End everything under way, on all ranks, with `error`, or with that of the rank that
-        was first; return that.
+        """End everything under way on all ranks, and return the error that all of them raise.
+
+        It is `error`, or the error of the rank that ended the group first.
         """
         ended = self._fabric.end(error)
         if self._nccl is not None:
@@ -502,7 +516,7 @@ class TorchGroup:
 
 
 def _nccl(store: Store, fabric: GlooTransport) -> Any:
-    """Make NCCL beside the transport, for tensors on the current CUDA device."""
+    """Make a NCCL group beside the transport, for tensors on the current CUDA device."""
     if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
         raise UsageError(
             "backend='nccl' needs a CUDA device and a torch built with NCCL; "
@@ -510,27 +524,27 @@ def _nccl(store: Store, fabric: GlooTransport) -> Any:
         )
     nccl: Any = torch.distributed.ProcessGroupNCCL
     options = nccl.Options()
+    # Private to torch, which sets it in the same way.
     options._timeout = timedelta(seconds=fabric.deadline)
     return nccl(store.sub("nccl").torch, fabric.rank, fabric.size, options)
 
 
 def _staged(x: Tensor, out: Tensor, held: torch.dtype) -> Tensor:
-    """Return a contiguous tensor with the values of `x`, to be reduced in place: `out` if it can
-    be.
-    """
+    """Copy `x` to a contiguous tensor that can be reduced in place: `out` if possible."""
     direct = held == out.dtype and plain(out) and not reduction.crossing(x, out)
     staged = out.detach() if direct else torch.empty(x.shape, dtype=held, device=x.device)
     return staged if staged.data_ptr() == x.data_ptr() and x.is_contiguous() else staged.copy_(x)
 
 
 def _landing(x: Tensor) -> Tensor:
-    """Return where what comes for `x` is received: `x` itself if it can be."""
+    """Choose the tensor that a message for `x` is received in: `x` itself if possible."""
     return x if x.device.type == "cpu" and plain(x) else torch.empty(x.shape, dtype=x.dtype)
 
 
 def _values(x: Tensor) -> Tensor:
-    """Return the values of `x` in a contiguous tensor: complex numbers may be marked as
-    conjugate, their parts as negative.
+    """Make a contiguous tensor of the values of `x`.
+
+    Complex numbers may be marked as conjugate, and their parts as negative.
     """
     return x.resolve_conj().resolve_neg().contiguous()
 
@@ -546,8 +560,9 @@ def _filled(x: Tensor, flat: Tensor) -> Tensor:
 
 
 def _children(place: int, size: int) -> list[int]:
-    """Return the ranks that `place` sends to in a binomial tree with root 0, which is how Gloo
-    broadcasts (and about what NCCL sends).
+    """List the ranks that `place` sends to in a binomial tree with root 0.
+
+    That is how Gloo broadcasts, and about what NCCL sends.
     """
     bits = range((size - 1).bit_length())
     free = [bit for bit in bits if place & ((1 << (bit + 1)) - 1) == 0]
@@ -555,7 +570,7 @@ def _children(place: int, size: int) -> list[int]:
 
 
 class _CopiedWork:
-    """The Work of a reduction whose result is copied to where it is wanted."""
+    """The Work of a reduction whose result is copied to another tensor."""
 
     def __init__(self, work: Work[Tensor], out: Tensor) -> None:
         self._work, self._out, self._inference = work, out, begun(out)

@@ -1,12 +1,11 @@
-"""The TCP connections beneath a Gloo group, and beside it: which rank each leads to, whether it is
-alive, and how to cut it.
+"""The TCP connections beneath a Gloo group: finds their ranks, sees which stand, cuts them.
 
 Gloo's own abort and shutdown do nothing, and its errors name an address, not a rank. Every group
 has listeners of its own, so their ports tell its connections from all others in this process:
 
-    rank 0  listens on 39285  <---  57158  rank 1       accepted: local port 39285; the peer is
-                                                        found in rank 1's list of ports
-    rank 0  60112  --->  listens on 43973  rank 2       made: remote port 43973
+    rank 0  listens on 39285  <---  57158  rank 1    accepted: local port 39285; the peer is the
+                                                     rank whose list of ports has 57158
+    rank 0  60112  --->  listens on 43973  rank 2    made: remote port 43973
 """
 
 from __future__ import annotations
@@ -31,13 +30,17 @@ else:
     from torch.distributed import ProcessGroupGloo
     from torch.distributed import Store as TorchStore
 
-ESTABLISHED = 1  # the first byte of TCP_INFO on Linux
+ESTABLISHED = 1  # state of a connection that stands: the first byte of TCP_INFO on Linux
 _SHORTEST_NAP, _LONGEST_NAP = 0.0005, 0.02  # seconds between two looks at the store
 
 
 class GroupSockets:
-    """`count` listeners of Gloo on `address`, those at `ports` there, and the connections that
-    are made with them.
+    """Listeners of one rank of a group, and the connections of the group.
+
+    Args:
+        address: Address of this worker.
+        count: Number of listeners of Gloo to make.
+        ports: Ports of other listeners of this rank. Default: none.
     """
 
     def __init__(self, address: str, count: int, ports: Sequence[int] = ()) -> None:
@@ -49,39 +52,49 @@ class GroupSockets:
             self.devices.append(device)
             self._ports.append(port)
         self._rank, self._size = 0, 1
-        # the rank that each listener or local port belongs to
-        self._ranks: dict[tuple[str, int], int] = {}
-        self._expected: Counter[int] = Counter()
+        self._ranks: dict[tuple[str, int], int] = {}  # rank of each listener and each local port
+        self._expected: Counter[int] = Counter()  # connections to each rank
 
     def announce(
         self, store: TorchStore | Store, rank: int, size: int, deadline: float, more: Any = None
     ) -> list[Any]:
-        """Publish where this rank listens, and `more`; wait for all others, and return what each
-        has published as `more`.
+        """Publish the addresses of this rank, and wait for those of all others.
 
-        Raises `DeadlineExceeded` naming ranks that never come.
+        Args:
+            store: Part of the store for this group.
+            rank: This rank.
+            size: Number of ranks.
+            deadline: Seconds to wait for all.
+            more: JSON to publish besides. Default: nothing.
+
+        Returns:
+            The `more` of every rank.
+
+        Raises:
+            DeadlineExceeded: Some ranks never come; names them.
         """
         self._rank, self._size = rank, size
-        told = self._everyones(over(store), "listen", [self.address, self._ports, more], deadline)
-        for peer, (address, ports, _) in enumerate(told):
+        answers = self._everyones(
+            over(store), "listen", [self.address, self._ports, more], deadline
+        )
+        for peer, (address, ports, _) in enumerate(answers):
             self._ranks.update({(address, port): peer for port in ports})
-        return [others for *_, others in told]
+        return [others for *_, others in answers]
 
     def trace(self, store: TorchStore | Store, deadline: float) -> None:
-        """Find out which rank each connection leads to, once all have been made."""
-        mine = [local for local, remote, _ in self._open() if local[1] not in self._ports]
-        for peer, ends in enumerate(self._everyones(over(store), "ends", mine, deadline)):
+        """Find out which rank each connection leads to. Call it when all have been made."""
+        own_ends = [local for local, remote, _ in self._open() if local[1] not in self._ports]
+        for peer, ends in enumerate(self._everyones(over(store), "ends", own_ends, deadline)):
             self._ranks.update({(address, port): peer for address, port in ends})
         self._expected = Counter(
             self._ranks[remote] for _, remote, _ in self._open() if remote in self._ranks
         )
 
-    def _everyones(self, store: Store, key: str, mine: Any, deadline: float) -> list[Any]:
-        """Collect what each rank has put under `key`; the wait hears signals, and names missing
-        ranks.
-        """
-        store.put(f"{key}/{self._rank}", mine)
+    def _everyones(self, store: Store, key: str, value: Any, deadline: float) -> list[Any]:
+        """Publish `value` under `key`, and collect every rank's."""
+        store.put(f"{key}/{self._rank}", value)
         end = time.monotonic() + deadline
+        # Ask again and again: a wait inside the store would hear no signals, and name no ranks.
         for peer in range(self._size):
             nap = _SHORTEST_NAP
             while not store.has([f"{key}/{peer}"]):
@@ -97,7 +110,7 @@ class GroupSockets:
         return [store.take(f"{key}/{peer}") for peer in range(self._size)]
 
     def severed(self) -> tuple[int, ...]:
-        """Return the ranks to which a connection has ended."""
+        """List the ranks to which a connection has ended."""
         standing = Counter(
             self._ranks.get(remote, -1) for _, remote, state in self._open() if state == ESTABLISHED
         )
@@ -106,9 +119,9 @@ class GroupSockets:
         )
 
     def cut(self) -> None:
-        """End all connections at once, here and at the peers: whatever Gloo waits for fails.
+        """End all connections at once: everything that Gloo waits for fails, also at the peers.
 
-        Listeners stay: Gloo dies of their loss.
+        Listeners stay open: Gloo ends the process if it loses one.
         """
         for descriptor in _sockets():
             with _borrowed_socket(descriptor) as line:
@@ -119,7 +132,7 @@ class GroupSockets:
                     continue  # not connected, or gone meanwhile
 
     def _open(self) -> list[tuple[tuple[str, int], tuple[str, int], int]]:
-        """Return (local, remote, state) of each connection of this group."""
+        """List (local, remote, state) of each connection of this group."""
         connections = []
         for descriptor in _sockets():
             with _borrowed_socket(descriptor) as line:
@@ -138,21 +151,20 @@ class GroupSockets:
         return connections
 
     def _ours(self, local: Any, remote: Any) -> bool:
-        # one that our listener has accepted, or one that leads to a listener (or from a port) of
-        # another rank
+        # Accepted by our listener, or made to a listener (or from a port) of another rank.
         return (local[1] in self._ports and local[0] == self.address) or self._ranks.get(
             tuple(remote), self._rank
         ) != self._rank
 
 
 def leading(address: str, port: int) -> set[str]:
-    """Find this process's connections to an address, for `sever`."""
+    """Find the connections of this process to an address, for `sever_connections`."""
     connections = set()
     for descriptor, name in _sockets().items():
         with _borrowed_socket(descriptor) as line:
             try:
                 peer = line.getpeername()
-                # torch has sockets for both versions of IP
+                # Torch has sockets for both versions of IP.
                 if (peer[0].removeprefix("::ffff:"), peer[1]) == (address, port):
                     connections.add(name)
             except OSError:
@@ -161,7 +173,7 @@ def leading(address: str, port: int) -> set[str]:
 
 
 def sever(connections: set[str]) -> None:
-    """End connections: those of a store's client, which torch can't end."""
+    """End connections. Meant for a client of torch's store, which can't be ended otherwise."""
     for descriptor in _sockets():
         with _borrowed_socket(descriptor) as line:
             try:
@@ -172,7 +184,10 @@ def sever(connections: set[str]) -> None:
 
 
 def _listen(address: str) -> tuple[Any, int]:
-    """Make a Gloo device bound to `address`; give it and the port it listens on."""
+    """Make a device of Gloo that listens on `address`, and find its port.
+
+    Gloo doesn't tell the port, so look which socket is new in this process.
+    """
     for _ in range(10):
         before = _sockets()
         try:
@@ -198,7 +213,7 @@ def _listen(address: str) -> tuple[Any, int]:
                     continue
         if len(ports) == 1:
             return device, ports[0]
-        # another thread has begun to listen at the same moment: once more
+        # Another thread has begun to listen at the same moment: try once more.
     raise ResourceError(
         f"can't tell Gloo's listener on {address} from others in this process; "
         "start groups before servers of your own"
@@ -208,14 +223,15 @@ def _listen(address: str) -> tuple[Any, int]:
 def connect(device: Any, store: TorchStore, rank: int, size: int, deadline: float) -> Any:
     """Make a ProcessGroupGloo over `device`."""
     options = _options(device, deadline)
-    options._threads = 2  # two operations at a time: one sums while the other is on the wire
+    # Two operations at a time: one sums while the other is on the network.
+    options._threads = 2
     try:
         group = ProcessGroupGloo(store, rank, size, options)
     except RuntimeError as error:
         raise WorkerLost(
             f"a group of {size} ranks could not be made: {str(error).splitlines()[0]}"
         ) from error
-    # a backstop only: our own waits are shorter
+    # Only in case our own waits, which are shorter, should fail.
     group.set_timeout(timedelta(seconds=60 + 10 * deadline))
     return group
 
@@ -223,8 +239,9 @@ def connect(device: Any, store: TorchStore, rank: int, size: int, deadline: floa
 def connect_plainly(
     address: str, store: TorchStore, rank: int, size: int, deadline: float, *, lazy: bool
 ) -> Any:
-    """Make a ProcessGroupGloo that nobody watches; `lazy`: ranks connect when both have
-    something for each other, and nobody waits here.
+    """Make a ProcessGroupGloo without watching its connections.
+
+    `lazy`: ranks connect when both first have messages for each other, so nothing waits here.
     """
     return ProcessGroupGloo(
         store,
@@ -235,6 +252,7 @@ def connect_plainly(
 
 
 def _options(device: Any, deadline: float) -> Any:
+    # Private to torch. There is no public way to tell Gloo its listener and its number of threads.
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [device]
     options._timeout = timedelta(seconds=max(3.0, deadline))
@@ -242,8 +260,9 @@ def _options(device: Any, deadline: float) -> Any:
 
 
 def _sockets() -> dict[int, str]:
-    """List the descriptors of this process that are internet sockets, with the kernel's name of
-    each. Others may be closed meanwhile.
+    """List the internet sockets of this process: by descriptor, the kernel's name of each.
+
+    Descriptors may be closed by other threads meanwhile, so the name tells whether one is the same.
     """
     names = {}
     for descriptor in os.listdir("/proc/self/fd"):
@@ -260,8 +279,9 @@ def _sockets() -> dict[int, str]:
 
 
 class _borrowed_socket:
-    """A socket object over a descriptor that belongs to other code, and stays open; an
-    unconnected one when it has gone meanwhile.
+    """A socket over a duplicate of a descriptor of other code, whose own stays open.
+
+    Unconnected if the descriptor has been closed meanwhile.
     """
 
     def __init__(self, descriptor: int) -> None:

@@ -1,12 +1,11 @@
-"""A Gloo group, a network of small messages, and the waits on them: a wait ends with the result, or
-with an error of ours that names ranks.
+"""The connections of a group, Gloo and small messages beside it, and the waits on them.
 
-data      Gloo: collectives, and messages with tags of their own    a wait of more than a second is
-                                                                    told to the others through the
-control   small messages: what is about to be called, agreements    store; it ends when a connection
-                                                                    is severed, when ranks turn out
-          (`control`)                                               to wait for each other, or at
-                                                                    the deadline
+    data      Gloo: collectives, and messages with tags
+    control   small messages of our own (`control`): comparisons, agreements, small tensors
+
+A wait ends with the result, or with an error of ours that names ranks. A wait of more than a second
+is published in the store. It ends early if a connection has ended, or if ranks turn out to wait for
+each other; else at the deadline.
 """
 
 from __future__ import annotations
@@ -42,43 +41,41 @@ if TYPE_CHECKING:  # torch's stubs know this name only where it comes from
 else:
     from torch.distributed import Store as TorchStore
 
-TICK = 0.1  # seconds that a wait may not hear signals
-FAREWELL = 0.08  # seconds that pending operations are given to end once their connections are cut
-CHANNELS, MAIL = {"calls": 1, "agree": 2}, 3  # of control messages
-# bytes of a tensor that goes by control messages: more is better moved by Gloo's threads
+TICK = 0.1  # seconds for which a wait may not notice a signal
+FAREWELL = 0.08  # seconds that pending operations get to end once their connections are cut
+CHANNELS, MAIL = {"calls": 1, "agree": 2}, 3  # numbers of the channels of control messages
+# Bytes of a tensor that goes by control messages. Gloo's threads are better at larger ones.
 SMALL_MESSAGE = 512 << 10
-MESSAGES = 16  # tags of messages between ranks begin here
+MESSAGES = 16  # first tag of messages between two ranks
 
 
 class TorchWait(Protocol):
-    """An operation of torch's that ends at some time."""
+    """An operation that ends at some time."""
 
     def within(self, seconds: float) -> bool:
-        """Wait at most so long; whether the operation has ended well.
-
-        RuntimeError when it has failed.
-        """
+        """Wait at most `seconds`. Returns whether it has ended; `RuntimeError` if it has failed."""
         ...
 
     def now(self) -> bool:
-        """Whether `within` would answer at once."""
+        """Whether `wait_within` would return or raise at once."""
         ...
 
 
 class GlooWait:
-    """A Gloo collective: its own wait leaves in time."""
+    """A collective of Gloo, whose own wait takes a time limit."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
 
     def within(self, seconds: float) -> bool:
         try:
-            # torch counts milliseconds, and takes 0 for no limit
+            # Torch counts milliseconds, and takes 0 to mean no limit.
             self._work.wait(timedelta(seconds=max(seconds, 0.002)))
         except RuntimeError:
+            # The same error for a failure and for the limit: tell them apart.
             if not self._work.is_completed():
                 return False
-            # raises if it has failed, not if it ended just now
+            # Raises if it has failed, not if it has just ended.
             self._work.wait(timedelta(seconds=1))
         return True
 
@@ -87,9 +84,7 @@ class GlooWait:
 
 
 class StreamWait:
-    """An operation in a CUDA stream: waiting orders the current stream behind it, and never
-    stops the host.
-    """
+    """An operation in a CUDA stream. A wait orders the current stream behind it, and returns."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -103,10 +98,7 @@ class StreamWait:
 
 
 class MessagesWait:
-    """Messages under way.
-
-    Torch's wait for a message can't be left without breaking the connection, so a thread makes it.
-    """
+    """Messages of Gloo. A thread waits for them, as leaving a wait would break the connection."""
 
     def __init__(self, works: list[Any], tensors: list[Tensor]) -> None:
         self.works, self._tensors = works, tensors
@@ -125,7 +117,7 @@ class MessagesWait:
 
 
 class WaitForAll:
-    """Several operations, that end when the last of them does."""
+    """Several operations, which have ended once the last of them has."""
 
     def __init__(self, parts: Sequence[TorchWait]) -> None:
         self._parts = parts
@@ -139,14 +131,12 @@ class WaitForAll:
 
 
 def is_small(x: Tensor) -> bool:
-    """Whether a message is of the size that goes by control messages: the same on both sides, as
-    they agree on what travels.
-    """
+    """Whether a tensor goes by control messages. Both sides agree, as they agree on its size."""
     return x.numel() * x.element_size() <= SMALL_MESSAGE
 
 
 class _MessageThread:
-    """The thread that waits for messages."""
+    """The thread that waits for messages of Gloo, one after another."""
 
     def __init__(self) -> None:
         self._tickets: queue.SimpleQueue[MessagesWait | None] = queue.SimpleQueue()
@@ -174,7 +164,7 @@ class _MessageThread:
 
 @contextmanager
 def _needed(size: int) -> Iterator[None]:
-    """Say what the store was needed for, where it is gone."""
+    """Explain the loss of the store: a group was being made."""
     try:
         yield
     except WorkerLost as error:
@@ -184,11 +174,18 @@ def _needed(size: int) -> Iterator[None]:
 
 
 class GlooTransport:
-    """The connections of rank `rank` with the other ranks of one group, made over a store;
-    collective.
+    """The connections of one rank with the other ranks of a group. Making them is collective.
 
-    `address`: the local address to listen on. `names`: what the ranks are called in messages and
-    errors. `made` counts the calls on each channel; `waited` the seconds spent in tables.
+    `made` counts the calls on each channel, and `broken` is the error that every later call raises;
+    it is set once. `waited` counts the seconds spent in `gather_table`.
+
+    Args:
+        store: A part of the store for this group.
+        rank: This rank.
+        names: Rank of each member among all workers, for messages and errors.
+        address: Address of this worker to listen at.
+        deadline: Seconds that a wait may take.
+        cancel_scope: Ends waits when it trips. Default: none.
     """
 
     def __init__(
@@ -209,19 +206,19 @@ class GlooTransport:
         self.broken: PacelineError | None = None
         self.made: dict[str, int] = {}
         self._late_error: DeadlineExceeded | None = None
-        self._pending: deque[TorchWait] = deque()
+        self._pending: deque[TorchWait] = deque()  # operations that may go on, oldest first
         self._postman: _MessageThread | None = None
         self._closed = size == 1
         self.data: Any = None
         if size == 1:
             return
         self._control, sealed = ControlNetwork(address, rank, names), over(store)
-        # a thread that is inside torch while Python ends takes the process down with it
+        # A thread that is inside torch while Python ends takes the process down with it.
         self._unregister = at_exit(self.close)
         try:
             self._connect(sealed, address)
         except BaseException:
-            self.close()  # whoever makes groups anew after a loss may fail often
+            self.close()  # after a loss groups are made again and again, and may fail each time
             raise
 
     def _connect(self, sealed: Store, address: str) -> None:
@@ -243,9 +240,7 @@ class GlooTransport:
     # ---- operations
 
     def count(self, channel: str) -> int:
-        """Return the number of the next call on `channel`; raises if nothing can be called any
-        more.
-        """
+        """Count a call on `channel`, and return its number. Raises if the group is broken."""
         self._check()
         call_number = self.made.get(channel, 0)
         self.made[channel] = call_number + 1
@@ -256,7 +251,7 @@ class GlooTransport:
             raise copy.copy(self.broken)
 
     def track(self, awaited: TorchWait) -> TorchWait:
-        """Remember `awaited` until it has ended, for `close`."""
+        """Remember an operation until it has ended, for `close`."""
         while self._pending and self._pending[0].now():
             self._pending.popleft()
         self._pending.append(awaited)
@@ -265,9 +260,9 @@ class GlooTransport:
     def messages(
         self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int
     ) -> TorchWait:
-        """Start sending and receiving contiguous CPU tensors; none to or from this rank itself.
+        """Begin to send and receive contiguous CPU tensors, small ones by control messages.
 
-        Small ones go by control messages.
+        None of them to or from this rank itself.
         """
         if any(is_small(x) for _, x in (*sends, *recvs)):
             out, into = (
@@ -321,17 +316,22 @@ class GlooTransport:
     # ---- waiting
 
     def wait(self, awaited: TorchWait, wait: tuple[str, int, str], timeout: float | None) -> None:
-        """Return when `awaited` has ended well.
+        """Wait until `awaited` has ended without an error.
 
-        `wait`: the channel, the number of the call on it, and the call as text.
+        Args:
+            awaited: The operation.
+            wait: Its channel, the number of its call there, and the call as text.
+            timeout: Seconds to wait. None: the deadline.
         """
         start = time.monotonic()
         limit = start + (self.deadline if timeout is None else timeout)
         grace = start + min(GRACE, self.deadline / 4)
         watched, place = False, ""
         try:
+            # In short turns, so that signals are noticed.
             while not self._ended(awaited, max(0.0, min(TICK, limit - time.monotonic())), wait[2]):
                 now = time.monotonic()
+                # From here on, tell the others about this wait, and look at theirs.
                 if now >= grace:
                     place = place if watched else callsite.place()
                     watched = True
@@ -354,7 +354,7 @@ class GlooTransport:
             raise self.fail(text, error) from error
 
     def _look(self, text: str) -> None:
-        """Raise if the wait can't end well any more."""
+        """Raise if the wait can't end any more."""
         if self._lookout.stuck:
             raise self.end(describe(self._lookout.stuck, self.names))
         if self._wires.severed():
@@ -372,9 +372,7 @@ class GlooTransport:
     # ---- ends
 
     def fail(self, text: str, cause: RuntimeError | None) -> PacelineError:
-        """Handle a failed operation: find out which ranks are gone, tell the others, and end
-        everything. Returns the error to raise.
-        """
+        """Handle a failed operation: find lost ranks, end everything, return the error to raise."""
         if self.broken is None:
             ranks = tuple(self.names[rank] for rank in self._wires.severed())
             who = (
@@ -395,8 +393,10 @@ class GlooTransport:
         return copy.copy(self.broken)
 
     def end(self, error: PacelineError, seconds: float = SILENCE) -> PacelineError:
-        """End every operation under way, here and at the others, with `error`, or with that of
-        the rank that was first.
+        """End every operation under way on all ranks, and return the error that all of them raise.
+
+        It is `error`, or the error of the rank that was first to publish one, if that can be
+        learned within `seconds`.
         """
         if self.broken is None:
             if self.size > 1:
@@ -408,27 +408,29 @@ class GlooTransport:
                 verdict = GroupEnd(type(error).__name__, str(error), ranks)
                 error = _judged(self._lookout.verdict(verdict, seconds))
             self.broken = error
+            # Gloo has no other way to end an operation than the loss of its connections.
             if self.size > 1:
                 self._wires.cut()
         return copy.copy(self.broken)
 
     def interrupt(self, error: PacelineError) -> None:
-        """End every operation under way with `error`, from any thread; the others are not told,
-        though their connections end.
+        """End every operation under way with `error`. Any thread may call it.
+
+        Others are not told, but see their connections end.
         """
         if self.broken is None and not self._closed:
             self.broken = error
             self._wires.cut()
 
     def close(self) -> None:
-        """Let go of threads and sockets, whatever state the others are in."""
+        """Free threads and sockets, whatever state the others are in."""
         if self._closed:
             return
         self._closed = True
         self._unregister()
         if self.data is None:
             self._control.close()
-            return  # the group was never complete
+            return  # it was never complete
         if any(not awaited.now() for awaited in self._pending) or self.broken is not None:
             me = self.names[self.rank]
             self.end(
@@ -444,11 +446,11 @@ class GlooTransport:
         self._control.close()
         if self._postman is not None:
             self._postman.close()
-        left = [awaited for awaited in self._pending if not awaited.now()]
-        if left:
-            # Gloo may lose the wake-up of an operation, and its group can't be deleted before that
-            # has ended
-            parked = (left, self.data)
+        unfinished = [awaited for awaited in self._pending if not awaited.now()]
+        if unfinished:
+            # Gloo may lose the wake-up of an operation. Its group can't be deleted before all
+            # operations have ended, so a thread holds it until then.
+            parked = (unfinished, self.data)
             threading.Thread(
                 target=_park, args=(parked,), name="paceline reaper", daemon=True
             ).start()
@@ -471,8 +473,9 @@ def _park(parked: tuple[list[TorchWait], Any]) -> None:
 
 
 def _memory(x: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor, which has to outlive that: torch doesn't resize
-    what an array of numpy looks into.
+    """View the memory of a contiguous tensor, which must stay alive.
+
+    Through ctypes, as torch does not resize a tensor any more once numpy looks into it.
     """
     return memoryview(
         (ctypes.c_ubyte * (x.numel() * x.element_size())).from_address(x.data_ptr())
@@ -480,13 +483,19 @@ def _memory(x: Tensor) -> memoryview:
 
 
 def _raw(x: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor: messages don't care for dtypes."""
+    """View a contiguous tensor as bytes: Gloo doesn't know all dtypes."""
     return x.detach().view(-1).view(torch.uint8)
 
 
 class TransportWork:
-    """A Work over a transport: waits for one operation of torch's, then finishes the result,
-    which writes to `written`, once.
+    """The Work of one operation of a transport.
+
+    Args:
+        fabric: The transport.
+        awaited: The operation.
+        wait: Its channel, the number of its call there, and the call as text.
+        finish: Called once after the operation has ended. It gives the result.
+        written: Tensors that `finish` or the operation writes to.
     """
 
     def __init__(
@@ -508,7 +517,7 @@ class TransportWork:
             try:
                 self._fabric.wait(self._awaited, self._wait, timeout)
             except DeadlineExceeded:
-                raise  # only this wait is over
+                raise  # only this wait has ended, not the operation
             except PacelineError as error:
                 self._error = error
             else:

@@ -1,5 +1,6 @@
-"""Publishes in the store what this rank waits for, and reads what the others wait for; in a
-thread, as a store may hang.
+"""Publishes in the store what this rank waits for, and reads what other ranks wait for.
+
+A thread does both, as a store may hang.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ if TYPE_CHECKING:  # torch's stubs know this name only where it comes from
 else:
     from torch.distributed import Store as TorchStore
 
-PERIOD = 0.3  # seconds between two looks at the others
+PERIOD = 0.3  # seconds between two looks at the other ranks' waits
 
 
 class GroupEnd(NamedTuple):
-    """Why a group has ended: the name of an error, its message, and the ranks that are gone."""
+    """Why a group has ended: name of an error, its message, and the ranks that are gone."""
 
     kind: str
     text: str
@@ -31,9 +32,8 @@ class GroupEnd(NamedTuple):
 class Waitposts:
     """The waits of all ranks of one group.
 
-    `stuck` holds ranks that wait for each other for ever, once there are some.
-
-    Nothing is posted, and no thread runs, before the first `enter`.
+    `others` holds the waits of other ranks, `stuck` those that can never end, as ranks wait for
+    each other. Nothing is published, and no thread runs, before the first `post_wait`.
     """
 
     def __init__(self, store: TorchStore | Store, rank: int, size: int) -> None:
@@ -47,7 +47,7 @@ class Waitposts:
         self._store.put(f"wait/{rank}", None)
 
     def enter(self, wait: RankWait) -> None:
-        """Publish that this rank waits here now."""
+        """Publish that this rank waits here from now on."""
         with self._changed:
             if self._wait == wait:
                 return
@@ -60,32 +60,34 @@ class Waitposts:
             self._changed.notify_all()
 
     def leave(self) -> None:
-        """Publish that this rank doesn't wait any more."""
+        """Publish that this rank waits no more."""
         with self._changed:
             self._wait = None
             self.others = {}
             self._changed.notify_all()
 
-    def verdict(self, mine: GroupEnd, seconds: float = SILENCE) -> GroupEnd:
-        """Return why this group has ended: the reason that the first rank published, if
-        `seconds` are enough to learn it; else `mine`.
+    def verdict(self, own: GroupEnd, seconds: float = SILENCE) -> GroupEnd:
+        """Publish why this group has ended, and return the end that the first rank published.
+
+        It is `own` if no answer of the store comes within `seconds`.
         """
         answers: list[GroupEnd] = []
 
         def ask() -> None:
             try:
-                kind, text, ranks = self._store.first("verdict", mine)
+                kind, text, ranks = self._store.first("verdict", own)
                 answers.append(GroupEnd(str(kind), str(text), tuple(map(int, ranks))))
             except (WorkerLost, SecretError, ValueError, TypeError):
                 return  # the store is gone, too, or a stranger writes to it
 
+        # In a thread, as the store may have gone with the host that it was on.
         thread = threading.Thread(target=ask, name="paceline verdict", daemon=True)
         thread.start()
         thread.join(seconds)
-        return answers[0] if answers else mine
+        return answers[0] if answers else own
 
     def close(self) -> None:
-        """End the thread, soon."""
+        """Let the thread end soon, without waiting for it."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -105,14 +107,15 @@ class Waitposts:
                 return  # without a store nothing can be announced
             with self._changed:
                 if wait is not None and wait == self._wait:
-                    # waits that were all there at the end of one look and at the beginning of the
-                    # next were there together
+                    # Waits are read one after another. Those that were there at the end of one look
+                    # and are the same in the next were all there at one moment in between.
                     self.stuck = stuck if stuck and stuck == suspects else {}
                     suspects = stuck
                 if not self._closed and self._wait == posted:
                     self._changed.wait(PERIOD if posted is not None else None)
 
-    def _look(self, mine: RankWait) -> dict[int, RankWait]:
+    def _look(self, own: RankWait) -> dict[int, RankWait]:
+        # One question to the store for all ranks.
         ranks = [rank for rank in range(self._size) if rank != self._rank]
         posts = self._store.look([f"wait/{rank}" for rank in ranks])
         waits = {
@@ -122,13 +125,11 @@ class Waitposts:
         }
         with self._changed:
             self.others = waits
-        return apart({**waits, self._rank: mine})
+        return apart({**waits, self._rank: own})
 
 
 def _wait(post: Any) -> RankWait | None:
-    """Parse another rank's announcement; None if that rank waits for nothing, or if the
-    announcement is no wait.
-    """
+    """Read another rank's post. None if it waits for nothing, or the post makes no sense."""
     try:
         return None if post is None else RankWait(*post)
     except TypeError:

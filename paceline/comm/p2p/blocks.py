@@ -1,11 +1,13 @@
-"""Memory in which messages wait for their receiver, on one host: the sender copies a message in,
-the receiver's tensors lie in it.
+"""Memory on one host in which messages lie: the sender copies them in, the receiver reads them.
 
 segment   | block 0                             | block 1 ...
           | use | header | tensor | tensor |    |
              ^
-the receiver writes here which use of the block is over, once no tensor lies in it any more: then
-the sender uses it again
+             written by the receiver: the use of the block that is over
+
+A sender counts the uses of each block, and sends the count with the message. Once no tensor of the
+receiver lies in the block any more, the receiver writes that count into it. If the two are equal,
+the sender may use the block again. Only one side writes each number, so there is no lock.
 """
 
 from __future__ import annotations
@@ -23,36 +25,38 @@ from paceline.comm.p2p.ring import RingEntry
 from paceline.comm.shm.memory import SharedSegment
 from paceline.comm.shm.messages import plain
 
-LINE = 64  # bytes to which everything in a block is aligned
+LINE = 64  # bytes: everything in a block begins at a multiple of it
 SLAB = 1 << 20  # bytes of a segment of small blocks
-# bytes of a message up to which its tensors are copied out: they may be kept for long
+# Bytes of a message up to which its tensors are copied out: a small tensor may be kept for long,
+# and would keep its block.
 COPIED = 1 << 14
-TRIES = 8  # blocks in use that are looked at before another is made
+TRIES = 8  # used blocks that are looked at before another one is made
 
 
 @dataclass
 class MessageBlock:
-    """A place for one message at a time."""
+    """Room for one message at a time."""
 
     segment: SharedSegment
-    number: int  # of the segment
-    offset: int
-    cells: memoryview  # of the segment, as int64
+    number: int  # of the segment among its sender's
+    offset: int  # byte of the segment at which the block begins
+    cells: memoryview  # the segment as int64
     uses: int = 0
 
 
 class BlockPool:
-    """The blocks of one sender for one receiver. `make` makes a segment of so many bytes."""
+    """The blocks of one sender for one receiver. `make` makes a segment of a number of bytes."""
 
     def __init__(self, make: Callable[[int], SharedSegment]) -> None:
         self._make = make
-        self._free: defaultdict[int, list[MessageBlock]] = defaultdict(list)
+        self._free: defaultdict[int, list[MessageBlock]] = defaultdict(list)  # by size
+        # By size, the oldest use first.
         self._used: defaultdict[int, deque[MessageBlock]] = defaultdict(deque)
         self._segments: list[SharedSegment] = []
-        self._unknown: set[int] = set()  # segments that the receiver has not been told of
+        self._unknown: set[int] = set()  # segments whose address the receiver has not got yet
 
     def write(self, header: bytes, tensors: Sequence[Tensor]) -> RingEntry:
-        """Copy a message into a block, and return where it lies."""
+        """Copy a message into a block, and return the entry that leads to it."""
         places, total = _places(len(header), [x.numel() * x.element_size() for x in tensors])
         block = self._take(total)
         ctypes.memmove(block.segment.start + block.offset + LINE, header, len(header))
@@ -65,11 +69,12 @@ class BlockPool:
         )
 
     def told(self, entry: RingEntry) -> None:
-        """Note that an entry is on its way, and with it the address of its segment."""
+        """Note that an entry has been posted, and with it the address of its segment."""
         self._unknown.discard(entry.segment)
 
     def _take(self, nbytes: int) -> MessageBlock:
         wanted = capacity(nbytes)
+        # A somewhat larger block will do, if one is free.
         for size in (wanted, *(other for other in self._used if wanted < other <= 2 * wanted)):
             self._reclaim(size)
             if self._free[size]:
@@ -83,9 +88,7 @@ class BlockPool:
         return block
 
     def _reclaim(self, size: int) -> None:
-        """Find blocks that the receiver has done with, from the one that is used for the longest
-        on.
-        """
+        """Free blocks that the receiver has left. The oldest uses come first."""
         used = self._used[size]
         for _ in range(min(TRIES, len(used))):
             block = used.popleft()
@@ -96,6 +99,7 @@ class BlockPool:
                 used.append(block)
 
     def _grow(self, size: int) -> None:
+        # Small blocks are made many at a time: mapping a segment costs more than a small message.
         count = max(1, SLAB // size)
         segment = self._make(count * size)
         number = len(self._segments)
@@ -107,13 +111,13 @@ class BlockPool:
         ]
 
     def close(self) -> None:
-        """Let go of the descriptors: the receiver has mapped the segments, or never will."""
+        """Close the descriptors: the receiver has mapped the segments, or never will."""
         for segment in self._segments:
             segment.seal()
 
 
 def _places(header: int, lengths: Sequence[int]) -> tuple[list[int], int]:
-    """Return the byte of a block at which each tensor begins, and the bytes of all."""
+    """Lay out a block: the byte at which each tensor begins, and the bytes of everything."""
     places, at = [], LINE + header
     for length in lengths:
         at = -(-at // LINE) * LINE
@@ -131,14 +135,15 @@ def _copy(segment: SharedSegment, at: int, x: Tensor) -> None:
 
 
 class MessageReader:
-    """The receiver's view of the blocks of one sender."""
+    """Reads messages from the blocks of one sender."""
 
     def __init__(self) -> None:
         self._segments: dict[int, tuple[SharedSegment, memoryview]] = {}
 
     def read(self, entry: RingEntry) -> tuple[int, PairMessage]:
-        """Return the lane and the message that an entry tells of; its tensors lie where the
-        sender has put them, if they are large.
+        """Read the message that an entry leads to, and its lane.
+
+        Large tensors stay where they are. They keep the block until they are gone.
         """
         if entry.address:
             segment = SharedSegment.open(entry.address, entry.nbytes, alone=True)
@@ -161,6 +166,6 @@ class MessageReader:
 def _release(segment: SharedSegment, cells: memoryview, at: int, use: int) -> None:
     """Tell the sender that a use of a block is over.
 
-    The segment is an argument as it has to be mapped until then.
+    `segment` is an argument so that it stays mapped until then.
     """
     cells[at] = use

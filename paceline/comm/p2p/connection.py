@@ -1,14 +1,14 @@
-"""A TCP connection that carries messages one way between two workers, and the proof with which it
-begins.
+"""A TCP connection for messages one way between two workers, and the proof it begins with.
 
     sender      its rank, nonce a                                      -->
                                     <--   nonce b, MAC(receiver, ranks, a, b)
                 MAC(sender, ranks, a, b)                               -->
-                                    <--   a byte: it is let in
+                                    <--   one byte: the sender is let in
                 length | header | tensor | tensor | length | header ...
 
-Both prove that they know a key: it comes of the job's secret, and of a number that the receiver has
-put, signed, into the store.
+Both sides prove that they know a key. It is derived from the job's secret and a random token that
+the receiver has put into the store, signed. The nonces are fresh on both sides, so a recorded
+proof is of no use later.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from paceline.errors import DeadlineExceeded, PacelineError, SecretError, Worker
 from paceline.state.snapshot import raw
 
 MAGIC = b"pacepair"
-HELLO = struct.Struct("<8sI16s")  # what it is, rank of the sender, nonce
-NONCE = 16
+HELLO = struct.Struct("<8sI16s")  # MAGIC, rank of the sender, nonce
+NONCE = 16  # bytes
 PROOF = 4.0  # seconds that a connection may take to prove itself
 SILENCE = 15  # seconds after which a host that doesn't answer counts as lost
-WELCOME = b"."  # what the receiver says to a sender that it lets in
-LENGTH = struct.Struct("<I")
-MOST = 64  # pieces of memory that are sent at a time
-RETRY, LONGEST_RETRY = 0.02, 0.5  # seconds between two tries to connect
-STRANGERS = 64  # connections at a time that have proved nothing yet
+WELCOME = b"."  # sent by the receiver when it lets the sender in
+LENGTH = struct.Struct("<I")  # bytes of the header that follows
+MOST = 64  # pieces of memory in one call of sendmsg
+RETRY, LONGEST_RETRY = 0.02, 0.5  # seconds between the first, and later, tries to connect
+STRANGERS = 64  # connections that may be open at a time without a proof
 ROOM = 0.1  # seconds to wait for one of them to end by itself
-GONE = 1.0  # seconds in which the thread of one that was hung up on lets go of it
+GONE = 1.0  # seconds in which the thread of a connection that was cut lets go of it
 
 
 class Listening(NamedTuple):
-    """Where a worker listens, and the number that is drawn for connections to it."""
+    """The address at which a worker listens, and the token of connections to it."""
 
     address: str
     port: int
@@ -56,17 +56,16 @@ class Listening(NamedTuple):
 
 
 class CallerCrowd:
-    """Connections that each hold a thread, at most `most`: strangers who keep theirs open make
-    no room for others, and are hung up on.
+    """Unproved connections, at most `most`, as each holds a thread.
+
+    If strangers keep all of them open, they are hung up on, so that a worker can get in.
     """
 
     def __init__(self, most: int) -> None:
         self._most, self._open, self._changed = most, list[socket.socket](), threading.Condition()
 
     def enter(self, connection: socket.socket) -> None:
-        """Count a connection, once there is room: if none has left for a moment, all the others
-        are hung up on.
-        """
+        """Count a connection once there is room. If none leaves for a moment, cut all others."""
         with self._changed:
             if not self._changed.wait_for(self._has_room, ROOM):
                 for other in self._open:
@@ -75,7 +74,7 @@ class CallerCrowd:
             self._open.append(connection)
 
     def leave(self, connection: socket.socket) -> None:
-        """Count a connection no more. Twice is harmless."""
+        """Count a connection no more. May be called twice."""
         with self._changed:
             if connection in self._open:
                 self._open.remove(connection)
@@ -95,16 +94,28 @@ def call(
     deadline: float,
     check: Callable[[], None],
 ) -> socket.socket:
-    """Connect to another worker, and prove to each other who is who.
+    """Connect to another worker, and prove to each other that both know the key.
 
-    Tries for `deadline` seconds; `check` raises to give up.
+    Args:
+        listening: Address of the other worker.
+        key: Key of connections to it.
+        ranks: Ranks in the group of the caller and of the other.
+        who: Words for the other in errors.
+        name: Rank of the other among all workers.
+        deadline: Seconds to try.
+        check: Called between two tries; raises to give up.
 
-    `ranks`: of the caller, and of `who`, which is called `name` in errors.
+    Raises:
+        WorkerLost: The port is closed, so the other has ended.
+        DeadlineExceeded: It can't be reached in time.
+        SecretError: Another program listens there.
     """
     last, nap = time.monotonic() + deadline, RETRY
     while True:
         connection = None
         try:
+            # A refusal means that the port is closed, and the token in the store says that it was
+            # open once: the other has ended.
             connection = socket.create_connection(
                 (listening.address, listening.port), max(0.1, min(PROOF, last - time.monotonic()))
             )
@@ -113,10 +124,14 @@ def call(
             return connection
         except ConnectionRefusedError as error:
             raise WorkerLost(
-                f"{who} is gone: nobody listens at {listening.address}:{listening.port} any more",
+                (
+                    f"{who} is gone: no process listens at {listening.address}:{listening.port} "
+                    "any more"
+                ),
                 (name,),
             ) from error
         except (OSError, PacelineError) as error:
+            # The other may be busy, or have hung up as it was full of strangers: try again.
             if connection is not None:
                 connection.close()
             if isinstance(error, PacelineError):
@@ -133,19 +148,20 @@ def call(
 
 
 def introduce(connection: socket.socket, key: bytes, ranks: tuple[int, int], who: str) -> None:
-    """Prove, as a sender, to the receiver, and have it prove itself.
+    """Prove this sender to the receiver, after the receiver has proved itself.
 
-    Raises `OSError`, and `SecretError` for a stranger.
+    Raises `OSError`, and `SecretError` if the receiver doesn't know the key.
     """
     _tune(connection)
     end, nonce = time.monotonic() + PROOF, random.token_bytes(NONCE)
     connection.sendall(HELLO.pack(MAGIC, ranks[0], nonce))
     answer = _exactly(connection, NONCE + secrets.MAC_BYTES, end)
+    # The receiver proves itself first, so a stranger at its address gets no proof of ours.
     nonces = nonce + answer[:NONCE]
     if not hmac.compare_digest(answer[NONCE:], _proof(key, "receiver", ranks, nonces)):
         raise SecretError(
-            f"who answers in the place of {who} doesn't know the secret of this job: "
-            "another program listens there"
+            f"another program listens at the address of {who}: it doesn't know the secret of this "
+            "job"
         )
     connection.sendall(_proof(key, "sender", ranks, nonces))
 
@@ -153,7 +169,7 @@ def introduce(connection: socket.socket, key: bytes, ranks: tuple[int, int], who
 def _enter(connection: socket.socket, last: float, check: Callable[[], None]) -> None:
     """Wait until the receiver has let this sender in.
 
-    Raises `OSError`: a receiver to which the proof came too late has hung up.
+    Raises `OSError`: a receiver that got the proof too late hangs up.
     """
     while True:
         try:
@@ -166,15 +182,16 @@ def _enter(connection: socket.socket, last: float, check: Callable[[], None]) ->
     connection.settimeout(None)
 
 
-def admit(connection: socket.socket, key: bytes, rank: int, known: Collection[int]) -> int | None:
-    """Return the rank of a sender that has called and proved itself; None for anybody else.
+def admit(connection: socket.socket, key: bytes, rank: int, allowed: Collection[int]) -> int | None:
+    """Check the proof of a sender that has connected, and return its rank.
 
-    Raises `OSError`.
+    None for a stranger. `allowed`: ranks that may connect. Raises `OSError`.
     """
     end = time.monotonic() + PROOF
     _tune(connection)
     magic, source, nonce = HELLO.unpack(_exactly(connection, HELLO.size, end))
-    if magic != MAGIC or source not in known:
+    # Nothing is said to a program that doesn't speak this protocol.
+    if magic != MAGIC or source not in allowed:
         return None
     nonces = nonce + random.token_bytes(NONCE)
     connection.sendall(nonces[NONCE:] + _proof(key, "receiver", (source, rank), nonces))
@@ -187,11 +204,12 @@ def admit(connection: socket.socket, key: bytes, rank: int, known: Collection[in
 
 
 def _proof(key: bytes, side: str, ranks: tuple[int, int], nonces: bytes) -> bytes:
-    """Make the proof of one side of a connection. `ranks`: those of the sender and the receiver."""
+    """Make the proof of one side. `ranks`: of the sender and the receiver."""
     return secrets.sign(key, side.encode(), struct.pack("<II", *ranks), nonces)
 
 
 def _tune(connection: socket.socket) -> None:
+    # Small messages leave at once. A host that is silent for SILENCE seconds ends the connection.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -205,19 +223,19 @@ def _tune(connection: socket.socket) -> None:
 
 
 def _exactly(connection: socket.socket, nbytes: int, end: float) -> bytes:
-    """Read so many bytes until `end` (time.monotonic()). Raises `OSError`."""
-    found = b""
-    while len(found) < nbytes:
+    """Read exactly `nbytes` until `end` (time.monotonic()). Raises `OSError`."""
+    received = b""
+    while len(received) < nbytes:
         connection.settimeout(max(0.001, end - time.monotonic()))
-        part = connection.recv(nbytes - len(found))
+        part = connection.recv(nbytes - len(received))
         if not part:
             raise ConnectionResetError("the other side has hung up")
-        found += part
-    return found
+        received += part
+    return received
 
 
 def _fill(connection: socket.socket, into: memoryview) -> int:
-    """Read until `into` is full, or nothing more comes; return how many bytes came."""
+    """Read until `into` is full or the connection ends. Returns the number of bytes read."""
     at = 0
     while at < into.nbytes and (count := connection.recv_into(into[at:], 0, socket.MSG_WAITALL)):
         at += count
@@ -225,17 +243,18 @@ def _fill(connection: socket.socket, into: memoryview) -> int:
 
 
 def read(connection: socket.socket, pool: MemoryPool) -> tuple[int, PairMessage] | None:
-    """Read the next message, with its lane, into memory of `pool`; None at the end of all.
+    """Read the next message and its lane, into memory of `pool`. None at the end.
 
     Raises `OSError`, and `MalformedMessage`.
     """
     length = bytearray(LENGTH.size)
-    came = _fill(connection, memoryview(length))
-    if not came:
+    bytes_read = _fill(connection, memoryview(length))
+    if not bytes_read:
         return None
     [nbytes] = LENGTH.unpack(length)
-    if came < LENGTH.size or nbytes > LONGEST:
-        raise MalformedMessage("what comes is no message")
+    # Check the length before memory is allocated for it.
+    if bytes_read < LENGTH.size or nbytes > LONGEST:
+        raise MalformedMessage("the bytes received are no message")
     text = bytearray(nbytes)
     _whole(connection, memoryview(text))
     header = unpack(bytes(text))
@@ -265,8 +284,9 @@ def _whole(connection: socket.socket, into: memoryview) -> None:
 
 
 def frames(header: bytes, tensors: Sequence[Tensor]) -> list[memoryview]:
-    """Return the memory of a message, in the order in which it is sent; that of the tensors as
-    they lie, where it can be.
+    """List the memory of a message in the order in which it is sent.
+
+    Tensors are not copied if their bytes can be sent from where they are.
     """
     return [
         memoryview(LENGTH.pack(len(header)) + header),
@@ -275,9 +295,9 @@ def frames(header: bytes, tensors: Sequence[Tensor]) -> list[memoryview]:
 
 
 def send_some(connection: socket.socket, parts: list[memoryview]) -> list[memoryview]:
-    """Send what the network takes at once; return the rest.
+    """Send as much as the network takes at once, and return the rest.
 
-    A broken connection shows itself to the thread that writes the rest.
+    An error is left to the thread that writes the rest.
     """
     try:
         return _after(parts, connection.sendmsg(parts[:MOST], (), socket.MSG_DONTWAIT))
@@ -286,13 +306,13 @@ def send_some(connection: socket.socket, parts: list[memoryview]) -> list[memory
 
 
 def send_all(connection: socket.socket, parts: list[memoryview]) -> None:
-    """Send all of it. Raises `OSError`."""
+    """Send everything. Raises `OSError`."""
     while parts:
         parts = _after(parts, connection.sendmsg(parts[:MOST]))
 
 
 def _after(parts: list[memoryview], sent: int) -> list[memoryview]:
-    """Return what is left of `parts` when so many bytes are sent."""
+    """Return the parts that are left after `sent` bytes of them."""
     for index, part in enumerate(parts):
         if sent < part.nbytes:
             return [part[sent:], *parts[index + 1 :]]
@@ -301,7 +321,7 @@ def _after(parts: list[memoryview], sent: int) -> list[memoryview]:
 
 
 def has_hung_up(connection: socket.socket) -> bool:
-    """Whether the other side takes nothing more."""
+    """Whether the other side has closed the connection. Never blocks."""
     try:
         return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
     except BlockingIOError:
@@ -311,9 +331,10 @@ def has_hung_up(connection: socket.socket) -> bool:
 
 
 def cut(connection: socket.socket) -> None:
-    """End a connection, or a listener, at once: whoever waits at it returns.
+    """End a connection or a listener at once: threads that wait at it return.
 
-    Its descriptor stays, as a thread may be using it.
+    Its descriptor stays open. A thread may be using it, and the number must not be given to
+    another file meanwhile.
     """
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

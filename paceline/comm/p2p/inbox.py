@@ -1,4 +1,4 @@
-"""Where messages wait for those who receive them, and those who receive for messages."""
+"""Brings messages and receives of one worker together, whichever of them comes first."""
 
 from __future__ import annotations
 
@@ -15,37 +15,36 @@ from paceline.comm.p2p.message import PairMessage, moved
 from paceline.errors import DeadlineExceeded, PacelineError
 
 TICK = 0.05  # seconds between two looks whether a message can still come
-SLICE = 2e-3  # seconds that a receive sleeps where other work may have to be pushed meanwhile
+SLICE = 2e-3  # seconds that a receive sleeps while other operations may need to be advanced
 
 
 class PairLink(Protocol):
-    """The way by which the messages of one worker come."""
+    """The link over which the messages of one worker come."""
 
-    name: int  # of the worker, among all
+    name: int  # rank of that worker among all workers
     host: str
 
     def look(self, *, last: bool = False) -> None:
-        """Take in what has come.
+        """Move messages that have come into the inbox.
 
-        If another thread does so, go on without, unless this is the `last` look.
+        If another thread is doing that, return at once, unless this is the `last` look.
         """
         ...
 
     def rest(self, work: ReceiveWork, seconds: float) -> None:
-        """Return when `work` has its message, or may have it after another `look`; after so many
-        seconds in any case.
-        """
+        """Sleep until `work` has its message, or another look may find it, or `seconds` pass."""
         ...
 
     def gone(self) -> PacelineError | None:
-        """Return why nothing more comes this way, if so."""
+        """Return the reason why no more messages come over this link; None if they may."""
         ...
 
 
 class PairInbox:
-    """The messages that have come to one worker: first in, first out, for each source and lane.
+    """Messages that have come to one worker, and receives that wait for one. For any thread.
 
-    For any thread.
+    Each source and lane is a queue of its own. At most one of `_arrived` and `_wanted` has an entry
+    for a lane, and an entry is never empty.
     """
 
     def __init__(self) -> None:
@@ -54,7 +53,7 @@ class PairInbox:
         self._wanted: defaultdict[tuple[int, int], deque[ReceiveWork]] = defaultdict(deque)
 
     def put(self, source: int, lane: int, message: PairMessage) -> None:
-        """Hand a message to the first that waits for it, or keep it for who will."""
+        """Hand a message to the first receive that waits for it, or store it for a later one."""
         place = source, lane
         with self.changed:
             if place in self._wanted:
@@ -65,7 +64,7 @@ class PairInbox:
             self.changed.notify_all()
 
     def ask(self, source: int, lane: int, work: ReceiveWork) -> None:
-        """Give `work` the next message of this source and lane, now or when it comes."""
+        """Give `work` the next message of a source and lane, now or when it comes."""
         place = source, lane
         with self.changed:
             if place in self._arrived:
@@ -77,43 +76,42 @@ class PairInbox:
     def rest(
         self, work: ReceiveWork, seconds: float, needed: Callable[[], bool] = lambda: True
     ) -> None:
-        """Wait until `work` has its message, or something has changed, if that is `needed`; at
-        most so long.
+        """Sleep until `work` has its message, something changes, or `seconds` pass.
+
+        `needed` is asked while the lock is held, so no change can be missed: False returns at once.
         """
         with self.changed:
             if not work.came and needed():
                 self.changed.wait(seconds)
 
     def notify(self) -> None:
-        """Wake up all that wait: something else has changed."""
+        """Wake all threads that wait: something other than a message has changed."""
         with self.changed:
             self.changed.notify_all()
 
 
 def _tidy(places: dict[tuple[int, int], deque[Any]], place: tuple[int, int]) -> None:
-    """Forget a lane on which nothing is left: callers may use a lane only once."""
+    """Forget a lane without entries: callers may use a lane only once."""
     if not places[place]:
         del places[place]
 
 
 class ReceiveTerms(NamedTuple):
-    """What all receives of one worker share: what it is called, how long a wait may take, where
-    tensors are to lie, and what ends them.
-    """
+    """Terms that all receives of one worker share."""
 
-    me: str
-    deadline: float  # seconds
-    device: torch.device
-    broken: Callable[[], PacelineError | None]
+    me: str  # words for this worker in errors
+    deadline: float  # seconds that a wait may take
+    device: torch.device  # where tensors come out
+    broken: Callable[[], PacelineError | None]  # gives the error that has ended the group
 
 
 class ReceiveWork:
-    """A message that is to come (a `Work`). `what` is what errors call it."""
+    """A message to come (a `Work`). `what`: words for it in errors."""
 
     def __init__(self, link: PairLink, what: str, terms: ReceiveTerms) -> None:
         self._link, self._what, self._terms = link, what, terms
         self._message: PairMessage | None = None
-        self._landed: PairMessage | None = None  # where it is asked for
+        self._landed: PairMessage | None = None  # the message with its tensors on the device
         self._error: PacelineError | None = None
 
     @property
@@ -122,7 +120,7 @@ class ReceiveWork:
         return self._message is not None
 
     def end(self, message: PairMessage) -> None:
-        """Take the message."""
+        """Take the message: it has come."""
         self._message = message
 
     def wait(self, timeout: float | None = None) -> PairMessage:
@@ -130,15 +128,16 @@ class ReceiveWork:
         began = time.monotonic()
         seconds = self._terms.deadline if timeout is None else timeout
         while not self.done():
-            left = began + seconds - time.monotonic()
-            if left <= 0:
+            seconds_left = began + seconds - time.monotonic()
+            if seconds_left <= 0:
                 raise DeadlineExceeded(
                     f"{self._missing()} within {seconds:g} s", (self._link.name,)
                 )
-            self._link.rest(self, min(left, TICK))
+            self._link.rest(self, min(seconds_left, TICK))
         if self._error is not None:
             raise copy.copy(self._error)
         assert self._message is not None
+        # Tensors move in the waiting thread, not where messages arrive.
         if self._landed is None:
             self._landed = moved(self._message, self._terms.device)
         return self._landed
@@ -146,13 +145,15 @@ class ReceiveWork:
     def done(self) -> bool:
         if self.came or self._error is not None:
             return True
+        # Look before asking for errors: a message that came before the end still counts.
         self._link.look()
         if self.came:
             return True
         error = self._terms.broken() or self._link.gone()
         if error is None:
             return False
-        self._link.look(last=True)  # at what came before the end
+        # The message may have come between the look above and the end.
+        self._link.look(last=True)
         if not self.came:
             self._error = self._explained(error)
         return True
@@ -161,9 +162,9 @@ class ReceiveWork:
         return self._error if self.done() else None
 
     def _explained(self, error: PacelineError) -> PacelineError:
-        told = copy.copy(error)
-        told.args = (f"{error}: {self._missing()}",)
-        return told
+        explained = copy.copy(error)
+        explained.args = (f"{error}: {self._missing()}",)
+        return explained
 
     def _missing(self) -> str:
         return (

@@ -1,5 +1,6 @@
-"""Memory that messages come into: used again once no tensor lies in it any more, as fresh memory
-costs as much as receiving into it.
+"""Memory for incoming messages, used again once no tensor lies in it any more.
+
+Fresh memory costs as much as receiving into it: the kernel clears each page at its first use.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from torch import Tensor
 
 from paceline.comm.shm.memory import fresh
 
-SMALLEST, SMALL = 1 << 12, 1 << 16  # bytes of the two kinds of small blocks
-KEPT = 1 << 28  # bytes that a pool keeps unused
+SMALLEST, SMALL = 1 << 12, 1 << 16  # bytes of the two sizes of small blocks
+KEPT = 1 << 28  # bytes of free memory that a pool keeps
 
 
 def capacity(nbytes: int) -> int:
-    """Return the bytes of the blocks that messages of so many bytes take: few sizes, so that
-    they are used again, and little lost.
+    """Round `nbytes` up to the size of a block.
+
+    There are few sizes, so that blocks are used again: four between a power of two and the next,
+    so at most a quarter is unused.
     """
     if nbytes <= SMALL:
         return SMALLEST if nbytes <= SMALLEST else SMALL
@@ -30,11 +33,13 @@ def capacity(nbytes: int) -> int:
 
 
 def lend(address: int, nbytes: int, done: Callable[..., None], *arguments: Any) -> Any:
-    """Return a buffer at this address, for `tensor`.
+    """Make a buffer of the memory at `address`, for `view_tensor`.
 
-    Calls `done` with these arguments once it, and all tensors in it, are gone.
+    `done(*arguments)` is called once the buffer, and all tensors in it, are gone.
     """
     buffer = (ctypes.c_char * nbytes).from_address(address)
+    # Tensors keep the buffer alive: torch.frombuffer holds a reference to it. At exit nothing is
+    # given back, as the memory may be unmapped by then.
     finalizer = weakref.finalize(buffer, done, *arguments)
     finalizer.atexit = False
     return buffer
@@ -49,30 +54,35 @@ def tensor(
     *,
     alone: bool = False,
 ) -> Tensor:
-    """Return the tensor whose bytes lie in a buffer from byte `at` on; it keeps the buffer,
-    unless it is copied to memory `alone`.
+    """View the bytes of a buffer from `at` on as a tensor, which keeps the buffer.
+
+    `alone`: copy it to memory of its own instead.
     """
-    if torch.is_inference_mode_enabled():  # it may outlive the evaluation during which it comes
+    # It may outlive the evaluation in which it arrives.
+    if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             return tensor(buffer, at, nbytes, dtype, shape, alone=alone)
     if not nbytes:
         return torch.empty(shape, dtype=dtype)
-    found = torch.frombuffer(buffer, dtype=dtype, count=nbytes // dtype.itemsize, offset=at).view(
+    view = torch.frombuffer(buffer, dtype=dtype, count=nbytes // dtype.itemsize, offset=at).view(
         shape
     )
-    return found.clone() if alone else found
+    return view.clone() if alone else view
 
 
 class MemoryPool:
-    """Blocks of this process's own memory. For any thread."""
+    """Blocks of this process's own memory. For any thread.
+
+    There is no lock: a finalizer may give memory back at any moment, even while the same thread
+    holds the lock. List operations are atomic; `_free_bytes` is only about right.
+    """
 
     def __init__(self) -> None:
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
-        # bytes, about: nothing is locked, as memory may come back in the middle of anything
-        self._kept = 0
+        self._kept = 0  # bytes of free memory, about
 
     def take(self, nbytes: int) -> Any:
-        """Return a buffer of at least so many bytes."""
+        """Return a buffer of at least `nbytes` bytes."""
         size = capacity(nbytes)
         try:
             block = self._free[size].pop()

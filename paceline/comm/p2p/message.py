@@ -1,4 +1,9 @@
-"""A message of tensors from one worker to another, and the header in which its shapes travel."""
+"""A message of tensors from one worker to another, and the header that describes its tensors.
+
+header, three lines:   lane
+                       [["float32", [2, 3]], ...]     dtype and shape of each tensor
+                       head as JSON
+"""
 
 from __future__ import annotations
 
@@ -19,33 +24,29 @@ DTYPES = {
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype)
 }
-# whose bytes are their values
+# Dtypes whose bytes are their values. Quantized ones have a scale besides.
 PLAIN = {dtype for name, dtype in DTYPES.items() if not name.startswith(("q", "bits"))}
-LONGEST = 1 << 20  # bytes of a header
-DIMS = 64  # of a tensor
-LANES = 1 << 62
+LONGEST = 1 << 20  # bytes of the longest header
+DIMS = 64  # most dims of a tensor
+LANES = 1 << 62  # number of lanes
 
 
 class PairMessage(NamedTuple):
-    """What one worker has sent to another: a JSON value, and tensors that belong to the
-    receiver.
-    """
+    """A message from another worker: a JSON value, and tensors that belong to the receiver."""
 
     head: Any
     tensors: tuple[Tensor, ...]
 
 
 class TensorLayout(NamedTuple):
-    """The dtype and shape of each tensor of a message, and its bytes."""
+    """Dtype, shape and number of bytes of each tensor of a message."""
 
     forms: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
     lengths: tuple[int, ...]
 
 
 class PairHeader(NamedTuple):
-    """What goes before the tensors of a message: its lane, its JSON value, and what its tensors
-    are.
-    """
+    """The part of a message before its tensors: lane, JSON value, and layout of the tensors."""
 
     lane: int
     head: Any
@@ -56,7 +57,7 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def pack(lane: int, head: Mapping[str, Any], tensors: Sequence[Tensor]) -> bytes:
-    """Write the header of a message. Raises `UsageError` for what can't be sent."""
+    """Write the header of a message. Raises `UsageError` if the message can't be sent."""
     if not 0 <= lane < LANES:
         raise UsageError(f"lane {lane} is not one of 0..2**62 - 1: choose another number for it")
     for x in tensors:
@@ -66,18 +67,18 @@ def pack(lane: int, head: Mapping[str, Any], tensors: Sequence[Tensor]) -> bytes
                 "send dense tensors that have values"
             )
     try:
-        said = _encode(head).encode()
+        json_head = _encode(head).encode()
     except (TypeError, ValueError, RecursionError) as error:
         text = (
-            f"the head of a message is no JSON value ({error}): send tensors apart, and numbers, "
-            "text, lists and maps here"
+            f"the head of a message is no JSON value ({error}): it holds numbers, text, lists and "
+            "maps; send tensors beside it"
         )
         raise UsageError(text) from error
-    header = b"%d\n%b\n%b" % (lane, _written(tuple((x.dtype, x.shape) for x in tensors)), said)
+    header = b"%d\n%b\n%b" % (lane, _written(tuple((x.dtype, x.shape) for x in tensors)), json_head)
     if len(header) > LONGEST:
         raise UsageError(
-            f"the header of a message takes {len(header)} bytes, and {LONGEST} are possible: "
-            "send what is large as a tensor"
+            f"the header of a message takes {len(header)} bytes, and at most {LONGEST} are "
+            "possible: send large values as tensors"
         )
     return header
 
@@ -90,10 +91,10 @@ def _written(forms: tuple[tuple[torch.dtype, torch.Size], ...]) -> bytes:
 
 
 def unpack(text: bytes) -> PairHeader:
-    """Read a header. Raises `MalformedMessage` for what no worker has written."""
+    """Read a header. Raises `MalformedMessage` if no worker can have written it."""
     try:
-        lane, forms, said = text.split(b"\n", 2)
-        return PairHeader(int(lane), json.loads(said.decode()), _read(forms))
+        lane, forms, json_head = text.split(b"\n", 2)
+        return PairHeader(int(lane), json.loads(json_head.decode()), _read(forms))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise MalformedMessage(
             f"the header of a message makes no sense ({type(error).__name__}: {error})"
@@ -108,6 +109,7 @@ def _read(text: bytes) -> TensorLayout:
 
 def _form(name: str, shape: list[int]) -> tuple[torch.dtype, tuple[int, ...]]:
     dtype = DTYPES[name]
+    # The text comes from another process: check every size before memory is allocated for it.
     if (
         dtype not in PLAIN
         or len(shape) > DIMS
@@ -120,13 +122,13 @@ def _form(name: str, shape: list[int]) -> tuple[torch.dtype, tuple[int, ...]]:
 
 
 def copied(x: Tensor) -> Tensor:
-    """Return the values of a tensor in CPU memory of their own, contiguous."""
+    """Copy a tensor to contiguous CPU memory of its own."""
     with torch.inference_mode(False):
         return torch.empty(x.shape, dtype=x.dtype).copy_(x.detach())
 
 
 def moved(message: PairMessage, device: torch.device) -> PairMessage:
-    """Return the message with its tensors on a device."""
+    """Move the tensors of a message to a device."""
     if all(x.device == device for x in message.tensors):
         return message
     with torch.inference_mode(False):

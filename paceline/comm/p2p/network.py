@@ -1,11 +1,10 @@
-"""Messages between workers of several hosts, over TCP: one connection for each directed pair, made
-when it is first needed.
+"""Messages between workers of several hosts over TCP: one connection for each directed pair.
 
     sender                                    receiver
-    send() --> queue --> a thread writes  --> a thread reads, and puts messages into the inbox,
-                                          whether they are waited for or not
+    send() --> queue --> a thread writes  --> a thread reads, and puts messages into the inbox
 
-`connection` is what each begins with, and what travels.
+Connections are made when they are first needed. Messages are read whether a receive waits for them
+or not, so a sender is never held up. `connection` has the bytes that travel.
 """
 
 from __future__ import annotations
@@ -40,14 +39,13 @@ from paceline.comm.p2p.inbox import SLICE, PairInbox, ReceiveWork
 from paceline.comm.p2p.memory import MemoryPool
 from paceline.errors import DeadlineExceeded, PacelineError, ViewChanged, WorkerLost
 
-# bytes of a message that its sender writes itself, if the network takes them at once
-INLINE = 1 << 18
-RETRY = 0.02  # seconds until the next caller is let in, where no descriptors are left
-GRACE = 1.0  # seconds for a connection of a worker that has left to come to its turn
+INLINE = 1 << 18  # bytes of a message up to which its sender tries to write it itself
+RETRY = 0.02  # seconds until the next caller is let in if no file descriptors are left
+GRACE = 1.0  # seconds for the connection of a worker that has left to come to its turn
 
 
 class _Outgoing:
-    """A message that is on its way (a `Work`)."""
+    """A message on its way to another host (a `Work`)."""
 
     def __init__(self, parts: list[memoryview], way: str, deadline: float) -> None:
         self.parts, self._way, self._deadline = parts, way, deadline
@@ -62,8 +60,8 @@ class _Outgoing:
         seconds = self._deadline if timeout is None else timeout
         if not self._ended.wait(seconds):
             raise DeadlineExceeded(
-                f"{self._way} could not be sent within {seconds:g} s: the network, or that host, "
-                "takes nothing"
+                f"{self._way} could not be sent within {seconds:g} s: the network or that host "
+                "takes no data"
             )
         if self._error is not None:
             raise copy.copy(self._error)
@@ -76,7 +74,11 @@ class _Outgoing:
 
 
 class NetworkWay:
-    """The way to a worker on another host, and from it."""
+    """The link to a worker on another host, in both directions.
+
+    `_lock` guards the order of messages: the caller writes a message itself only if the thread has
+    none to write (`_waiting` is 0). `_error` ends sending, `_ended` ends receiving.
+    """
 
     def __init__(
         self, end: PairNetwork, peer: int, listening: Listening, *, name: int, host: str
@@ -86,20 +88,18 @@ class NetworkWay:
         self._pool = MemoryPool()
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
-        self._waiting = 0  # messages that the thread has to write
+        self._waiting = 0  # messages that the thread has not written yet
         self._writer: threading.Thread | None = None
-        self._out: socket.socket | None = None
-        self._in: socket.socket | None = None
-        self._error: PacelineError | None = None  # why nothing can be sent
-        self._ended: PacelineError | None = None  # why nothing more comes
-        self._hung_up = 0.0  # when the other was seen to have hung up what leads there
+        self._out: socket.socket | None = None  # to the other
+        self._in: socket.socket | None = None  # from the other
+        self._error: PacelineError | None = None  # why nothing can be sent any more
+        self._ended: PacelineError | None = None  # why nothing comes any more
+        self._hung_up = 0.0  # time.monotonic() at which the other was first seen to have hung up
 
     # ---- sending
 
     def send(self, header: bytes, tensors: Sequence[Tensor], what: str) -> Work[None]:
-        """Send a message: right away if it is small and nothing is before it, else from a
-        thread.
-        """
+        """Send a message: at once if it is small and the first, else from a thread."""
         parts = frames(header, tensors)
         with self._lock:
             if self._error is not None:
@@ -121,7 +121,7 @@ class NetworkWay:
         return work
 
     def open(self) -> None:
-        """Begin to connect to the other, unless that was begun."""
+        """Begin to connect to the other worker, unless that has begun."""
         with self._lock:
             if self._writer is None and not self._end.closed:
                 self._writer = threading.Thread(
@@ -174,7 +174,7 @@ class NetworkWay:
     # ---- receiving
 
     def enter(self, connection: socket.socket) -> bool:
-        """Take what comes over a connection that has proved itself; whether it is the first."""
+        """Accept a connection that has proved itself. False if there has been one before."""
         with self._lock:
             if self._in is not None:
                 return False
@@ -182,13 +182,13 @@ class NetworkWay:
         return True
 
     def read(self) -> None:
-        """Put all messages that come into the inbox, until no more come."""
+        """Put all messages that come into the inbox, until the connection ends."""
         assert self._in is not None
         why = "it has closed its end"
         try:
             with self._in:
-                while (found := read(self._in, self._pool)) is not None:
-                    self._end.inbox.put(self._peer, *found)
+                while (lane_and_message := read(self._in, self._pool)) is not None:
+                    self._end.inbox.put(self._peer, *lane_and_message)
         except (OSError, PacelineError, RuntimeError, MemoryError) as error:
             why = f"its connection has broken ({getattr(error, 'strerror', None) or error})"
         with self._lock:
@@ -203,9 +203,12 @@ class NetworkWay:
     def gone(self) -> PacelineError | None:
         if self._ended is not None or self._in is not None:
             return self._ended
-        self.open()  # it has not called yet: whether it lives shows in a call from here
+        # The other has not connected yet. A connection from here shows whether it lives.
+        self.open()
         if self._error is not None or self._out is None or not has_hung_up(self._out):
             return self._error
+        # It has hung up, but its own connection, with its last messages, may be waiting for us to
+        # accept it. Give that a moment.
         self._hung_up = self._hung_up or time.monotonic()
         return (
             self._lost("it has closed its end")
@@ -216,11 +219,11 @@ class NetworkWay:
     # ---- the end
 
     def flush(self) -> None:
-        """Ask the thread to end when all is written."""
+        """Let the thread end once it has written everything."""
         self._queue.put(None)
 
     def close(self, end: float) -> None:
-        """Wait for the thread until `end` (time.monotonic()), and let go of the connections."""
+        """Wait for the thread until `end` (time.monotonic()), then end both connections."""
         if self._writer is not None:
             self._writer.join(max(0.0, end - time.monotonic()))
         for connection in (self._out, self._in):
@@ -229,7 +232,16 @@ class NetworkWay:
 
 
 class PairNetwork:
-    """The end of one worker of a network of pairs: its listener, and its ways to the others."""
+    """One worker's end of the network: its listener, and its links to the others.
+
+    Args:
+        store: Part of the store in which workers publish where they listen.
+        address: Address of this worker to listen at.
+        rank: Rank of this worker in the group.
+        inbox: Where messages go.
+        deadline: Seconds that a wait for another worker may take.
+        busy: Called while a receive waits, to advance other operations of this process.
+    """
 
     def __init__(
         self,
@@ -251,9 +263,11 @@ class PairNetwork:
         store.put(f"listen/{rank}", self.listening)
 
     def connect(self, names: Mapping[int, int], hosts: Sequence[str]) -> None:
-        """Learn where others listen, and begin to answer them.
+        """Learn where the others listen, and begin to accept their connections.
 
-        `names`: what each is called, by its rank in the group.
+        Args:
+            names: Rank among all workers of each other worker, by its rank in the group.
+            hosts: Name of each rank's host.
         """
         for peer, name in names.items():
             listening = Listening(*self._store.take(f"listen/{peer}", self.deadline))
@@ -261,7 +275,7 @@ class PairNetwork:
         threading.Thread(target=self._accept, name="paceline pairs", daemon=True).start()
 
     def check(self) -> None:
-        """Raise once this end has been closed."""
+        """Raise `ViewChanged` if this end has been closed."""
         if self.closed:
             raise ViewChanged("these pairs have been closed")
 
@@ -270,7 +284,7 @@ class PairNetwork:
         return self._store.derive(f"pairs {token}")
 
     def rest(self, work: ReceiveWork, seconds: float) -> None:
-        """Wait until `work` may have its message."""
+        """Sleep until `work` may have its message, or `seconds` pass."""
         if self._busy is None:
             self.inbox.rest(work, seconds)
             return
@@ -283,7 +297,7 @@ class PairNetwork:
                 try:
                     connection, _ = self._listener.accept()
                 except OSError:
-                    # no descriptors are left, or the caller has hung up
+                    # No descriptors are left, or the caller has hung up already.
                     time.sleep(0 if self.closed else RETRY)
                     continue
                 self._strangers.enter(connection)
@@ -295,6 +309,7 @@ class PairNetwork:
                 ).start()
 
     def _welcome(self, connection: socket.socket) -> None:
+        # A caller that can't prove itself, or has a connection already, is hung up on.
         try:
             source = admit(connection, self.key(self.listening.token), self.rank, self.ways)
         except OSError:
@@ -306,7 +321,7 @@ class PairNetwork:
         self.ways[source].read()
 
     def close(self, end: float) -> None:
-        """Leave, once all is written, or at `end` (time.monotonic())."""
+        """Leave once everything is written, or at `end` (time.monotonic())."""
         for way in self.ways.values():
             way.flush()
         self.closed = True

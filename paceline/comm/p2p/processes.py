@@ -22,27 +22,33 @@ from paceline.comm.p2p.shared import ABORTED, CLOSED, SharedTable, SharedWay
 from paceline.comm.traffic import TrafficMeter
 from paceline.errors import PacelineError, ResourceError, UsageError, ViewChanged
 
-FAREWELL = 5.0  # seconds that a worker which leaves waits for the others to take what it has sent
+FAREWELL = 5.0  # seconds that a leaving worker waits until others have taken its messages
 NAP = 1e-3  # seconds between two looks whether they have
 
 
 class PairWay(PairLink, Protocol):
-    """The way to one worker, and from it."""
+    """A link to one worker, in both directions."""
 
     def send(self, header: bytes, tensors: Sequence[Tensor], what: str) -> Work[None]:
-        """Send a message; `what` is what errors call it."""
+        """Send a message. `what`: words for it in errors."""
         ...
 
 
 @dataclass(frozen=True)
 class PairSetting:
-    """What pairs are made of. Ranks count in the group.
+    """How the workers of a group are connected. Ranks are ranks of the group.
 
-    `names`: what the ranks are called among all workers; `hosts`, `hostnames`: the host of each.
-    `meet` takes this rank's word, and gives every rank's. `broken` says why the group has ended, if
-    it has; `busy` is called while a receive waits. `shares`: whether memory may be shared inside
-    hosts. `meeting`: a part of the store, and the address of this worker; None where all are known
-    to share memory.
+    rank: Rank of this worker.
+    names: Rank of each worker among all workers, for errors.
+    hosts: Number of each rank's host.
+    hostnames: Name of each rank's host, for errors.
+    deadline: Seconds that a wait for a message may take.
+    meet: Gathers a word of every rank: takes this rank's, gives all, in rank order.
+    broken: Gives the error that has ended the group, or None.
+    busy: Called while a receive waits, to advance other operations of this process.
+    shares: Whether workers of a host can share memory.
+    meeting: Part of the store for addresses, and the address of this worker. None if all workers
+        share memory.
     """
 
     rank: int
@@ -58,7 +64,7 @@ class PairSetting:
 
 
 class ProcessPairs:
-    """Messages between the processes of a group (a `Pairs`). Collective."""
+    """Messages between the processes of a group (a `Pairs`). Making them is collective."""
 
     def __init__(self, setting: PairSetting, device: torch.device) -> None:
         self.rank, self.size = setting.rank, len(setting.names)
@@ -69,8 +75,10 @@ class ProcessPairs:
         )
         self._inbox = PairInbox()
         self._meter = TrafficMeter(setting.rank, self.size, setting.hosts)
-        self._counting = threading.Lock()
+        self._counting = threading.Lock()  # guards `_meter`, as any thread may send
         self._ended: PacelineError | None = None
+        # Shared memory to the workers of this host, the network to all others. Without shared
+        # memory the network reaches all of them.
         self._table = _table(setting)
         near = () if self._table is None else self._table.ranks
         self._shared = {rank: self._share(rank) for rank in near if rank != self.rank}
@@ -102,12 +110,12 @@ class ProcessPairs:
     def _connect(self) -> PairNetwork:
         setting = self._setting
         assert setting.meeting is not None
-        made = PairNetwork(
+        connections = PairNetwork(
             *setting.meeting, self.rank, self._inbox, deadline=setting.deadline, busy=setting.busy
         )
         far = [rank for rank in range(self.size) if rank != self.rank and rank not in self._shared]
-        made.connect({rank: setting.names[rank] for rank in far}, setting.hostnames)
-        return made
+        connections.connect({rank: setting.names[rank] for rank in far}, setting.hostnames)
+        return connections
 
     @property
     def traffic(self) -> Traffic:
@@ -123,6 +131,7 @@ class ProcessPairs:
         what: str = "",
     ) -> Work[None]:
         way = self._way(to)
+        # Raises before anything is sent, if the message can't be.
         header = pack(lane, head, tensors)
         with self._counting:
             self._meter.sent(to, len(header) + sum(x.numel() * x.element_size() for x in tensors))
@@ -149,9 +158,11 @@ class ProcessPairs:
             end = time.monotonic() + (FAREWELL if self._broken() is None else 0)
             if self._table is not None:
                 self._table.leave(CLOSED)
+            # Messages lie in memory of the sender. Wait until receivers have taken them, and take
+            # messages of other workers, which may be waiting for this one in the same way.
             while any(way.pending for way in self._shared.values()) and time.monotonic() < end:
                 for way in self._shared.values():
-                    way.look()  # others may wait for this worker to take what they have sent
+                    way.look()
                 time.sleep(NAP)
             self._end(ViewChanged("these pairs have been closed"), end)
 
@@ -179,14 +190,18 @@ class ProcessPairs:
 
 
 def _table(setting: PairSetting) -> SharedTable | None:
-    """Make the memory that the workers of each host share; None where none do, or, if there is a
-    network, where it can't be had.
+    """Make the memory that workers of a host share.
+
+    None if no host has several workers. None, too, if memory can't be shared and a network is
+    there instead; without one, `ResourceError`.
     """
     if not setting.shares or len(set(setting.hosts)) == len(setting.hosts):
         return None
-    here = [rank for rank, host in enumerate(setting.hosts) if host == setting.hosts[setting.rank]]
+    ranks_here = [
+        rank for rank, host in enumerate(setting.hosts) if host == setting.hosts[setting.rank]
+    ]
     try:
-        return SharedTable(here, setting.rank, setting.meet)
+        return SharedTable(ranks_here, setting.rank, setting.meet)
     except ResourceError:
         if setting.meeting is None:
             raise
@@ -194,7 +209,7 @@ def _table(setting: PairSetting) -> SharedTable | None:
 
 
 class _OwnWay:
-    """The way from a worker to itself."""
+    """The link of a worker to itself: messages are copied into its inbox."""
 
     def __init__(self, setting: PairSetting, inbox: PairInbox) -> None:
         self.name, self.host = setting.names[setting.rank], setting.hostnames[setting.rank]

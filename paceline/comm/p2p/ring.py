@@ -1,12 +1,16 @@
-"""A queue of short entries in shared memory, from one process to another: it grows, so that posting
-never waits.
+"""A queue of short entries in shared memory, from one process to another, which never fills up.
 
-the pair's cells    | posted | taken | address of the first ring |         posted is written by one
-                    side, taken by the other
-ring                | 0 | 1 | 2 | ... | 63 |                               entry k lies at (k -
-                    start) % capacity
-                                   | moved: address of a larger ring |     once nearly full: the next entries lie there
-"""  # noqa: E501
+pair's cells   | posted | taken | address of the first ring |   posted: written by the sender alone
+ring           | 0 | 1 | 2 | ... | 63 |                         taken: by the receiver alone
+                                  | moved: address of a larger ring |
+
+Entry k lies at (k - start) % capacity. A ring that is nearly full gets a last entry that leads to
+a larger one, where the next entries lie.
+
+Memory order: the sender writes an entry first, then `posted`; the receiver reads `posted` first,
+then the entry. On processors that keep the order of stores and of loads (see ORDERED_STORES) the
+entry is complete when it is seen. `taken` frees an entry's place in the same way.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +22,22 @@ from paceline.comm.shm import futex
 from paceline.comm.shm.memory import SharedSegment
 
 CELLS = 512  # bytes of the cells of one pair
-POSTED, TAKEN, FIRST = 0, 64, 128  # where they lie; a cache line each
+POSTED, TAKEN, FIRST = 0, 64, 128  # bytes of its cells at which they lie, in a cache line each
 CAPACITY = 64  # entries of the first ring
-MOVED = -1  # the segment number of the entry that leads to the next ring
-_LAYOUT = struct.Struct("<5q200s")
-_ENTRY = 256  # bytes
+MOVED = -1  # segment number of the entry that leads to the next ring
+_LAYOUT = struct.Struct("<5q200s")  # segment, nbytes, offset, use, header, address
+_ENTRY = 256  # bytes of an entry's place
 
 
 class RingEntry(NamedTuple):
-    """Where a message lies: in which segment of its sender, at which byte; the `use` of that place;
-    the length of its header.
+    """The place of a message.
 
-    `address` says where a segment of `nbytes` is found, when it is told of for the first time; else
-    it is empty.
+    segment: Number of the sender's segment.
+    nbytes: Bytes of that segment.
+    offset: Byte of the segment at which the message's block begins.
+    use: Which use of that block it is, counted from 1.
+    header: Bytes of the message's header.
+    address: Address of the segment, the first time that it is mentioned; else empty.
     """
 
     segment: int
@@ -44,7 +51,13 @@ class RingEntry(NamedTuple):
 class RingWriter:
     """The end of one pair at which entries are posted.
 
-    `table` has the pair's cells from byte `at` on; `make` makes a segment.
+    `_old` holds rings that the other side may still have to read: their descriptors stay open
+    until it has mapped them.
+
+    Args:
+        table: Segment with the cells of all pairs.
+        at: Byte of the table at which this pair's cells begin.
+        make: Makes a segment of a number of bytes.
     """
 
     def __init__(self, table: SharedSegment, at: int, make: Callable[[int], SharedSegment]) -> None:
@@ -59,7 +72,7 @@ class RingWriter:
 
     @property
     def pending(self) -> bool:
-        """Whether entries wait to be taken."""
+        """Whether entries have not been taken yet."""
         return self._posted > self._cells[(self._at + TAKEN) // 8]
 
     def post(self, entry: RingEntry) -> None:
@@ -70,12 +83,14 @@ class RingWriter:
             address = self._ring.address.encode()
             self._bytes[self._at + FIRST + 8 : self._at + FIRST + 8 + len(address)] = address
             self._cells[(self._at + FIRST) // 8] = len(address)
+        # One place is left: it leads to a ring of four times the size.
         elif self._posted - max(taken, self._start) >= self._capacity - 1:
             self._old.append(self._ring)
             larger = self._make(4 * self._capacity * _ENTRY)
             self._write(RingEntry(MOVED, larger.nbytes, 0, 0, 0, larger.address))
             self._ring, self._capacity, self._start = larger, 4 * self._capacity, self._posted
             self._view = larger.cells()
+        # The other side has read an entry of the newest ring, so it has mapped that one, too.
         elif self._old and taken > self._start:
             self.close()
         self._write(entry)
@@ -94,12 +109,11 @@ class RingWriter:
             entry.address.encode(),
         )
         self._posted += 1
+        # The entry is complete: only now may the other side see it.
         self._cells[(self._at + POSTED) // 8] = self._posted
 
     def close(self) -> None:
-        """Let go of rings that the other side has left, and of the descriptors of all: it has
-        mapped them, or never will.
-        """
+        """Close the descriptors of all rings: the other side has mapped them, or never will."""
         for ring in self._old:
             ring.seal()
         self._old.clear()
@@ -120,9 +134,9 @@ class RingReader:
         self._capacity = CAPACITY
 
     def take(self) -> RingEntry | None:
-        """Return the next entry, which `confirm` has to follow; None if there is none.
+        """Return the next entry; None if there is none. `confirm_entry` must follow.
 
-        Raises `ResourceError` where the sender's memory can't be mapped.
+        Raises `ResourceError` if the sender's memory can't be mapped.
         """
         while self._taken < self._cells[(self._at + POSTED) // 8]:
             if self._ring is None:
@@ -146,8 +160,9 @@ class RingReader:
         return None
 
     def confirm(self) -> None:
-        """Tell the sender that an entry was taken, and what it tells of is mapped: until then
-        the sender keeps that open.
+        """Tell the sender that an entry was taken.
+
+        The segment that it mentions must be mapped by now: the sender may then close it.
         """
         self._taken += 1
         self._cells[(self._at + TAKEN) // 8] = self._taken
@@ -157,7 +172,8 @@ class RingReader:
         self._view, self._capacity = self._ring.cells(), nbytes // _ENTRY
 
     def rest(self, seconds: float) -> None:
-        """Sleep until there may be an entry; at most so long."""
+        """Sleep until there may be an entry, or `seconds` pass."""
         posted = self._cells[(self._at + POSTED) // 8]
         if posted == self._taken:
+            # The kernel compares again before it sleeps, so a post in between is not missed.
             futex.wait(self._word, posted, seconds)

@@ -1,10 +1,10 @@
-"""Messages between two workers of one host, through shared memory: no thread, and no help of the
-sender once it has sent.
+"""Messages between two workers of one host through shared memory, without threads.
 
 table   | rank 0: pid, state | rank 1 ... | cells of pair 0 -> 0 | 0 -> 1 | 1 -> 0 | 1 -> 1 |
-        one for all workers of the host
-each pair has a ring of entries (`ring`) and blocks with messages (`blocks`), which its sender makes
-when it first sends
+
+There is one table for all workers of a host. Each pair has a ring of entries (`ring`) and blocks
+with messages (`blocks`), which its sender makes when it first sends. A sender is done when it has
+posted an entry; the receiver needs no help from it.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ from paceline.comm.p2p.ring import CELLS, RingReader, RingWriter
 from paceline.comm.shm.memory import SHM, SharedSegment, share
 from paceline.errors import PacelineError, ResourceError, ViewChanged, WorkerLost
 
-PID, STATE = 0, 64  # bytes of a rank's cells
-CLOSED, ABORTED = 1, 2
-# seconds that a receiver looks before it sleeps, if its last wait was about as short: else others
-# may need the core
+PID, STATE = 0, 64  # bytes of a rank's cells at which they lie
+CLOSED, ABORTED = 1, 2  # values of STATE
+# Seconds that a receiver polls before it sleeps. It polls only if its last wait was about as short,
+# as other processes may need the core.
 SPIN = 100e-6
 
 
 class SharedTable:
-    """The cells of all workers of one host.
+    """The cells of all workers of one host. Making it is collective over the group.
 
-    `names` is what they are called among all workers, `rank` which of them this one is.
+    Args:
+        ranks: Ranks in the group of the workers of this host.
+        rank: Rank of this worker in the group.
+        meet: Gathers a word of every rank of the group: takes this rank's, gives all.
 
-    `meet` takes this worker's word and gives that of every worker of the group, of which those of
-    this host are `ranks`. Collective over the group: raises `ResourceError` on all ranks where one
-    of them can't share memory.
+    Raises:
+        ResourceError: A worker can't share memory; raised on all ranks.
     """
 
     def __init__(
@@ -52,7 +54,9 @@ class SharedTable:
         self.segment = segment
         self._cells = segment.cells().cast("q")
         self._cells[(self.place * CELLS + PID) // 8] = os.getpid()
-        meet("")
+        meet("")  # all ranks have written their process ids
+        # A pidfd stands for this very process, even if its id is given to another one later. -1: it
+        # has ended already.
         self._pidfds: dict[int, int] = {}
         for place in range(size):
             pid = self._cells[(place * CELLS + PID) // 8]
@@ -63,23 +67,21 @@ class SharedTable:
                     self._pidfds[place] = -1
 
     def pair(self, source: int, to: int) -> int:
-        """Return the byte at which the cells of a directed pair lie; by places on this host."""
+        """Byte at which the cells of a directed pair begin. `source`, `to`: places on this host."""
         size = len(self.ranks)
         return (size + source * size + to) * CELLS
 
     def make(self, nbytes: int) -> SharedSegment:
-        """Make a segment that the others can map, by the means by which they have mapped this
-        table.
-        """
+        """Make a segment that the others can map, in the same way as this table."""
         return SharedSegment.create(nbytes, folder=SHM if self.segment.named else None)
 
     def leave(self, state: int) -> None:
-        """Note for the others how this worker has left."""
+        """Note for the others that this worker has left, and how: CLOSED or ABORTED."""
         at = (self.place * CELLS + STATE) // 8
         self._cells[at] = max(self._cells[at], state)
 
     def state(self, place: int) -> int:
-        """Return how a worker has left: 0 if it hasn't."""
+        """State of a worker: CLOSED, ABORTED, or 0 if it has not left."""
         return int(self._cells[(place * CELLS + STATE) // 8])
 
     def dead(self, place: int) -> bool:
@@ -92,7 +94,7 @@ class SharedTable:
         return bool(poll.poll(0))
 
     def close(self) -> None:
-        """Let go of descriptors."""
+        """Close the descriptors of other processes."""
         for fd in self._pidfds.values():
             if fd >= 0:
                 os.close(fd)
@@ -100,9 +102,18 @@ class SharedTable:
 
 
 class SharedWay:
-    """The way to another worker of this host, and from it.
+    """The link to another worker of this host, in both directions.
 
-    `source` is its rank in the group, `busy` is called while a receive sleeps.
+    Locks: `_sending` orders sends. `_looking` lets one thread read the ring. `_resting` lets one
+    thread sleep at the ring; others sleep at the inbox, and are notified by it.
+
+    Args:
+        table: Cells of all workers of this host.
+        source: Rank of the other worker in the group.
+        inbox: Where messages go.
+        name: Rank of the other worker among all workers.
+        host: Name of its host.
+        busy: Called while a receive sleeps, to advance other operations of this process.
     """
 
     def __init__(
@@ -132,17 +143,19 @@ class SharedWay:
             threading.Lock(),
             threading.Lock(),
         )
-        self._unreadable: PacelineError | None = None
-        self._brief = True  # whether the last wait was
+        self._unreadable: PacelineError | None = None  # why nothing more can be read
+        self._brief = True  # whether the last wait was short
 
     def send(self, header: bytes, tensors: Sequence[Tensor], what: str) -> Work[None]:
-        """Copy a message to where the other finds it."""
+        """Copy a message to shared memory, and tell the other worker."""
+        # Memory that the other will never read need not be filled.
         state = self._table.state(self._place)
         if state:
             return Finished(error=self._left(state, f": it does not take {what}"))
         with self._sending:
             entry = self._pool.write(header, tensors)
             self._writer.post(entry)
+            # Only after the post: an error in between must not lose the segment's address.
             self._pool.told(entry)
         return Finished()
 
@@ -150,13 +163,14 @@ class SharedWay:
         if self._unreadable is not None or not self._looking.acquire(blocking=last):
             return
         try:
+            # Read first, then confirm: the sender may close a segment that was confirmed.
             while (entry := self._reader.take()) is not None:
                 lane, message = self._blocks.read(entry)
                 self._reader.confirm()
                 self._inbox.put(self._source, lane, message)
-        except ResourceError as error:  # its memory went with it
+        except ResourceError as error:  # the sender's memory went with its process
             self._unreadable = WorkerLost(
-                f"what rank {self.name} has sent can't be read ({error})", (self.name,)
+                f"messages of rank {self.name} can't be read ({error})", (self.name,)
             )
         except PacelineError as error:
             self._unreadable = error
@@ -206,7 +220,7 @@ class SharedWay:
 
     @property
     def pending(self) -> bool:
-        """Whether the other has still to take what was sent, and can."""
+        """Whether the other can still take messages that it has not taken yet."""
         return self._writer.pending and self.gone() is None
 
     def close(self) -> None:

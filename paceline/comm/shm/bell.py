@@ -1,12 +1,11 @@
-"""Wakes the ranks of a segment that sleep: each has a number of its own there, and whoever posts
-changes it for those that sleep.
+"""Wakes ranks of a segment that sleep. Each rank has a bell there: a number that others change.
 
-    rank 0 sleeps:  sleeps = 1, reads its bell, looks once more whether it has to    | sleeps until
-                    the bell changes, or a short time
-    rank 1 posts:   its counter, then looks who sleeps: rank 0's bell + 1, and wakes it
+    rank 0 sleeps:  sleeps = 1 | reads its bell | looks once more | sleeps until the bell changes
+    rank 1 posts:   its counter | looks which ranks sleep | rank 0's bell + 1, and wakes it
 
-A wake-up may be lost where both look at the same moment, as stores and loads of a processor may
-pass each other: so sleeps are short.
+A wake-up may be lost if both look at the same moment: a processor may let a load pass an earlier
+store, so rank 1 may not see `sleeps` yet while rank 0 does not see the counter yet. A fence would
+prevent it, but Python has none. So sleeps are short.
 """
 
 from __future__ import annotations
@@ -20,8 +19,11 @@ from paceline.comm.shm import futex
 class Bell:
     """The bell of one rank.
 
-    `cells`: the segment as int64; `places`: where each rank's two cells (sleeps, bell) begin;
-    `start`: address.
+    Args:
+        cells: The segment as int64.
+        start: Address of the segment.
+        places: Cell of each rank at which its two cells, `sleeps` and the bell, begin.
+        rank: This rank.
     """
 
     def __init__(self, cells: memoryview, start: int, places: Sequence[int], rank: int) -> None:
@@ -29,11 +31,11 @@ class Bell:
         self._others = [
             (place, start + 8 * (place + 1)) for other, place in enumerate(places) if other != rank
         ]
-        self._asleep = 0  # threads of this rank
+        self._asleep = 0  # threads of this rank that sleep; `sleeps` is 1 while there are any
         self._lock = threading.Lock()
 
     def ring(self) -> None:
-        """Wake the others that sleep, after this rank has posted something."""
+        """Wake the other ranks that sleep. Call it after this rank has posted something."""
         cells = self._cells
         for place, address in self._others:
             if cells[place]:
@@ -41,11 +43,13 @@ class Bell:
                 futex.wake(address)
 
     def rest(self, ready: Callable[[], bool], seconds: float) -> None:
-        """Sleep until another rank posts something, at most so long, unless `ready`."""
+        """Sleep until another rank posts something, or `seconds` pass. Not if `ready()`."""
         with self._lock:
             self._asleep += 1
             self._cells[self._mine] = 1
         try:
+            # The bell first, then the question: a post in between changes the bell, and the kernel
+            # does not sleep if it no longer has this value.
             heard = self._cells[self._mine + 1]
             if not ready():
                 futex.wait(self._address, heard, seconds)

@@ -1,14 +1,12 @@
-"""Sleeps until a number in shared memory changes (futex(2)): whoever changes it wakes the
-sleepers, of all processes.
-"""
+"""Sleeps until a number in shared memory changes, and wakes sleepers of all processes: futex(2)."""
 
 from __future__ import annotations
 
 import ctypes
 import platform
 
-_WAIT, _WAKE, _ALL = 0, 1, 2**31 - 1
-# the number of the system call
+_WAIT, _WAKE, _ALL = 0, 1, 2**31 - 1  # operations of the call, and a number of sleepers
+# Number of the system call. The C library has no function for it.
 _CALL = {"x86_64": 202, "AMD64": 202, "aarch64": 98}.get(platform.machine())
 _system = ctypes.CDLL(None).syscall
 _system.restype = ctypes.c_long
@@ -20,18 +18,20 @@ class _Timespec(ctypes.Structure):
 
 
 def available() -> bool:
-    """Whether this machine has futexes that are known here."""
+    """Whether this machine has futexes whose system call is known here."""
     return platform.system() == "Linux" and _CALL is not None
 
 
 def wait(address: int, value: int, seconds: float) -> None:
-    """Return when the 32 bits at `address` may differ from `value` (its low 32 bits count);
-    after so many seconds in any case.
+    """Sleep while the 32 bits at `address` are the low 32 bits of `value`, at most `seconds`.
+
+    The kernel compares and goes to sleep in one step, so a wake-up in between is not missed. It may
+    return early: the caller checks its condition again.
     """
     span = _Timespec(int(seconds), int(seconds % 1 * 1e9))
     _system(_CALL, address, _WAIT, value & 0xFFFFFFFF, ctypes.addressof(span))
 
 
 def wake(address: int) -> None:
-    """Wake all that wait at `address`, after the number there was changed."""
+    """Wake all sleepers at `address`. Change the number there first."""
     _system(_CALL, address, _WAKE, _ALL, None)

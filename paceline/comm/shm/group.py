@@ -1,8 +1,7 @@
-"""The group inside one host: CPU tensors through shared memory, a barrier of counters, torch's own
-vector operations on slices.
+"""The group inside one host: CPU tensors in shared memory, added by torch's vector operations.
 
-`segment` has the memory and the counters, `waiting` the waits, `queue` the operations under way,
-`reductions` the sums, `messages` what is sent from one rank to another.
+`segment` has the memory and counters, `waiting` the waits, `queue` the operations under way,
+`reductions` the sums, `messages` everything that goes from one rank to another.
 """
 
 from __future__ import annotations
@@ -46,12 +45,19 @@ from paceline.errors import Mismatch, PacelineError, UsageError, ViewChanged
 
 
 class SharedGroup:
-    """The workers of one host, exchanging CPU tensors through shared memory (a `Group`).
+    """The workers of one host, which exchange CPU tensors through shared memory (a `Group`).
 
-    A `Mismatch` or `UsageError` is raised by all ranks at the same call, and the group goes on.
-    After any other error it is broken: that call and all later ones raise it, on all ranks; a
-    `Work.wait` with a timeout of its own may be tried again. `segment` is the mapped control
-    segment of this group; `SharedGroup.from_store` makes it.
+    All ranks raise a `Mismatch` or `UsageError` at the same call, and the group goes on. Any other
+    error breaks the group: all ranks raise it, in that call and in all later ones. A `Work.wait`
+    with a timeout of its own may be tried again.
+
+    `SharedGroup.from_store` makes a group.
+
+    Args:
+        segment: The control segment, mapped by all ranks.
+        view: Number of the membership. Default: 0.
+        relatives: Queues of the group's subgroups and of the group it comes from. Default: none.
+        registered: Registered memory that is shared with another group. Default: none.
     """
 
     def __init__(
@@ -66,7 +72,7 @@ class SharedGroup:
         self.rank, self.size, self.view = segment.rank, segment.size, view
         self.traffic = Traffic()
         self._queue = WorkQueue(segment, relatives if relatives is not None else [])
-        self._borrowed = registered is not None
+        self._borrowed = registered is not None  # another group of the same ranks owns it
         self._registered = MemoryRegistry() if registered is None else registered
         self._moved = MovedMemory()
 
@@ -83,10 +89,17 @@ class SharedGroup:
         ranks: Sequence[int] | None = None,
         cancel_scope: CancelScope | None = None,
     ) -> SharedGroup:
-        """Meet over a store (`put(key, obj)`, `take(key, timeout)`); rank 0 makes the segment.
+        """Make the group of one host: rank 0 makes the segment, and all meet over a store.
 
-        `folder`: files there instead of memfd. `ranks`: our ranks in the group of all workers, by
-        which messages name them.
+        Args:
+            store: Has `put(key, obj)` and `take(key, timeout)`.
+            rank: This rank.
+            size: Number of ranks.
+            deadline: Seconds that a wait may take. Default: 120.
+            view: Number of the membership. Default: 0.
+            folder: Folder of files in place of memfd. Default: memfd.
+            ranks: Rank of each member among all workers, for messages. Default: 0 to size - 1.
+            cancel_scope: Ends waits of the group when it trips. Default: none.
         """
         names = tuple(range(size)) if ranks is None else ranks
         return cls(
@@ -98,7 +111,7 @@ class SharedGroup:
 
     @property
     def waited(self) -> float:
-        """Seconds spent waiting for ranks that came later."""
+        """Seconds spent waiting for slower ranks."""
         return self.segment.watch.waited
 
     # ---- reductions
@@ -119,7 +132,7 @@ class SharedGroup:
         ):
             place = self._registered.place(x)
             if place is not None or self._registered.aside(x):
-                # In place on every rank, if it is the same place everywhere.
+                # In place on every rank, if `x` is at the same place on all of them.
                 where = (
                     OWN
                     if place is None
@@ -145,13 +158,14 @@ class SharedGroup:
     ) -> Steps:
         """Reduce through stages.
 
-        `meeting`: how ranks meet for it, where they have more to tell than the call.
+        `meeting`: steps in which ranks meet for it. Default: they compare the call.
         """
         meeting = self.segment.meet(call) if meeting is None else meeting
         if call.flaw:
-            yield from meeting
+            yield from meeting  # raises the flaw on all ranks
         result = fresh(x.shape, x.dtype) if out is None else out
         source = flat(x)
+        # Sum right into the result if its elements are in order and it holds no unread part of `x`.
         direct = plain(result) and not crossing(source, result)
         target = result.detach().view(-1) if direct else fresh(source.shape, source.dtype)
         reduce = (
@@ -167,6 +181,7 @@ class SharedGroup:
     def _reduce_in_place(
         self, x: Tensor, out: Tensor, place: RegisteredMemory | None, op: Op, call: CallFingerprint
     ) -> Steps:
+        # Where calls differ in the place alone, meeting returns the places: then use stages.
         elsewhere = yield from self.segment.meet(call)
         if elsewhere or place is None:
             return (yield from self._reduce(x, out, op, call._replace(place="")))
@@ -182,12 +197,13 @@ class SharedGroup:
     def all_reduce_moving(
         self, x: Tensor, *, op: Op = "sum", may_move: bool, whole: Tensor | None = None
     ) -> Work[Tensor]:
-        """Reduce in place.
+        """Reduce `x` in place, and move its memory first if all ranks allow it.
 
-        The memory of `x` is moved to where all ranks reach it, if all of them allow that: see
-        `moving.movable`.
-
-        `whole`: the tensor that `x` is a part of, as long on all ranks, which is moved then.
+        Args:
+            x: As in `all_reduce`.
+            op: As in `all_reduce`. Default: "sum".
+            may_move: Whether nothing else holds the address of `x`: see `moving.is_movable`.
+            whole: The tensor to move, which `x` is a part of, as long on all ranks. Default: `x`.
         """
         nbytes = x.numel() * x.element_size()
         if nbytes <= SMALL:
@@ -205,32 +221,36 @@ class SharedGroup:
     ) -> Steps:
         try:
             return (yield from self._reduce_there(x, op, call, whole))
-        except (Mismatch, UsageError):  # on all ranks at the same place
+        except (Mismatch, UsageError):  # raised by all ranks at the same place: none of them writes
             raise
+        # Anything else, the end of the group as well: other ranks may be writing to `x`, or about
+        # to. It gets its old memory back, which they don't reach.
         except BaseException:
-            # the end of the group, too: others may be about to write to x, or in the middle of it
             self._moved.withdraw(x)
             raise
 
     def _reduce_there(
         self, x: Tensor, op: Op, call: CallFingerprint, whole: Tensor | None
     ) -> Steps:
+        # `own_place` says where `x` is if it was moved before; `may_move` whether it may move now.
         moved = None if call.flaw or not plain(x) else self._moved.find(x)
-        lies = (
+        own_place = (
             None
             if moved is None or moved.place is None
             else [moved.place.number, x.data_ptr() - moved.place.start]
         )
-        free = (
+        is_free_to_move = (
             not call.flaw and moved is None and not self._moved.refused and not self.segment.named
         )
-        moves = whole is not None and free and movable(whole)
-        if moved is None and not moves:
+        may_move = whole is not None and is_free_to_move and movable(whole)
+        # A rank that neither moved `x` nor may move it meets in `_meet_moving`, which has the same
+        # meetings as the lines below have for the others.
+        if moved is None and not may_move:
             return (yield from self._reduce(x, x, op, call, self._meet_moving(call)))
-        sides = yield from self.segment.meet(call, [lies, moves])
+        sides = yield from self.segment.meet(call, [own_place, may_move])
         if whole is not None and all(other for _, other in sides):
             moved = yield from self._moved.move(self.segment, whole, call)
-        elif any(other != lies for other, _ in sides):
+        elif any(other != own_place for other, _ in sides):
             moved = None
         if moved is None:
             return (yield from self._reduce(x, x, op, call))
@@ -238,12 +258,13 @@ class SharedGroup:
         return x
 
     def _meet_moving(self, call: CallFingerprint) -> Steps:
-        """Meet for a tensor that lies in memory of its own and stays there; once more if that of
-        others doesn't, who ask for it.
+        """Meet for a tensor in memory of its own, which stays there.
+
+        If another rank's tensor was moved, or may move, that rank meets a second time.
         """
-        here = [None, False]
-        sides = yield from self.segment.meet(call, here)
-        if any(side != here for side in sides):
+        own_side = [None, False]
+        sides = yield from self.segment.meet(call, own_side)
+        if any(side != own_side for side in sides):
             yield from self.segment.meet(call)
 
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
@@ -252,9 +273,7 @@ class SharedGroup:
     def reduce_scatter_into(
         self, x: Tensor, out: Tensor, *, op: Op = "sum", name: str | None = None
     ) -> Work[Tensor]:
-        """Reduce `x` and write piece `rank` to `out`, contiguous and 1-D, as long as `pieces`
-        says.
-        """
+        """Reduce `x` and write piece `rank` to `out`, as `WritesResults` describes."""
         return self._reduce_scatter(x, op, _here(reducing("reduce_scatter", x, op, name), x), out)
 
     def _reduce_scatter(
@@ -306,9 +325,7 @@ class SharedGroup:
     def all_gather_into(
         self, x: Tensor, outs: Sequence[Tensor], *, name: str | None = None
     ) -> Work[list[Tensor]]:
-        """Gather every rank's `x` into `outs`, one contiguous tensor for each rank, of the shape
-        and dtype of `x`.
-        """
+        """Gather every rank's `x` into `outs`: contiguous tensors of the shape and dtype of `x`."""
         call = _here(rows("all_gather", x, name), x)
         return self._all_gather(x, call._replace(shape=tuple(x.shape)), list(outs))
 
@@ -334,24 +351,28 @@ class SharedGroup:
         call = _here(rooted(x, root, self.size, name), x)
         outgoing = self._outgoing(call, [(ALL, x)] if self.rank == root else [])
         nbytes = x.numel() * x.element_size()
-        place, where = (
+        place, own_place = (
             self._lies(x) if nbytes > SMALL and plain(x) and not call.flaw else (None, None)
         )
         landing = x.detach() if call.flaw or plain(x) else fresh(x.shape, x.dtype)
-        places: list[Any] = []  # where every rank's lies, if all ranks reach it
+        places: list[Any] = []  # the place of every rank's tensor, if all ranks reach it
 
         def land(metas: list[Any]) -> Landing:
             places[:] = metas
             return [] if self.rank == root or metas[root] is not None else [(root, landing)]
 
         def steps() -> Steps:
-            yield from deliver(self.segment, outgoing if place is None else [], call, where, land)
+            yield from deliver(
+                self.segment, outgoing if place is None else [], call, own_place, land
+            )
+            # The root's tensor is in memory that all reach: copy from there, without its help. The
+            # post tells it when all have done so.
             if (
                 places[root] is not None
                 and place is not None
-                and all(other == where for other in places)
+                and all(other == own_place for other in places)
             ):
-                if self.rank != root:  # taken where it lies
+                if self.rank != root:
                     memmove(
                         landing.data_ptr(),
                         place.regions[root].data_ptr() + landing.data_ptr() - place.start,
@@ -359,6 +380,7 @@ class SharedGroup:
                     )
                 self.segment.post()
                 yield self.segment.posted
+            # The root has sent nothing, but places differ: it sends now.
             elif places[root] is not None:
                 yield from deliver(
                     self.segment,
@@ -374,15 +396,13 @@ class SharedGroup:
         return self._queue.start(call, steps(), [x])
 
     def _lies(self, x: Tensor) -> tuple[RegisteredMemory | None, list[int | bool] | None]:
-        """Return the memory that all ranks reach and `x` lies in, if any, and what tells on each
-        rank where that is.
-        """
-        place, moved = self._registered.place(x), self._moved.find(x)
-        found = place if place is not None or moved is None else moved.place
-        return found, None if found is None else [
-            place is None,
-            found.number,
-            x.data_ptr() - found.start,
+        """Find the memory of `x` if all ranks reach it, and name the place for a comparison."""
+        registered, moved = self._registered.place(x), self._moved.find(x)
+        place = registered if registered is not None or moved is None else moved.place
+        return place, None if place is None else [
+            registered is None,
+            place.number,
+            x.data_ptr() - place.start,
         ]
 
     def all_to_all(self, xs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
@@ -391,7 +411,7 @@ class SharedGroup:
         outs: list[Tensor] = []
 
         def land(shapes: list[Any]) -> Landing:
-            outs.extend(fresh(mine[self.rank], xs[0].dtype) for mine in shapes)
+            outs.extend(fresh(rank_shapes[self.rank], xs[0].dtype) for rank_shapes in shapes)
             outs[self.rank].copy_(xs[self.rank].detach())
             return [(r, out) for r, out in enumerate(outs) if r != self.rank]
 
@@ -404,9 +424,7 @@ class SharedGroup:
     def _outgoing(
         self, call: CallFingerprint, sends: Sequence[tuple[int, Tensor]]
     ) -> list[WindowMessage]:
-        """Prepare the messages to send, copied where they don't lie in one stretch; none if the
-        call has a flaw.
-        """
+        """Prepare messages, copied if elements are out of order. None if the call has a flaw."""
         messages = [] if call.flaw else [WindowMessage(to, flat(x)) for to, x in sends]
         for message in messages:
             self.traffic.within += message.nbytes * (self.size - 1 if message.to == ALL else 1)
@@ -440,25 +458,23 @@ class SharedGroup:
         segment = self.segment.sub(list(ranks), call)
         if segment is None:
             return None
-        everyone = list(ranks) == list(range(self.size))  # whose regions lie in the same order
+        everyone = list(ranks) == list(range(self.size))  # then regions are in the same order
         registered = self._registered if everyone else None
         return SharedGroup(
             segment, view=self.view, relatives=self._queue.relatives, registered=registered
         )
 
     def reach(self, other: SharedGroup) -> None:
-        """Have broadcasts find what `other`, a group of the same ranks, has moved; this one
-        itself moves nothing then.
-        """
+        """Use memory that `other`, a group of the same ranks, has moved; move nothing here."""
         self._moved = other._moved
 
     def global_rank(self, rank: int) -> int:
         return self.segment.names[rank]
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Allocate registered memory: all-reduced in place without a copy.
+        """Allocate registered memory, which is all-reduced in place without a copy.
 
-        `ResourceError` on all ranks when this host has no room.
+        `ResourceError` on all ranks if the host has no room. Collective.
         """
         call = CallFingerprint("empty", None, tuple(shape), dtype)
         self._agree(b"", call)
@@ -469,15 +485,14 @@ class SharedGroup:
         return segment.tensor(self.rank * length, tuple(shape), dtype)
 
     def stand_in(self, x: Tensor) -> None:
-        """Use `x` on this rank in the place of registered memory of the same length, in which
-        others may still have theirs.
+        """Use `x` in place of this rank's registered memory.
+
+        It has the same length; other ranks may still use theirs.
         """
         self._registered.lay_aside(x)
 
     def release(self, x: Tensor) -> None:
-        """Forget the registered memory that `x` lies in, or stands in for, if any; it goes when
-        its last tensor does.
-        """
+        """Forget the registered memory that `x` is in or replaces. Its last tensor frees it."""
         self._registered.forget(x)
 
     def close(self) -> None:
@@ -485,14 +500,15 @@ class SharedGroup:
         self._cancel()
 
     def abort(self) -> None:
-        """End every pending Work with an error; the other ranks find out when they wait."""
+        """End every pending Work with an error. Other ranks notice when they wait."""
         self.end(
             ViewChanged(f"this group has been aborted by rank {self.segment.names[self.rank]}")
         )
 
     def end(self, error: PacelineError) -> PacelineError:
-        """End everything under way, on all ranks, with `error`, or with that of the rank that
-        was first; return that.
+        """End everything under way on all ranks, and return the error that all of them raise.
+
+        It is `error`, or the error of the rank that ended the group first.
         """
         ended = self.segment.watch.end(error)
         self._cancel()
@@ -509,7 +525,7 @@ Relatives = list[weakref.ref[WorkQueue]]
 
 
 def _here(call: CallFingerprint, *xs: Tensor) -> CallFingerprint:
-    """Return `call`, with the flaw of tensors that don't lie in this host's memory."""
+    """Add a flaw to `call` if a tensor is not in this host's memory."""
     away = [x for x in xs if x.device.type != "cpu"]
     if not away or call.flaw:
         return call

@@ -1,10 +1,9 @@
-"""Shared memory segments of one host: made by one process, mapped by the others, and gone with the
-last of them.
+"""Shared memory segments of one host: made by one process, mapped by others, freed with the last.
 
-A segment is an anonymous file (memfd) that peers open as `/proc/PID/fd/FD`: it has no name that a
-killed process could leave behind, and /dev/shm's size (64 MB in many containers) does not bound it.
-Where the kernel has no memfd, or a peer may not open it, a file in /dev/shm serves, which is
-unlinked as soon as all processes have mapped it. No descriptor stays open.
+A segment is an anonymous file (memfd), which peers open as `/proc/PID/fd/FD`. It has no name that a
+killed process could leave behind, and the size of /dev/shm (64 MB in many containers) does not
+bound it. If the kernel has no memfd, or a peer may not open it, the segment is a file in /dev/shm,
+which is unlinked as soon as all processes have mapped it. No descriptor stays open.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from torch import Tensor
 from paceline.errors import ResourceError
 
 SHM = "/dev/shm"
+# Numbers of Linux, which Python's mmap does not have, or not in all versions.
 POPULATE = 23  # MADV_POPULATE_WRITE
 HUGEPAGE = 14  # MADV_HUGEPAGE
 DONTNEED = 4  # MADV_DONTNEED
@@ -33,8 +33,9 @@ PAGE = 4096  # bytes
 
 
 def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Allocate an empty CPU tensor; a large one gets the kernel's large pages where it has them:
-    its first write takes half the time.
+    """Allocate an empty CPU tensor.
+
+    A large one gets large pages if the kernel has them: its first write takes half the time.
     """
     tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
     nbytes = tensor.numel() * dtype.itemsize
@@ -45,20 +46,21 @@ def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def discard(address: int, nbytes: int) -> None:
-    """Give the whole pages of a stretch of private memory back to the kernel: they read as
-    zeros, and can be written.
-    """
+    """Give the whole pages of private memory back to the kernel. They then read as zeros."""
     start, stop = -(-address // PAGE) * PAGE, (address + nbytes) // PAGE * PAGE
     if stop > start:
         _advise(start, stop - start, DONTNEED)
 
 
 def keep_writes(address: int, nbytes: int, descriptor: int) -> None:
-    """Keep what this process writes to shared memory for itself: a page is copied when it is
-    written.
+    """Make shared memory private to this process, in place: a page is copied at its first write.
 
-    It is mapped at `address` from `descriptor`. Until they are written, pages show what others
-    write there.
+    Until then a page shows what others write to it.
+
+    Args:
+        address: Where the memory is mapped.
+        nbytes: Its length.
+        descriptor: The file it is mapped from.
     """
     call = ctypes.CDLL(None, use_errno=True).mmap
     call.restype = ctypes.c_void_p
@@ -70,6 +72,7 @@ def keep_writes(address: int, nbytes: int, descriptor: int) -> None:
         ctypes.c_int,
         ctypes.c_long,
     ]
+    # Mapped over the old mapping: the address stays the same, so tensors there do not notice.
     if (
         call(
             address,
@@ -88,20 +91,24 @@ def keep_writes(address: int, nbytes: int, descriptor: int) -> None:
 
 
 class SharedSegment:
-    """A stretch of `nbytes` shared bytes, all zero at first. Its tensors keep it mapped.
+    """A stretch of shared memory, all zero at first. Its tensors keep it mapped.
 
-    `at_once`: whether this process maps all pages now. If not, each is mapped when it is first
-    touched, and what stays unused is free.
+    Args:
+        fd: Descriptor of the file.
+        nbytes: Its length.
+        path: Name of the file; None for a memfd.
+        at_once: Whether all pages are mapped now. If not, each is mapped when it is first touched,
+            and unused pages take no memory. Default: yes.
     """
 
     def __init__(self, fd: int, nbytes: int, path: str | None, *, at_once: bool = True) -> None:
         self.nbytes = nbytes
         self._path, self._fd = path, fd
-        # a file that others find by its name, where memory without one can't be had
         self.named = path is not None
+        # Through /proc, as torch maps a file by its name alone.
         self._storage: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", True, nbytes)
         self.start = self._storage.data_ptr()  # address of the first byte
-        # a kernel that can't (before 5.14) makes the first touch of each page slower, nothing else
+        # Kernels before 5.14 can't: the first touch of each page is then slower, nothing else.
         if at_once:
             _advise(self.start, nbytes, POPULATE)
 
@@ -109,17 +116,15 @@ class SharedSegment:
     def create(
         cls, nbytes: int, *, folder: str | None = None, at_once: bool = True
     ) -> SharedSegment:
-        """Make a new segment; `folder` asks for a file there instead of a memfd.
-
-        `ResourceError` when there is no room.
-        """
+        """Make a new segment: a memfd, or a file in `folder`. `ResourceError` without room."""
         fd, path = -1, None
         try:
             if folder is None and hasattr(os, "memfd_create"):
                 fd = os.memfd_create("paceline", os.MFD_CLOEXEC)
             else:
                 fd, path = tempfile.mkstemp(prefix="paceline-", dir=folder or SHM)
-            os.posix_fallocate(fd, 0, nbytes)  # reserve now: a page missing later would be a SIGBUS
+            # Reserve all pages now: a page that can't be had later would be a SIGBUS.
+            os.posix_fallocate(fd, 0, nbytes)
             return cls(fd, nbytes, path, at_once=at_once)
         except (OSError, RuntimeError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
@@ -136,15 +141,20 @@ class SharedSegment:
 
     @property
     def address(self) -> str:
-        """The path under which another process of this host opens the segment (until `seal`)."""
+        """Path by which another process of this host opens the segment, until `seal`."""
         return self._path or f"/proc/{os.getpid()}/fd/{self._fd}"
 
     @classmethod
     def open(
         cls, address: str, nbytes: int, *, alone: bool = False, at_once: bool = True
     ) -> SharedSegment:
-        """Map a segment that another process has made; its name, if it has one, goes if no other
-        process is to map it (`alone`).
+        """Map a segment that another process has made.
+
+        Args:
+            address: Its path.
+            nbytes: Its length; another one raises `ResourceError`.
+            alone: Whether no other process will map it: its name, if it has one, is removed.
+            at_once: Whether all pages are mapped now. Default: yes.
         """
         fd = -1
         try:
@@ -169,9 +179,9 @@ class SharedSegment:
         return segment
 
     def again(self) -> Any:
-        """Map the segment once more, until `seal`: as a storage that keeps this mapping alone,
-        and a descriptor for who sends it on.
-        """
+        """Map the segment once more, as a storage that keeps this mapping alone. Before `seal`."""
+        # `_new_shared_fd_cpu` is private to torch: it is what torch.multiprocessing calls for a
+        # tensor from another process. The storage then has a descriptor, which a fork needs.
         storages: Any = torch.UntypedStorage  # torch's stubs don't know all of it
         try:
             storage = storages._new_shared_fd_cpu(self._fd, self.nbytes)
@@ -185,12 +195,9 @@ class SharedSegment:
         return storage
 
     def seal(self) -> None:
-        """Take the segment's name away: all have mapped it.
-
-        The memory goes with the last mapping.
-        """
+        """Remove the segment's name: all have mapped it. It is freed with its last mapping."""
         if self._path is not None:
-            with contextlib.suppress(FileNotFoundError):  # the only one that maps it was faster
+            with contextlib.suppress(FileNotFoundError):  # the one that maps it `alone` was faster
                 os.unlink(self._path)
             self._path = None
         if self._fd >= 0:
@@ -198,15 +205,16 @@ class SharedSegment:
             self._fd = -1
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Make a view of the bytes from `offset` (a multiple of the item size) on."""
-        with torch.inference_mode(False):  # it may outlive an evaluation that it is first used in
+        """View the bytes from `offset` on as a tensor. `offset`: a multiple of the item size."""
+        # It may outlive the evaluation in which it is first used.
+        with torch.inference_mode(False):
             view = torch.empty(0, dtype=dtype, device="cpu")
             if prod(shape):
                 view.set_(self._storage, offset // dtype.itemsize, (prod(shape),), (1,))
             return view.view(tuple(shape))
 
     def cells(self) -> memoryview:
-        """Return the bytes of the segment as a memoryview, for reading and writing from Python."""
+        """View the bytes of the segment as a memoryview, for reading and writing from Python."""
         # numpy's stubs before Python 3.12
         return memoryview(self.tensor(0, (self.nbytes,), torch.uint8).numpy())  # type: ignore[arg-type]
 
@@ -221,11 +229,25 @@ def share(
     folder: str | None,
     at_once: bool = True,
 ) -> SharedSegment | None:
-    """Make a new segment: `leader` makes it, all who are `inside` map it (None for the others).
+    """Make a segment for several ranks: `leader` makes it, all that are `inside` map it.
 
-    `meet` takes this rank's word and gives every rank's, in rank order; all call it equally often.
-    Raises `ResourceError` on all when one of them can't map it: neither a memfd nor, after it, a
-    file in /dev/shm (with `folder`: neither a file there).
+    First a memfd is tried, then a file in /dev/shm. With a `folder`, only a file there.
+
+    Args:
+        nbytes: Length of the segment.
+        me: This rank.
+        leader: The rank that makes it.
+        meet: Gathers a word of every rank: takes this rank's, gives all, in rank order. All ranks
+            call it the same number of times.
+        inside: Whether this rank maps it.
+        folder: Folder of the file. Default: none.
+        at_once: Whether all pages are mapped now. Default: yes.
+
+    Returns:
+        The segment; None on ranks that are not inside.
+
+    Raises:
+        ResourceError: A rank can't map it; raised on all ranks.
     """
     errors: list[str] = []
     for place in (folder,) if folder is not None else (None, SHM):
@@ -266,5 +288,5 @@ def _room(folder: str) -> str:
 
 
 def _advise(address: int, nbytes: int, advice: int) -> None:
-    """Advise the kernel about memory; where it can't follow, all stays as it is, and slower."""
+    """Give the kernel advice about memory. If it can't follow, memory is slower, nothing else."""
     ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)

@@ -1,10 +1,9 @@
-"""Point-to-point messages through shared memory: each rank writes its stream in windows, and each
-receiver copies its stretches out.
+"""Messages through shared memory: a rank writes a stream in windows, receivers copy their parts.
 
     rank 0 sends    | to 1 ..... | to 2 ....... | to all ..... |
     windows         |    0    |    1    |    2    |    3    |
 
-A window is a stage; they are written two ahead of those that are read.
+A window is one stage. A rank writes two windows ahead of the one that is read.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from paceline.comm.fingerprint import CallFingerprint
 from paceline.comm.shm.reductions import DEPTH, flow
 from paceline.comm.shm.segment import ControlSegment, Steps
 
-ALL = -1  # a message to all ranks
-Landing = Sequence[tuple[int, Tensor]]
+ALL = -1  # receiver of a message to all ranks
+Landing = Sequence[tuple[int, Tensor]]  # for each message to come: its sender, and where it goes
 
 
 class WindowMessage(NamedTuple):
-    """A message to send: `x` is contiguous, and stays alive with this object."""
+    """A message to send. `x` is contiguous, and stays alive with this object."""
 
     to: int
     x: Tensor
@@ -36,13 +35,11 @@ class WindowMessage(NamedTuple):
 
 
 class MessageStretch(NamedTuple):
-    """A part of a message in one window: the stage it lies in, where in it, where in memory, how
-    long.
-    """
+    """A part of a message in one window."""
 
-    rank: int
-    offset: int
-    address: int
+    rank: int  # of the sender, whose stage it lies in
+    offset: int  # in the stage, bytes
+    address: int  # in private memory
     nbytes: int
 
 
@@ -53,11 +50,17 @@ def deliver(
     meta: Any,
     land: Callable[[list[Any]], Landing],
 ) -> Steps:
-    """Meet, move all messages, and give the result of `land`.
+    """Meet, move all messages, and return the result of `land`.
 
-    `land` is called with every rank's `meta`, and says where what comes in goes: (from, contiguous
-    tensor), in the order in which each rank sends.
+    Args:
+        segment: The group's memory.
+        outgoing: Messages of this rank.
+        call: The call, which is compared.
+        meta: Facts of this rank that the others need to receive.
+        land: Gets every rank's `meta`. It returns the sender and the contiguous tensor to fill of
+            each message to this rank, in the order in which each sender sends.
     """
+    # Cut this rank's stream into windows: it is all messages, one after another.
     departures: dict[int, list[MessageStretch]] = {}
     at = 0
     for message in outgoing:
@@ -76,14 +79,15 @@ def deliver(
                 stretch.nbytes,
             )
 
+    # The first windows are written before ranks meet, so that the meeting makes them visible.
     for window in range(DEPTH):
         write(window)
     metas = yield from segment.meet(
         call, [[[message.to, message.nbytes] for message in outgoing], meta]
     )
-    sent = [messages for messages, _ in metas]
-    incoming = land([other for _, other in metas])
-    arrivals = _arrivals(segment, incoming, sent)
+    lists = [messages for messages, _ in metas]
+    incoming = land([rank_meta for _, rank_meta in metas])
+    arrivals = _arrivals(segment, incoming, lists)
 
     def read(window: int) -> None:
         for stretch in arrivals.get(window, ()):
@@ -93,7 +97,7 @@ def deliver(
                 stretch.nbytes,
             )
 
-    longest = max(sum(nbytes for _, nbytes in messages) for messages in sent)
+    longest = max(sum(nbytes for _, nbytes in messages) for messages in lists)
     yield from flow(segment, -(-longest // segment.block), write, read)
     return incoming
 
@@ -101,17 +105,19 @@ def deliver(
 def _arrivals(
     segment: ControlSegment, incoming: Landing, sent: Sequence[Any]
 ) -> dict[int, list[MessageStretch]]:
+    """List the stretches to read in each window. `sent`: each rank's (receiver, bytes)."""
     expected: dict[int, deque[Tensor]] = {}
     for source, tensor in incoming:
         expected.setdefault(source, deque()).append(tensor)
     cuts: dict[int, list[MessageStretch]] = {}
     for source, messages in enumerate(sent):
         at = 0
+        # Walk through the sender's whole stream, as messages to others take room in its windows.
         for to, nbytes in messages:
             if to == segment.rank or (to == ALL and source != segment.rank):
                 into = expected[source].popleft()
                 assert into.numel() * into.element_size() == nbytes, (
-                    "what is awaited has been compared with what is sent"
+                    "a receive of another size than its send"
                 )
                 _cut(cuts, segment.block, MessageStretch(source, at, into.data_ptr(), nbytes))
             at += nbytes
@@ -119,7 +125,7 @@ def _arrivals(
 
 
 def _cut(cuts: dict[int, list[MessageStretch]], width: int, whole: MessageStretch) -> None:
-    """Cut a stretch of a rank's stream, in which its offset counts, into those of each window."""
+    """Cut a stretch of a rank's stream, whose offset counts from the stream's begin, by windows."""
     rank, at, address, nbytes = whole
     done = 0
     while done < nbytes:
@@ -130,12 +136,12 @@ def _cut(cuts: dict[int, list[MessageStretch]], width: int, whole: MessageStretc
 
 
 def plain(x: Tensor) -> bool:
-    """Whether the bytes of `x`, as they lie, are its values."""
+    """Whether the bytes of `x`, in their order, are its values."""
     return x.is_contiguous() and not x.is_conj() and not x.is_neg()
 
 
 def flat(x: Tensor) -> Tensor:
-    """Return the values of `x` in one stretch, 1-D: its own memory where they lie so."""
+    """View `x` as one dim; a copy if its bytes in their order are not its values."""
     return (
         x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
         if not plain(x)

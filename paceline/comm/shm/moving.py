@@ -1,17 +1,16 @@
-"""Memory of tensors that is moved, in place, to where all ranks of a host reach it: reduced from
-then on without a copy.
+"""Moves memory of tensors, in place, to where all ranks of a host reach it, so sums need no copy.
 
     storage of x     rank 0   own memory    ->  segment 0, which rank 1 maps too
     (x, its views)   rank 1   own memory    ->  segment 1, which rank 0 maps too
 
-A tensor and all its views keep their storage, in which torch swaps what it points to. What was
-there before stays readable, empty, as long as the storage lives, for whoever has noted its address.
-Each rank forgets on its own what has gone: where a tensor lies is compared at each call, and what
-doesn't lie at the same place everywhere is reduced as ordinary tensors are.
+A tensor and all its views keep their storage object; torch swaps the memory behind it. The old
+memory stays readable, but empty, as long as the storage lives, in case something has noted its
+address. Each rank forgets by itself the storages that have gone. Ranks compare at each call where a
+tensor lies; if it is not at the same place everywhere, it is reduced as ordinary tensors are.
 
-The memory stays with its storage when the group ends. It goes back to this rank alone where a
-reduction breaks off in the middle, as others may write there still; and a process that is forked
-later writes to a copy.
+The memory stays with its storage when the group ends. If a reduction breaks off in the middle, the
+storage gets its old memory back, as other ranks may still write to the shared one. A process that
+is forked later writes to a copy.
 """
 
 from __future__ import annotations
@@ -33,37 +32,43 @@ from paceline.comm.shm.registered import RegisteredMemory
 from paceline.comm.shm.segment import ControlSegment
 from paceline.errors import ResourceError
 
-SWAPS = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # torch from 2.13 on
-KEPT_PLANS = 256  # of one storage
+# Private to torch, from 2.13 on: it exchanges the memory of two storages. Without it nothing moves.
+SWAPS = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+KEPT_PLANS = 256  # plans of one storage
 Storage = Any  # torch's stubs don't know all of a storage
 
 
 def movable(x: Tensor) -> bool:
-    """Whether `x` has all of a storage that torch itself has allocated, and no array of numpy looks
-    into, so that it can be moved.
+    """Whether the memory of `x` may be moved.
 
-    Whether others have its address isn't known.
+    `x` must have all of a storage that torch itself has allocated, and that no array of numpy looks
+    into. Whether something else holds its address can't be known here.
     """
     storage = x.untyped_storage()
-    whole = x.is_contiguous() and storage.nbytes() == x.numel() * x.element_size() > 0
-    # arrays look into what torch doesn't resize any more
-    own = storage.resizable() and not storage.is_shared()
-    return SWAPS and whole and own and type(x) is Tensor and not x.is_conj() and not x.is_neg()
+    has_all = x.is_contiguous() and storage.nbytes() == x.numel() * x.element_size() > 0
+    # Once an array of numpy looks into a storage, torch doesn't resize it any more.
+    is_own = storage.resizable() and not storage.is_shared()
+    return SWAPS and has_all and is_own and type(x) is Tensor and not x.is_conj() and not x.is_neg()
 
 
 class MovedStorage:
-    """What is known of a storage that has been moved: the `place` of its new memory on all
-    ranks, and the memory it had `before`.
+    """A storage that has been moved.
+
+    Args:
+        place: Its new memory on all ranks.
+        file: Device and inode of the file that its new memory is mapped from.
+        before: Its old memory.
     """
 
     def __init__(self, place: RegisteredMemory, file: tuple[int, int], before: Storage) -> None:
         self.start, self.before, self._file = place.start, before, file
-        self.place: RegisteredMemory | None = place  # until the group ends
+        self.place: RegisteredMemory | None = place  # None once the group has ended
         self._plans: dict[tuple[int, int, torch.dtype], reductions.ReductionPlan] = {}
 
     def holds(self, storage: Storage) -> bool:
-        """Whether that memory is what `storage` has: the same address alone might be that of
-        something later.
+        """Whether `storage` still has that memory.
+
+        The address alone is not enough: it may be that of a later mapping.
         """
         return (
             storage.data_ptr() == self.start
@@ -72,7 +77,7 @@ class MovedStorage:
         )
 
     def plan(self, x: Tensor, rank: int) -> reductions.ReductionPlan:
-        """Plan the reduction of `x`, which lies here."""
+        """Plan the reduction of `x`, which lies here. Plans are kept."""
         assert self.place is not None
         key = (x.data_ptr(), x.numel(), x.dtype)
         plan = self._plans.get(key)
@@ -83,40 +88,40 @@ class MovedStorage:
         return plan
 
     def forget(self) -> None:
-        """Forget where the memory of the other ranks is."""
+        """Forget the memory of the other ranks."""
         self.place = None
         self._plans.clear()
 
 
 class MovedMemory:
-    """The storages that a group has moved, in the same order on all ranks."""
+    """The storages that a group has moved, numbered in the same order on all ranks."""
 
     def __init__(self) -> None:
         self._made = 0
-        # Torch keeps the object of a storage as long as the storage: an entry goes with that, and
-        # no later one can be taken for it.
+        # Torch keeps one Python object for each storage, as long as the storage lives. So an entry
+        # goes with its storage, and no later storage can be taken for it.
         self._storages: WeakKeyDictionary[Storage, MovedStorage] = WeakKeyDictionary()
-        self.refused = False  # on all ranks, as one of them has no memory to move to
+        self.refused = False  # whether a rank had no memory to move to; the same on all ranks
 
     def find(self, x: Tensor) -> MovedStorage | None:
-        """Find the storage of `x`, if it was moved and has that memory still."""
+        """Find the storage of `x` if it was moved, and still has that memory."""
         if not self._storages:
             return None
         storage: Storage = x.untyped_storage()
-        found = self._storages.get(storage)
+        moved = self._storages.get(storage)
         return (
-            found
-            if found is not None and found.place is not None and found.holds(storage)
+            moved
+            if moved is not None and moved.place is not None and moved.holds(storage)
             else None
         )
 
     def clear(self) -> None:
-        """Forget the memory of the others; storages keep that which they have."""
+        """Forget the memory of other ranks. Storages keep the memory that they have."""
         for moved in tuple(self._storages.values()):
             moved.forget()
 
     def withdraw(self, x: Tensor) -> None:
-        """Take `x` and its values back to the memory of before, which nobody else reaches."""
+        """Give `x` its old memory back, with its values. No other rank reaches that."""
         moved, storage = self.find(x), x.untyped_storage()
         if moved is not None:
             moved.before.copy_(storage)
@@ -126,33 +131,37 @@ class MovedMemory:
     def move(
         self, segment: ControlSegment, x: Tensor, call: CallFingerprint
     ) -> Generator[int, None, MovedStorage | None]:
-        """Move the storage of `x`, which is `movable` on all ranks; None, on all and from then
-        on, where one of them can't.
+        """Move the storage of `x`, which is `is_movable` on all ranks.
+
+        Collective. None, on all ranks and from now on, if one of them can't.
         """
         nbytes = x.numel() * x.element_size()
-        mine: SharedSegment | None = None
+        own: SharedSegment | None = None
         into: Storage = None
         regions: list[Any] | None = None
         try:
             try:
-                mine, into = _make(nbytes)
+                own, into = _make(nbytes)
             except ResourceError as error:
                 _tell(error)
-            addresses = yield from segment.meet(call, "" if mine is None else mine.address)
+            # First meeting: all ranks learn where each rank's new memory is.
+            addresses = yield from segment.meet(call, "" if own is None else own.address)
             try:
                 regions = _open(addresses, nbytes, segment.rank) if all(addresses) else None
             except ResourceError as error:
                 _tell(error)
-            if mine is not None and regions is not None:  # before the others may read it
-                mine.tensor(0, (x.numel(),), x.dtype).copy_(x.detach().view(-1))
+            # Copy the values before the second meeting, after which other ranks read them.
+            if own is not None and regions is not None:
+                own.tensor(0, (x.numel(),), x.dtype).copy_(x.detach().view(-1))
+            # Second meeting: either all ranks have mapped everything, or none moves.
             reached = yield from segment.meet(call, regions is not None)
         finally:
-            if mine is not None:
-                mine.seal()
-        if not all(reached) or mine is None or regions is None:
+            if own is not None:
+                own.seal()
+        if not all(reached) or own is None or regions is None:
             self.refused = True
             return None
-        regions[segment.rank] = mine
+        regions[segment.rank] = own
         return self._take(
             x.untyped_storage(),
             into,
@@ -160,8 +169,8 @@ class MovedMemory:
         )
 
     def _take(self, storage: Storage, into: Storage, regions: list[Tensor]) -> MovedStorage:
-        """Give a storage the memory of `into`, and that the memory it had."""
-        # what is held there holds `before` of storages that outlive this group, too
+        """Swap the memory of `storage` and `into`, and note where it is."""
+        # Once. The table outlives this group: it holds the old memory of storages that do.
         if not self._made:
             os.register_at_fork(after_in_child=partial(_keep_writes, self._storages))
         _swap(storage, into)
@@ -173,13 +182,16 @@ class MovedMemory:
 
 
 def _swap(storage: Storage, other: Storage) -> None:
+    # Private to torch: see SWAPS.
     storage._swap_data_ptr_(other)
 
 
 def _file(storage: Storage) -> tuple[int, int]:
-    """Return what identifies the file without a name that a storage is mapped from, as long as
-    it is mapped; zeros if it isn't from one.
+    """Identify the file without a name that a storage is mapped from, by device and inode.
+
+    Zeros if it is not mapped from one.
     """
+    # Private to torch: torch.multiprocessing uses it to send a storage to another process.
     try:
         stat = os.fstat(storage._get_shared_fd())
     except RuntimeError:
@@ -188,15 +200,16 @@ def _file(storage: Storage) -> tuple[int, int]:
 
 
 def _make(nbytes: int) -> tuple[SharedSegment, Storage]:
-    """Make this rank's new memory, mapped twice: once for the tensor alone, with which that
-    mapping goes.
+    """Make this rank's new memory, mapped twice.
+
+    The tensor keeps one of the mappings, and has it for itself.
     """
     segment = SharedSegment.create(nbytes)
     if segment.named:
         segment.seal()
         raise ResourceError(
-            "this system has no shared memory without a name, which a killed process would leave "
-            "behind"
+            "this system has no unnamed shared memory, and a killed process would leave named "
+            "memory behind"
         )
     return segment, segment.again()
 
@@ -216,9 +229,7 @@ def _tell(error: ResourceError) -> None:
 
 
 def _keep_writes(storages: WeakKeyDictionary[Storage, MovedStorage]) -> None:
-    """Let what this process, which was forked, writes to storages that were moved be seen by
-    nobody else.
-    """
+    """Make moved storages private to this process, which was forked: no other sees its writes."""
     for storage, moved in tuple(storages.items()):
         if moved.holds(storage):
             keep_writes(moved.start, storage.nbytes(), storage._get_shared_fd())

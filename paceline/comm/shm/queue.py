@@ -1,8 +1,9 @@
-"""The queue of operations under way in a group: generators that any waiter pushes forward.
+"""The queue of operations under way in a group: generators that any waiting thread advances.
 
-An operation yields when it has posted and the others have to come; no thread belongs to it. The
-operations of a group end in the order in which they began; a wait in one group pushes those of its
-relatives (subgroups, and what it is a subgroup of) too, as others may need them.
+An operation yields when it has posted and other ranks have to come. It has no thread of its own.
+Operations of a group end in the order in which they began. A wait in one group also advances the
+operations of its relatives (subgroups, and the groups it is a subgroup of), as other ranks may need
+them before they come.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class QueuedWork:
             number,
             inference,
         )
-        self.target = 0  # the post up to which all have to come before its next stretch
+        self.target = 0  # the post that all ranks must have reached before its next step
         self.ended = False
         self.result: Any = None
         self.error: BaseException | None = None
@@ -60,17 +61,18 @@ class QueuedWork:
 
 
 class WorkQueue:
-    """The pending operations of one group; `relatives` is shared by those that are pushed together.
+    """The pending operations of one group, oldest first. `relatives` is shared with its relatives.
 
-    A finalizer, or a handler of a signal, may begin and cancel operations while its thread is in
-    the middle of another one.
+    A finalizer or a signal handler may begin and cancel operations while its own thread is inside
+    another one. So the lock is reentrant, and `_is_advancing` says that a frame of this thread,
+    further up, is advancing an operation: a nested call leaves everything to it.
     """
 
     def __init__(self, segment: ControlSegment, relatives: list[weakref.ref[WorkQueue]]) -> None:
         self.segment, self.relatives = segment, relatives
         self._pending: deque[QueuedWork] = deque()
         self._lock = threading.RLock()
-        self._pushing = False  # by the thread that has the lock
+        self._pushing = False
         me = weakref.ref(self)
         relatives[:] = [ref for ref in relatives if ref() is not None] + [me]
         segment.watch.busy = partial(_push_all, relatives, me)
@@ -78,7 +80,7 @@ class WorkQueue:
     def start(
         self, call: CallFingerprint, steps: Steps, written: Sequence[Tensor] = ()
     ) -> QueuedWork:
-        """Append an operation that writes to `written`, and push it as far as it goes."""
+        """Append an operation that writes to `written`, and advance it as far as it goes."""
         watch = self.segment.watch
         if watch.broken is not None:
             steps.close()
@@ -93,11 +95,12 @@ class WorkQueue:
 
     @property
     def pending(self) -> bool:
-        """Whether an operation has not ended."""
+        """Whether there is an operation that has not ended."""
         return bool(self._pending)
 
     def push(self) -> None:
-        """Advance the oldest operations as far as they go; never blocks."""
+        """Advance the oldest operations as far as they go. Never blocks."""
+        # If another thread has the lock, it advances the operations itself.
         if not self._pending or not self._lock.acquire(blocking=False):
             return
         try:
@@ -118,26 +121,26 @@ class WorkQueue:
             self._cancel(watch.broken)
 
     def _advance(self, pending: QueuedWork) -> bool:
-        """Continue an operation until it has to wait (False) or has ended."""
+        """Advance an operation until it has to wait (False) or has ended (True)."""
         segment = self.segment
         try:
             if not segment.reached(pending.target):
                 return False
-            with as_begun(pending.inference):  # whoever pushes it
+            with as_begun(pending.inference):  # the mode of the thread that began it
                 while segment.reached(pending.target):
                     pending.target = next(pending.steps)
             return False
         except StopIteration as stop:
             pending.result = stop.value
+        # Found by all ranks at the same place: the operation has failed, and the group goes on.
         except (Mismatch, UsageError) as error:
-            # found by all ranks at the same place: the group goes on
             pending.error = error
+        # An error of torch on this rank alone: the others can't go on, so the group ends.
         except (RuntimeError, ValueError, TypeError) as error:
-            # of torch, on this rank alone: the others can't go on
             pending.error = error
             segment.watch.end(error)
+        # An interrupt, or no memory: raised in the thread in which it came, and the group ends.
         except BaseException as error:
-            # an interrupt, no memory: raised where it came, and the end of this operation
             pending.error, pending.ended = error, True
             segment.watch.end(error)
             raise
@@ -145,9 +148,7 @@ class WorkQueue:
         return True
 
     def finish(self, pending: QueuedWork, timeout: float | None = None) -> None:
-        """Wait for the end of an operation; raises what ends the wait, not what ended the
-        operation.
-        """
+        """Wait for the end of an operation. Raises errors of the wait, not of the operation."""
 
         def ended() -> bool:
             if not pending.ended:
@@ -166,9 +167,9 @@ class WorkQueue:
                 self.cancel()
 
     def cancel(self) -> None:
-        """End all operations with the reason for which the group is broken."""
+        """End all operations with the error that broke the group."""
         with self._lock:
-            # else it ends where that does
+            # If a frame further up is advancing one, it ends all of them when it returns.
             if self.segment.watch.broken is not None and not self._pushing:
                 self._cancel(self.segment.watch.broken)
 
@@ -185,7 +186,7 @@ class WorkQueue:
 
 
 def _push_all(relatives: list[weakref.ref[WorkQueue]], own: weakref.ref[WorkQueue]) -> bool:
-    """Push all, and tell whether others than `own` have something pending."""
+    """Advance all queues. Returns whether any but `own` has an operation that has not ended."""
     pending = False
     for ref in tuple(relatives):
         queue = ref()

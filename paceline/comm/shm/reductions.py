@@ -1,22 +1,22 @@
-"""Reductions in shared memory: torch's own vector operations on slices, each rank adding its part
-of every block in rank order.
+"""Reductions in shared memory, by torch's vector operations on slices.
 
-    block k of an ordinary tensor, 2 ranks               phase     rank 0
-                                                                   rank 1
-    x -> stage   the others' parts of x                   k - 2    stage[0] = x0, the part of 1
-                                                                   stage[1] = x1, the part of 0
-    add          my part, from x and all stages           k        stage[0] = out0 = x0 + stage[1]
-                                                                   stage[1] = out1 = stage[0] + x1
-    collect      the others' sums                         k + 2    out0 = stage[1]
-                                                                   out1 = stage[0]
+Each rank adds its own part of every block, in rank order, so all ranks get the same bits.
 
-In each phase a rank stages block k + 2, adds block k and collects block k - 2, then posts; it may
-be one phase ahead of the slowest, so that one late wake-up doesn't stop the others. Stages live in
-the cache; x and out are read and written once. Copies are the C library's: they write whole cache
-lines without reading them first, up to three times as fast as torch's.
+    block k, 2 ranks                    phase   rank 0                rank 1
+    stage    the others' parts of x     k - 2   s0 = x0, part 1       s1 = x1, part 0
+    add      the own part, all ranks'   k       s0 = out0 = x0 + s1   s1 = out1 = s0 + x1
+    collect  the others' sums           k + 2   out0 = s1             out1 = s0
 
-What is reduced in place is added in place, and copied to the stage then. Registered memory (every
-rank sees that of all others) is added and handed out where it lies, between two posts.
+    (s0, s1: the stages of ranks 0 and 1; part r of a block is added by rank r)
+
+In phase k a rank stages block k + 2, adds block k and collects block k - 2, then posts. It may be
+one phase ahead of the slowest rank, so one late wake-up doesn't stop the others. Stages stay in the
+cache; x and out are read and written once. Copies are memmove of the C library, which writes whole
+cache lines without reading them first: up to three times as fast as torch's copy.
+
+A tensor that is reduced in place is added in place, and the sum copied to the stage. Registered
+memory (every rank reaches that of all others) is added and handed out where it lies, between two
+posts.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from paceline.comm.shm.memory import fresh
 from paceline.comm.shm.registered import RegisteredMemory
 from paceline.comm.shm.segment import SLOTS, ControlSegment, Steps
 
-DEPTH = SLOTS // 2  # phases between staging and adding, and between adding and collecting
-LINE = 64  # bytes: parts begin on cache lines
+DEPTH = SLOTS // 2  # phases from staging to adding a block, and from adding to collecting it
+LINE = 64  # bytes of a cache line; parts begin on one
 REGISTERED = 512 << 10  # bytes of a block of registered memory
 PAIRS: dict[Op, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -45,17 +45,26 @@ PAIRS: dict[Op, Callable[..., Tensor]] = {
     "min": torch.minimum,
     "max": torch.maximum,
 }
-Stage = Callable[[int], None]
+Stage = Callable[[int], None]  # works on the block of this number
 
 
 def flow(
     segment: ControlSegment, blocks: int, stage: Stage, add: Stage, collect: Stage | None = None
 ) -> Steps:
-    """Return the phases of `blocks` blocks, whose first DEPTH have been staged before all met.
+    """Run the phases of `blocks` blocks. The first DEPTH of them were staged before ranks met.
 
-    A rank in phase k knows that all have ended phase k - 2, so the others are in k - 1 to k + 1:
-    they read stages of blocks k - 1 to k + 1 (adding) and k - 3 to k - 1 (collecting; another part
-    of the stage). SLOTS stages, used in turn, keep that apart from block k + 2.
+    Why nothing is overwritten too early: a rank in phase k knows that all ranks have ended phase
+    k - 2, so the others are in phases k - 1 to k + 1. There they read the stages of blocks k - 1 to
+    k + 1 (adding) and k - 3 to k - 1 (collecting). This rank stages block k + 2, in the slot of
+    block k - 2, as there are four slots. No other rank adds from that slot. One may still collect
+    from it, but only this rank's own part, which staging does not touch.
+
+    Args:
+        segment: The group's memory.
+        blocks: Number of blocks.
+        stage: Copies a block to the stage.
+        add: Adds this rank's part of a block.
+        collect: Copies the sums of other ranks. Default: not needed.
     """
     phases = blocks + (DEPTH if collect is not None else 0)
     for k in range(phases):
@@ -67,26 +76,25 @@ def flow(
             collect(k - DEPTH)
         if k + 1 < phases:
             segment.post()
+            # DEPTH - 1 posts behind this one: the others may be one phase behind.
             yield segment.posted - (DEPTH - 1)
     segment.turn += blocks
 
 
 class BlockCut(NamedTuple):
-    """How a block is cut into the parts of the ranks, in bytes from its begin; with the
-    addresses and views of each stage used.
-    """
+    """How a block is cut into the parts of ranks, in bytes from its begin, and its stages."""
 
-    low: int  # where my part begins
+    low: int  # where this rank's part begins
     high: int  # where it ends
-    stop: int  # the length of the block
-    parts: list[list[Tensor]]  # in each stage: my part as every rank has it; where mine is, the sum
-    # the parts of the others: where it begins, its length, the stages of its rank
-    others: list[tuple[int, int, list[int]]]
+    stop: int  # length of the block
+    parts: list[list[Tensor]]  # for each stage, this rank's part as every rank has it
+    others: list[tuple[int, int, list[int]]]  # others' parts: begin, length, address of each stage
 
 
 def cut(segment: ControlSegment, count: int, part: int, dtype: torch.dtype, slots: int) -> BlockCut:
-    """Plan a block of `count` elements whose parts have `part` elements, or what is left; in
-    each of the next `slots` stages.
+    """Cut a block of `count` elements into parts, in each of the next `slots` stages.
+
+    A part has `part` elements; the last ones have what is left, or nothing.
     """
     item, turns = dtype.itemsize, range(segment.turn, segment.turn + slots)
     spans = [
@@ -111,48 +119,58 @@ def cut(segment: ControlSegment, count: int, part: int, dtype: torch.dtype, slot
 
 
 def all_reduce(segment: ControlSegment, x: Tensor, out: Tensor, op: Op, meeting: Steps) -> Steps:
-    """Reduce `x` into `out`, contiguous and 1-D, the same or apart.
+    """Reduce `x` into `out`.
 
-    `meeting`: the steps in which all ranks meet for it.
+    Args:
+        segment: The group's memory.
+        x: Contiguous, of one dim.
+        out: Contiguous, of one dim: `x` itself, or memory apart from it.
+        op: The operation.
+        meeting: Steps in which all ranks meet for it.
     """
     me, item, total = segment.rank, x.element_size(), x.numel()
+    # All blocks but the last have the same width, in which each rank's part is whole cache lines.
     blocks = max(1, -(-total * item // segment.block))
     line = LINE // item * segment.size
     width = -(-total // (blocks * line)) * line  # elements of a block
     slots, part = min(SLOTS, blocks), width // segment.size
-    whole = cut(segment, min(width, total), part, x.dtype, slots)
-    rest = cut(segment, total - (blocks - 1) * width, part, x.dtype, slots) if blocks > 1 else whole
+    full_cut = cut(segment, min(width, total), part, x.dtype, slots)
+    last_cut = (
+        cut(segment, total - (blocks - 1) * width, part, x.dtype, slots) if blocks > 1 else full_cut
+    )
     last, span = blocks - 1, width * item
     source, target = x.data_ptr(), out.data_ptr()
-    mine = [segment.stage_at(me, segment.turn + slot) for slot in range(SLOTS)]
+    own_stages = [segment.stage_at(me, segment.turn + slot) for slot in range(SLOTS)]
 
     def stage(k: int) -> None:
-        low, high, stop, _, _ = whole if k < last else rest
-        to, at = mine[k % SLOTS], source + k * span
+        # Everything but this rank's own part, which is read from `x` itself.
+        low, high, stop, _, _ = full_cut if k < last else last_cut
+        to, at = own_stages[k % SLOTS], source + k * span
         if low:
             memmove(to, at, low)
         if high < stop:
             memmove(to + high, at + high, stop - high)
 
     def add(k: int) -> None:
-        low, high, _, parts, _ = whole if k < last else rest
+        low, high, _, parts, _ = full_cut if k < last else last_cut
         if parts:
             views = parts[k % SLOTS].copy()
             summed, views[me] = (
                 views[me],
                 x.narrow(0, k * width + low // item, (high - low) // item),
             )
-            staged, lies = mine[k % SLOTS] + low, target + k * span + low
-            if source == target:  # summed where it lies, which the cache has at hand by then
+            stage_address, out_address = own_stages[k % SLOTS] + low, target + k * span + low
+            # In place: add where `x` is, which is in the cache by then, and copy to the stage.
+            if source == target:
                 fold(views, views[me], op, spare=summed)
-                memmove(staged, lies, high - low)
+                memmove(stage_address, out_address, high - low)
             else:
                 fold(views, summed, op)
-                memmove(lies, staged, high - low)
+                memmove(out_address, stage_address, high - low)
 
     def collect(k: int) -> None:
         to, slot = target + k * span, k % SLOTS
-        for start, nbytes, stages in (whole if k < last else rest).others:
+        for start, nbytes, stages in (full_cut if k < last else last_cut).others:
             memmove(to + start, stages[slot] + start, nbytes)
 
     for k in range(min(DEPTH, blocks)):
@@ -165,22 +183,19 @@ def all_reduce(segment: ControlSegment, x: Tensor, out: Tensor, op: Op, meeting:
 def all_reduce_small(
     segment: ControlSegment, x: Tensor, out: Tensor, op: Op, meeting: Steps
 ) -> Steps:
-    """Reduce at most SMALL bytes: every rank adds all of it, so all meet only once, in the steps
-    of `meeting`.
-    """
+    """Reduce at most SMALL bytes: every rank adds all of it, so ranks meet only once."""
     parity = segment.parity
     segment.small(segment.rank, parity, x.numel(), x.dtype).copy_(x)
     yield from meeting
     admit(op, x.dtype)
+    # All parts are there once ranks have met. No second meeting: the next one has the other half.
     fold([segment.small(r, parity, x.numel(), x.dtype) for r in range(segment.size)], out, op)
 
 
 def reduce_scatter(
     segment: ControlSegment, x: Tensor, op: Op, call: CallFingerprint, out: Tensor | None = None
 ) -> Steps:
-    """Return this rank's piece of the reduction of `x`, contiguous and 1-D; in `out`, if that is
-    given.
-    """
+    """Reduce `x`, and return this rank's piece, contiguous and of one dim; in `out` if given."""
     me, size, item, base = segment.rank, segment.size, x.element_size(), segment.turn
     cut = pieces(x.numel(), size)
     room = segment.block // size  # bytes of a part of a stage
@@ -200,13 +215,13 @@ def reduce_scatter(
                 )
 
     def add(k: int) -> None:
-        mine = out[k * width : (k + 1) * width]
-        if mine.numel():
-            own = x[first + k * width : first + k * width + mine.numel()]
+        piece = out[k * width : (k + 1) * width]
+        if piece.numel():
+            own = x[first + k * width : first + k * width + piece.numel()]
             others = [
-                segment.stage(r, base + k, me * room, mine.numel(), x.dtype) for r in range(size)
+                segment.stage(r, base + k, me * room, piece.numel(), x.dtype) for r in range(size)
             ]
-            fold([own if r == me else other for r, other in enumerate(others)], mine, op)
+            fold([own if r == me else other for r, other in enumerate(others)], piece, op)
 
     blocks = max(1, -(-max(stop - start for start, stop in cut) // width))
     for k in range(min(DEPTH, blocks)):
@@ -218,24 +233,21 @@ def reduce_scatter(
 
 
 class ReductionPlan(NamedTuple):
-    """What a rank does to one registered tensor: in each block, add every rank's view into the
-    first and hand it out to the others.
-    """
+    """The work of one rank on one registered tensor."""
 
-    blocks: list[list[Tensor]]
-    copies: list[tuple[int, list[int], int]]  # from an address to addresses, bytes
+    blocks: list[list[Tensor]]  # views of this rank's piece on every rank; the first gets the sum
+    # For each block: address of the sum, addresses on other ranks, number of bytes.
+    copies: list[tuple[int, list[int], int]]
 
 
 def plan(x: Tensor, place: RegisteredMemory, rank: int) -> ReductionPlan:
-    """Plan this rank's piece of `x`, which lies in `place`, cut so that a block of all ranks
-    stays in the cache.
-    """
+    """Plan this rank's piece of `x`, in blocks small enough for the cache with all ranks' views."""
     offset, count, item = x.data_ptr() - place.start, x.numel(), x.element_size()
     line, width = LINE // item or 1, REGISTERED // item
     start, stop = (
         min(-(-edge // line) * line, count) for edge in pieces(count, len(place.regions))[rank]
     )
-    # the views may outlive an evaluation that they are first used in
+    # The views may outlive the evaluation in which they are first used.
     with torch.inference_mode(False):
         views = [region[offset : offset + count * item].view(x.dtype) for region in place.regions]
         blocks = [
@@ -249,8 +261,9 @@ def plan(x: Tensor, place: RegisteredMemory, rank: int) -> ReductionPlan:
 
 
 def all_reduce_registered(segment: ControlSegment, x: Tensor, plan: ReductionPlan, op: Op) -> Steps:
-    """Reduce in place, in every rank's registered memory at the same offset; all have met for
-    it.
+    """Reduce `x` in place, in every rank's registered memory. All ranks have met for it.
+
+    Each rank adds its piece and hands it out; nothing of the piece is touched by another rank.
     """
     admit(op, x.dtype)
     for parts, (total, others, nbytes) in zip(*plan, strict=True):
@@ -262,10 +275,10 @@ def all_reduce_registered(segment: ControlSegment, x: Tensor, plan: ReductionPla
 
 
 def fold(parts: Sequence[Tensor], out: Tensor, op: Op, spare: Tensor | None = None) -> None:
-    """Write the reduction of `parts` in their order to `out`, rounded once.
+    """Reduce `parts` in their order, and write the result to `out`, rounded once.
 
-    `out` may be one of them; if it is neither of the first two, `spare` holds what is summed
-    before.
+    `out` may be one of the parts. If it is neither of the first two, `spare` must be given: sums
+    are held there until `out` has been read.
     """
     held = wide(parts[0].dtype, op)
     if held != parts[0].dtype:
@@ -275,7 +288,7 @@ def fold(parts: Sequence[Tensor], out: Tensor, op: Op, spare: Tensor | None = No
         out.copy_(finish(op, total, len(parts)))
         return
     total, pair = parts[0], PAIRS[op]
-    safe = spare is None
+    safe = spare is None  # whether `out` may be written to: it is no part, or has been read
     for part in parts[1:]:
         safe = safe or part is out or total is out
         total = pair(total, part, out=out if safe else spare)

@@ -1,5 +1,8 @@
-"""Registered memory: a region of the same length of every rank, mapped by all, so that tensors
-there are reached without a copy.
+"""Registered memory: a region of every rank, mapped by all, so tensors in it need no copy.
+
+    tensor of rank 0 at `start` + 8  ->  region of rank 0 + 8, region of rank 1 + 8, ...
+
+All regions of a piece have the same length. A tensor lies at the same offset on every rank.
 """
 
 from __future__ import annotations
@@ -11,39 +14,38 @@ from torch import Tensor
 
 
 class RegisteredMemory(NamedTuple):
-    """One piece of registered memory: a region of each rank."""
+    """One piece of registered memory: one region for each rank."""
 
     number: int  # the same on all ranks
-    start: int  # address of the first byte of my region
-    regions: list[Tensor]  # uint8, one a rank
+    start: int  # address of the first byte of this rank's region
+    regions: list[Tensor]  # uint8, one for each rank
 
     @property
     def stop(self) -> int:
-        """The address behind this rank's region."""
+        """Address behind the last byte of this rank's region."""
         return self.start + self.regions[0].numel()
 
 
 class MemoryRegistry:
-    """The registered memory of a group, and the plans made for tensors that lie there (`plans`,
-    by what identifies them).
+    """The registered memory of a group.
+
+    `plans` holds the plans of tensors that lie there, by address, length and dtype.
     """
 
     def __init__(self) -> None:
-        self._made = 0
-        self._places: dict[int, RegisteredMemory] = {}  # by where they start
-        # where memory of my own starts, and ends, that stands in for such a place
+        self._made = 0  # pieces so far; the same on all ranks, so a number names a piece
+        self._places: dict[int, RegisteredMemory] = {}  # by start
+        # Start and end of memory of this rank alone, used in place of a piece that others have.
         self._aside: dict[int, int] = {}
         self.plans: dict[Hashable, Any] = {}
 
     def add(self, start: int, regions: list[Tensor]) -> None:
-        """Add a piece of memory in which this rank's region starts at this address; all ranks
-        add theirs in the same order.
-        """
+        """Add a piece. `start`: address of this rank's region. All ranks add in the same order."""
         self._places[start] = RegisteredMemory(self._made, start, regions)
         self._made += 1
 
     def place(self, x: Tensor) -> RegisteredMemory | None:
-        """Find the registered memory that `x` lies in."""
+        """Find the piece that `x` lies in; None if it lies elsewhere."""
         if not self._places:
             return None
         address = x.data_ptr()
@@ -55,11 +57,11 @@ class MemoryRegistry:
         return place
 
     def lay_aside(self, x: Tensor) -> None:
-        """Note that `x` is memory of this rank alone, used as if it were registered."""
+        """Use `x`, memory of this rank alone, in place of a piece that other ranks have."""
         self._aside[x.data_ptr()] = x.data_ptr() + x.numel() * x.element_size()
 
     def aside(self, x: Tensor) -> bool:
-        """Whether `x` lies in memory of this rank alone that is used as if it were registered."""
+        """Whether `x` lies in memory that was laid aside by `lay_aside`."""
         address = x.data_ptr()
         return (
             any(start <= address < stop for start, stop in self._aside.items())
@@ -68,7 +70,7 @@ class MemoryRegistry:
         )
 
     def forget(self, x: Tensor) -> None:
-        """Forget the memory of `x`, which goes when its last tensor does."""
+        """Forget the memory of `x`. It is freed with its last tensor."""
         if self._aside.pop(x.data_ptr(), None) is not None:
             return
         place = self.place(x)
@@ -77,7 +79,7 @@ class MemoryRegistry:
             self.plans.clear()
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget everything."""
         self._places.clear()
         self._aside.clear()
         self.plans.clear()

@@ -1,12 +1,19 @@
-"""The control segment of a group inside one host: counters, fingerprints, mailboxes and stages,
-each written by one rank only.
+"""The control segment of a group inside one host. Each part of it is written by one rank only.
 
-    rank r  | cells: operations, agrees, left, pid, marks x 2, note, bell | text | note | meta x 2 |
-            mailbox x 2 | small x 2 | stage x 4 |
+    rank r  | cells: operations, agrees, left, pid, marks x 2, note, bell |
+            | text | note | meta x 2 | mailbox x 2 | small x 2 | stage x 4 |
 
-Two channels run over it, each with its own counter: *operations* on tensors, whose ranks post and
-go on, and *agree*, which blocks. On x86-64 stores become visible in program order, so what was
-written before a counter was raised is there when the counter is seen.
+Two channels run over it, each with a counter of every rank: *operations* on tensors, whose ranks
+post and go on, and *agree*, which blocks.
+
+Memory order: a rank writes its data first, then raises its counter. On x86-64 stores become visible
+in program order, and loads are not reordered with loads. So a rank that sees the counter sees the
+data. Other processors need fences, which Python does not have: see ORDERED_STORES.
+
+Marks, metas, mailboxes and small stages exist twice, for even and odd meetings. A rank writes a
+half again only after all ranks have posted for the meeting in between, and a rank posts for that
+one only after it has read this half. So nothing is overwritten before it is read. Stages exist four
+times: see `reductions.run_phases`.
 """
 
 from __future__ import annotations
@@ -28,31 +35,33 @@ from paceline.comm.shm.bell import Bell
 from paceline.comm.shm.memory import SharedSegment, share
 from paceline.comm.shm.waiting import RankWaiter, WaitCondition
 
-# processors on which counters in shared memory are a sound barrier
-ORDERED_STORES = ("x86_64", "AMD64")
+ORDERED_STORES = ("x86_64", "AMD64")  # processors on which counters in memory are a sound barrier
 SLOTS = 4  # stages of a rank, used in turn
-STAGE = 2 << 20  # bytes of each
-SMALL = 32 << 10  # bytes of each half of a rank's small stage: what every rank sums all by itself
-META = 16 << 10
-MAIL = 16 << 10
-TEXT = 4096  # bytes, also of a note
+STAGE = 2 << 20  # bytes of a stage
+SMALL = 32 << 10  # bytes of each half of a small stage, for tensors that every rank sums by itself
+META = 16 << 10  # bytes of each half of a rank's meta
+MAIL = 16 << 10  # bytes of each half of a rank's mailbox
+TEXT = 4096  # bytes of a rank's text, and of its note
+# Where the parts of a rank begin, in bytes from its begin:
 CELLS = 512
 METAS = CELLS + 2 * TEXT
 MAILS = METAS + 2 * META
 SMALLS = MAILS + 2 * MAIL
 STAGES = SMALLS + 2 * SMALL
 SPAN = STAGES + SLOTS * STAGE  # bytes of a rank
-# int64 cells, a cache line each
+# Number of each int64 cell of a rank. Each is on a cache line of its own, so that a rank that polls
+# one does not slow down writes to another.
 OPS, AGREES, LEFT, PID, MARKS, NOTE, BELL = 0, 8, 16, 24, 32, 40, 48
-# bytes of a rank's part of a block: large enough for few waits, small enough for the cache of a
-# core
-PIECE = 384 << 10
-# of an operation: yields up to which post the others have to come before it goes on
-Steps = Generator[int, None, Any]
+PIECE = 384 << 10  # bytes of a rank's part of a block: few waits, and it fits a core's cache
+Steps = Generator[int, None, Any]  # an operation: yields the post that others must have reached
 
 
 class RankNotes:
-    """The notes of one rank, and its view of the others' (`waiting.WaitNotes`)."""
+    """The notes of one rank, and its view of the others' notes (a `waiting.WaitNotes`).
+
+    A note is guarded by a counter, which is odd while the note is being written. A reader that sees
+    the same even number before and after has read a whole note.
+    """
 
     def __init__(self, cells: memoryview, rank: int) -> None:
         self._cells, self._bytes, self._rank = cells, cells.cast("B"), rank
@@ -64,10 +73,10 @@ class RankNotes:
         return bool(self._cells[rank * SPAN // 8 + LEFT])
 
     def tell(self, text: bytes) -> None:
-        """Leave a note. One that is too long is not left: then only the deadline ends this wait."""
+        """Leave a note. A note that is too long is left out: the wait then ends at its deadline."""
         text = text if len(text) <= TEXT - 8 else b""
         at, turn = self._rank * SPAN + CELLS + TEXT, self._rank * SPAN // 8 + NOTE
-        self._cells[turn] += 1  # odd: being written
+        self._cells[turn] += 1
         self._cells[at // 8] = len(text)
         self._bytes[at + 8 : at + 8 + len(text)] = text
         self._cells[turn] += 1
@@ -80,13 +89,23 @@ class RankNotes:
             if before & 1 == 0 and self._cells[turn] == before:
                 return text
             os.sched_yield()
-        return b""  # the writer has died or was stopped in the middle of a note
+        return b""  # the writer has died, or was stopped, in the middle of a note
 
 
 class ControlSegment:
     """One rank's view of the control segment.
 
-    `names`: what the ranks are called in messages and errors.
+    Counters: `posted` and the cell OPS count this rank's posts, `_mail_turns` and the cell AGREES
+    its turns of agreements. `_meetings` counts meetings, whose parity picks a half. `turn` counts
+    stages used so far; all ranks have the same. A rank's counter is written by that rank alone.
+
+    Args:
+        segment: The memory, mapped by all ranks.
+        rank: This rank.
+        names: Rank of each member among all workers, for messages and errors.
+        deadline: Seconds that a wait may take.
+        folder: Folder of files in place of memfd. Default: memfd.
+        cancel_scope: Ends waits of this segment and its subgroups. Default: a new one.
     """
 
     def __init__(
@@ -101,13 +120,14 @@ class ControlSegment:
     ) -> None:
         self.rank, self.size, self.names, self.folder = rank, len(names), tuple(names), folder
         size = self.size
-        self.posted = 0  # my counter of the channel of operations
-        self.turn = 0  # stages used so far: the next one is turn % SLOTS
+        self.posted = 0
+        self.turn = 0  # the next stage is turn % SLOTS
         self._segment = segment
         self._bytes = segment.cells()
         self._cells = self._bytes.cast("q")
-        self._mine = (rank * SPAN) // 8
+        self._mine = (rank * SPAN) // 8  # this rank's first cell
         self._others = [r for r in range(size) if r != rank]
+        # Cells of the other ranks, by kind.
         self._ops, self._agrees, self._marks = (
             [(r * SPAN) // 8 + cell for r in self._others] for cell in (OPS, AGREES, MARKS)
         )
@@ -125,9 +145,9 @@ class ControlSegment:
         self._cancel_scope = CancelScope() if cancel_scope is None else cancel_scope
         self._cancel_scope.add(self.watch.interrupt)
         self._cells[self._mine + PID] = os.getpid()
-        self.agree(b"")  # now all pids are there
+        self.agree(b"")  # from here on all process ids are there
         self.watch.know({r: self._cells[(r * SPAN) // 8 + PID] for r in self._others})
-        # bytes of a block, each rank's part whole cache lines
+        # Bytes of a block: each rank's part is a whole number of cache lines.
         self.block = min(STAGE, PIECE * size) // (64 * size) * (64 * size)
 
     @classmethod
@@ -141,8 +161,9 @@ class ControlSegment:
         folder: str | None = None,
         cancel_scope: CancelScope | None = None,
     ) -> ControlSegment:
-        """Make the segment on rank 0, whose address goes through the store; ends when all have
-        mapped it, or with one error on all.
+        """Make the segment on rank 0, and send its address to the others through the store.
+
+        Returns when all have mapped it, or raises one error on all.
         """
         turn = 0
 
@@ -160,44 +181,40 @@ class ControlSegment:
 
     @property
     def named(self) -> bool:
-        """Whether its memory is a file with a name, where memory without one can't be had or
-        wasn't asked for.
-        """
+        """Whether its memory is a file with a name, in a `folder` or for lack of memfd."""
         return self._segment.named
 
     # ---- the channel of operations
 
     def post(self) -> None:
-        """Raise this rank's counter: all that it wrote before is there for the others."""
+        """Raise this rank's counter: the others now see everything that it wrote before."""
         self.posted += 1
         self._cells[self._mine + OPS] = self.posted
         if self._bell is not None:
             self._bell.ring()
 
     def reached(self, value: int) -> bool:
-        """Whether all the others have come up to `value`."""
+        """Whether all other ranks have posted `value` times."""
         cells = self._cells
-        for at in self._ops:  # noqa: SIM110 (a generator costs three times as much here)
+        for at in self._ops:  # noqa: SIM110  (a generator costs three times as much here)
             if cells[at] < value:
                 return False
         return True
 
     def behind(self, value: int) -> list[int]:
-        """Return the ranks that have not come up to `value`."""
+        """List the ranks that have not posted `value` times."""
         return [r for r, at in zip(self._others, self._ops, strict=True) if self._cells[at] < value]
 
     @property
     def parity(self) -> int:
-        """Which half (of marks, metas, small stages) the next `meet` uses."""
+        """The half of marks, metas and small stages that the next `meet` uses: 0 or 1."""
         return self._met & 1
 
     def meet(self, call: CallFingerprint, meta: Any = None) -> Generator[int, None, list[Any]]:
-        """Begin an operation: every rank says what it is about to do, which is compared.
+        """Begin an operation: compare the call of every rank, and exchange metas.
 
-        Returns every rank's `meta`.
-
-        Returns the places instead where calls differ in nothing else: some lie in the same
-        registered memory, the others have their own.
+        Returns every rank's `meta`. If calls differ in their place alone, and only by ranks that
+        have memory of their own, returns every rank's place instead.
         """
         packed = b"" if meta is None else msgpack.packb(meta)
         if len(packed) > META - 8:
@@ -212,10 +229,12 @@ class ControlSegment:
             )
         parity, mark = self.parity, self._number(call)
         self._met += 1
+        # The data first, then the mark, then the counter.
         self._write(self._mine * 8 + METAS + parity * META, packed)
         self._cells[self._mine + MARKS + parity] = mark
         self.post()
         yield self.posted
+        # The mark is a hash of the call. If marks differ, all ranks see it, and exchange texts.
         if call.flaw or any(self._cells[at + parity] != mark for at in self._marks):
             self._write(
                 self._mine * 8 + CELLS,
@@ -227,6 +246,7 @@ class ControlSegment:
             yield self.posted
             entries = [msgpack.unpackb(self._read(r * SPAN + CELLS)) for r in range(self.size)]
             places = [place for _, _, place, _ in entries]
+            # One place besides OWN: ranks can go on together, through stages.
             meets = all(places) and len({*places, OWN}) <= 2
             calls = [
                 (text if meets else f"{text} {place}".strip(), flaw)
@@ -241,20 +261,21 @@ class ControlSegment:
         ]
 
     def stage_at(self, rank: int, turn: int) -> int:
-        """Return the address of a rank's stage of this turn."""
+        """Address of a rank's stage of a turn."""
         return self._segment.start + rank * SPAN + STAGES + turn % SLOTS * STAGE
 
     def stage(self, rank: int, turn: int, offset: int, count: int, dtype: torch.dtype) -> Tensor:
-        """Return `count` elements from byte `offset` on of a rank's stage of this turn."""
+        """View `count` elements of a rank's stage of a turn, from byte `offset` on."""
         return self._view(rank * SPAN + STAGES + turn % SLOTS * STAGE + offset, count, dtype)
 
     def small(self, rank: int, parity: int, count: int, dtype: torch.dtype) -> Tensor:
-        """Return `count` elements of a half of a rank's small stage."""
+        """View the first `count` elements of a half of a rank's small stage."""
         return self._view(rank * SPAN + SMALLS + parity * SMALL, count, dtype)
 
     def _view(self, at: int, count: int, dtype: torch.dtype) -> Tensor:
         key = (at, count, dtype)
         view = self._views.get(key)
+        # Making a view costs more than a small sum, so views are kept.
         if view is None:
             if len(self._views) > 4096:
                 self._views.clear()
@@ -262,6 +283,7 @@ class ControlSegment:
         return view
 
     def _number(self, call: CallFingerprint) -> int:
+        """Hash a call to an int64, its mark. Cached, as the same calls come back."""
         digits = self._numbers.get(call)
         if digits is None:
             if len(self._numbers) > 4096:
@@ -277,8 +299,9 @@ class ControlSegment:
         payload: bytes,
         call: CallFingerprint = CallFingerprint("agree"),  # noqa: B008
     ) -> list[bytes]:
-        """Gather every rank's payload, of any length, once all have come to the same `call`; the
-        payloads aren't compared.
+        """Gather every rank's payload, of any length, once all have come to the same `call`.
+
+        Payloads are not compared.
         """
         call_number = self.watch.made.get("agree", 0)
         self.watch.made["agree"] = call_number + 1
@@ -293,7 +316,8 @@ class ControlSegment:
                     call_number,
                 )
         except BaseException as error:
-            self.watch.end(error)  # whatever ended this wait: this channel is out of step now
+            # Whatever ended this wait, ranks are at different turns of this channel now.
+            self.watch.end(error)
             raise
         if call.flaw or any(other != mark for other in marks):
             sides = [msgpack.unpackb(text) for text in texts]
@@ -305,12 +329,17 @@ class ControlSegment:
     def _swap(
         self, payload: bytes, mark: int, call: CallFingerprint, call_number: int
     ) -> tuple[list[bytes], list[int]]:
+        """Exchange payloads in turns of a mailbox, as many as the longest payload needs.
+
+        Returns every rank's payload and mark.
+        """
         answers, marks = [b""] * self.size, [0] * self.size
         longest, at, room = len(payload), 0, MAIL - 16
         while True:
             self._agreed += 1
             target = self._agreed
             base = MAILS + (target & 1) * MAIL
+            # As in `meet`: the data first, then the counter.
             self._cells[(self._mine * 8 + base) // 8] = mark
             self._write(self._mine * 8 + base + 8, payload[at : at + room], len(payload))
             self._cells[self._mine + AGREES] = target
@@ -342,17 +371,18 @@ class ControlSegment:
 
         return WaitCondition(met, missing, "agree", call_number, call)
 
-    # ---- more memory, smaller segments
+    # ---- more memory, and segments of subgroups
 
     def allocate(self, nbytes: int, call: CallFingerprint) -> SharedSegment:
-        """Make a new segment mapped by all ranks; `ResourceError` on all when one of them can't."""
+        """Make a new segment that all ranks map. `ResourceError` on all if one of them can't."""
         segment = share(nbytes, self.rank, 0, self._words(call), inside=True, folder=self.folder)
         assert segment is not None
         return segment
 
     def sub(self, ranks: Sequence[int], call: CallFingerprint) -> ControlSegment | None:
-        """Make the control segment of some ranks, all different; all ranks call it with the same
-        list. None on the others.
+        """Make the control segment of a subgroup. All ranks call it with the same ranks.
+
+        None on ranks that are not in it.
         """
         words, inside = self._words(call), self.rank in ranks
         segment = share(

@@ -1,13 +1,12 @@
-"""Waits for the other processes of a host: yields the core at first, sleeps later, and finds dead,
-gone or stuck ranks early.
+"""Waits for other processes of a host: polls at first, sleeps later, and finds lost ranks early.
 
-    up to 200 yields (0.1 ms and more: the others are near), as few as 8 after waits that they did
-        not end, none where others use the core
-    sleeps of 2 ms, after 20 ms of 10 ms, that end when another rank posts something
+    polls    up to 200 times, yielding the core in between (0.1 ms and more: the others are near);
+             as few as 8 times after waits that polls did not end; once if others use the core
+    sleeps   of 2 ms, after 20 ms of 10 ms, which end when another rank posts something
 
-Where work is pending in other groups, sleeps are naps of 50 us, later 200 us, and it is pushed
-between them: nothing wakes a rank for it. Every 2 ms a look is taken whether the missing can still
-come.
+If operations are pending in other groups, sleeps are naps of 50 us, later 200 us, and operations
+are advanced in between: no bell rings for them. Every 2 ms the rank looks whether the missing
+ranks can still come.
 """
 
 from __future__ import annotations
@@ -26,55 +25,59 @@ from paceline.comm.shm.bell import Bell
 from paceline.comm.waitgraph import GRACE, RankWait, apart, describe
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ViewChanged, WorkerLost
 
-SPINS, FEW_SPINS = 200, 8  # yields, at most and at least
-CROWDED = 50e-6  # seconds that a yield takes where another thread has used the core meanwhile
-NAP, LONG_NAP = 50e-6, 200e-6  # seconds
-LONG = 20e-3  # seconds after which naps are long
-LOOK = 2e-3  # seconds between two looks at the deadline and at the living
-REST, LONG_REST = 2e-3, 10e-3  # seconds of a sleep from which a rank is woken
-JUDGED = GRACE + 0.1  # seconds: by then all that wait for each other have told it
-# why the group has ended: name of an error, its message, the ranks that are gone or missing
+SPINS, FEW_SPINS = 200, 8  # polls of a wait, at most and at least
+CROWDED = 50e-6  # seconds that a yield takes if another thread has used the core meanwhile
+NAP, LONG_NAP = 50e-6, 200e-6  # seconds of a nap, and of one after LONG
+LONG = 20e-3  # seconds of a wait after which naps and sleeps are longer
+LOOK = 2e-3  # seconds between two looks at the deadline and at the missing ranks
+REST, LONG_REST = 2e-3, 10e-3  # seconds of a sleep, which a bell ends, and of one after LONG
+JUDGED = GRACE + 0.1  # seconds after which all ranks that wait for each other have left a note
+# Why the group has ended: name of an error, its message, and the ranks that are gone or missing.
 Verdict = tuple[str, str, list[int]]
 
 
 class WaitCondition(NamedTuple):
-    """A condition to wait for: whether it holds, which ranks are missing, and which call it is
-    on its channel.
-    """
+    """A condition to wait for, and the call that waits for it."""
 
-    ready: Callable[[], bool]
-    missing: Callable[[], list[int]]
+    ready: Callable[[], bool]  # whether it holds
+    missing: Callable[[], list[int]]  # lists the ranks that have not come
     channel: str
-    number: int
-    what: object  # its str is for messages
+    number: int  # of the call on its channel
+    what: object  # its str names the call in messages
 
 
 class WaitNotes(Protocol):
-    """The notes that ranks leave for each other to read."""
+    """Notes that ranks leave for each other."""
 
     def leave(self) -> None:
-        """Mark that this rank does nothing for the group any more."""
+        """Mark that this rank takes no more part in the group."""
         ...
 
     def left(self, rank: int) -> bool:
-        """Whether a rank has left."""
+        """Whether `rank` has left."""
         ...
 
     def tell(self, text: bytes) -> None:
-        """Leave a note for the others (only the last is kept)."""
+        """Leave a note for the others. It replaces the one before."""
         ...
 
     def told(self, rank: int) -> bytes:
-        """Read the note of a rank."""
+        """Read the note of `rank`."""
         ...
 
 
 class RankWaiter:
-    """How one rank waits. `made` counts its calls by channel.
+    """Waits for the other ranks, on behalf of one rank.
 
-    `busy` pushes work that is pending elsewhere, and tells whether there is any. `bell`: wakes this
-    rank (None: nothing does). `names` is what the ranks are called in messages and errors. An error
-    that ends the group is told to the others, who raise it too.
+    The first error that ends the group wins: the rank that finds it leaves a note, and all others
+    raise the same error when they look. `broken` is set once, and never reset.
+
+    Args:
+        rank: This rank.
+        names: Rank of each member among all workers, for messages and errors.
+        notes: The notes of all ranks.
+        deadline: Seconds that a wait may take.
+        bell: Wakes this rank. Default: nothing does, so it naps.
     """
 
     def __init__(
@@ -87,19 +90,19 @@ class RankWaiter:
         bell: Bell | None = None,
     ) -> None:
         self.rank, self.names, self.deadline = rank, tuple(names), deadline
-        self.waited = 0.0  # seconds
+        self.waited = 0.0  # seconds spent waiting
+        # Advances operations of other groups, and says whether any are pending there.
         self.busy: Callable[[], bool] = lambda: False
-        self.made: dict[str, int] = {}
-        self.broken: PacelineError | None = None  # why nothing can be waited for any more
+        self.made: dict[str, int] = {}  # calls of this rank, by channel
+        self.broken: PacelineError | None = None  # the error that every later wait raises
         self._notes, self._bell = notes, bell
-        self._telling = False
-        # twice as many after a wait that yields ended, half as many after one that they didn't
-        self._spins = SPINS
-        self._pidfds: dict[int, int] = {}
+        self._telling = False  # whether a note says what this rank waits for
+        self._spins = SPINS  # doubled by a wait that polls ended, halved by one that they did not
+        self._pidfds: dict[int, int] = {}  # ranks by descriptors of their processes
         fine_timer()
 
     def know(self, pids: Mapping[int, int]) -> None:
-        """Watch the processes of the other ranks: from now on their deaths are seen."""
+        """Watch the processes of the other ranks, so that their deaths are seen from now on."""
         for rank, pid in pids.items():
             if pid == os.getpid() or not hasattr(os, "pidfd_open"):
                 continue
@@ -113,8 +116,9 @@ class RankWaiter:
                 ) from error
 
     def end(self, error: BaseException) -> PacelineError:
-        """Break the group, here and at the others, because of `error`, or of what another found
-        first; return that.
+        """Break the group on all ranks. Returns the error that all of them raise.
+
+        It is `error`, or the error that another rank found first.
         """
         if self.broken is None:
             me = self.names[self.rank]
@@ -122,20 +126,17 @@ class RankWaiter:
                 f"rank {me} broke off in the middle of an exchange ({type(error).__name__}: "
                 f"{error})"
             )
-            mine = error if isinstance(error, PacelineError) else WorkerLost(why, (me,))
-            self.broken = self._ended() or mine
+            own_error = error if isinstance(error, PacelineError) else WorkerLost(why, (me,))
+            self.broken = self._ended() or own_error
             self._tell(None)
         return self.broken
 
     def interrupt(self, error: PacelineError) -> None:
-        """Break the group here alone; the others are not told. From any thread."""
+        """Break the group on this rank alone. Any thread may call it."""
         self.broken = self.broken or error
 
     def close(self, error: PacelineError) -> None:
-        """Leave in good order; `error` is what later calls raise.
-
-        What ended it before stays the reason.
-        """
+        """Leave in good order. Later calls raise `error`, or the one that broke the group."""
         if self.broken is None:
             self.broken = error
             self._notes.leave()
@@ -147,11 +148,16 @@ class RankWaiter:
         self._pidfds.clear()
 
     def wait(self, awaited: WaitCondition, timeout: float | None = None) -> None:
-        """Return when the condition holds.
+        """Wait until the condition holds, or raise an error, which ends the group.
 
-        Else raise, and end the group: `WorkerLost` when a missing rank has gone, `Mismatch` when
-        the missing wait for me, `DeadlineExceeded` at the deadline. After a `timeout` of its own
-        only this wait is over.
+        Args:
+            awaited: The condition.
+            timeout: Seconds after which only this wait ends. Default: the deadline of the group.
+
+        Raises:
+            WorkerLost: A missing rank has gone.
+            Mismatch: The missing ranks wait for this one.
+            DeadlineExceeded: The deadline, or `timeout`, has passed.
         """
         started = time.perf_counter()
         ready = awaited.ready
@@ -164,7 +170,7 @@ class RankWaiter:
                     return
                 os.sched_yield()
                 now = time.perf_counter()
-                # others want this core: they get it, and whoever is awaited may be one of them
+                # Another thread has used this core. It may be a rank that we wait for: let it run.
                 if now - since > CROWDED:
                     break
                 since = now
@@ -174,7 +180,7 @@ class RankWaiter:
             self.waited += time.perf_counter() - started
 
     def _nap(self, awaited: WaitCondition, started: float, timeout: float | None) -> None:
-        looked = 0.0
+        looked = 0.0  # seconds of the wait at the last look
         try:
             while not awaited.ready():
                 if self.broken is not None:
@@ -183,15 +189,17 @@ class RankWaiter:
                 if since - looked > LOOK:
                     looked = since
                     self._look(awaited, since, timeout)
+                # A bell rings for posts of this group only.
                 if self.busy() or self._bell is None:
                     time.sleep(NAP if since < LONG else LONG_NAP)
                 else:
                     self._bell.rest(awaited.ready, REST if since < LONG else LONG_REST)
         finally:
-            if self._telling:
+            if self._telling:  # it waits no more
                 self._tell(None)
 
     def _look(self, awaited: WaitCondition, since: float, timeout: float | None) -> None:
+        # Most waits are short, so a note is written late: it is for ranks that look for deadlocks.
         if since > GRACE and not self._telling:
             self._tell(awaited)
         missing = awaited.missing()
@@ -203,6 +211,7 @@ class RankWaiter:
             error = DeadlineExceeded(
                 f"rank {who} did not come within {self.deadline:g} s to {what}", named
             )
+        # It may have become ready while we looked.
         if error is not None and not awaited.ready():
             raise self.end(error)
         if timeout is not None and since > timeout and not awaited.ready():
@@ -214,7 +223,9 @@ class RankWaiter:
     def _hopeless(
         self, awaited: WaitCondition, missing: Sequence[int], since: float
     ) -> PacelineError | None:
-        """Return why the missing can't come, if they can't."""
+        """Return an error if the missing ranks can't come any more; None if they may."""
+        # A rank that has left or died can't come. Else ranks may wait for each other for ever, but
+        # only once all of them have had time to leave a note.
         gone = {rank: "has closed its group" for rank in missing if self._notes.left(rank)}
         gone |= {rank: "has died" for rank in self._dead() if rank in missing and rank not in gone}
         if gone:
@@ -228,7 +239,7 @@ class RankWaiter:
         return describe(stuck, self.names) if self.rank in stuck else None
 
     def _tell(self, awaited: WaitCondition | None) -> None:
-        """Leave a note of what this rank waits for, and of what has ended the group."""
+        """Leave a note: the condition this rank waits for, and why the group has ended."""
         self._telling = awaited is not None
         wait = None
         if awaited is not None:
@@ -254,15 +265,15 @@ class RankWaiter:
         }
 
     def _ended(self) -> PacelineError | None:
-        """Return the error that has ended the group at another rank, if one has."""
+        """Return the error with which another rank has ended the group; None if none has."""
         for _, verdict in self._told().values():
             if verdict is not None:
                 return _judged(*verdict)
         return None
 
     def _stuck(self) -> dict[int, RankWait]:
-        """Return the waits that can never end, if they are the same in two looks."""
-        one, other = (
+        """Find waits that can never end: the same in two looks, as notes are not read at once."""
+        first, second = (
             apart(
                 {
                     rank: RankWait(*wait)
@@ -272,11 +283,12 @@ class RankWaiter:
             )
             for _ in range(2)
         )
-        return one if one == other else {}
+        return first if first == second else {}
 
     def _dead(self) -> Sequence[int]:
         if not self._pidfds:
             return []
+        # A pidfd becomes readable when its process ends.
         poll = select.poll()
         for fd in tuple(self._pidfds):
             poll.register(fd, select.POLLIN)
@@ -292,8 +304,9 @@ def _judged(kind: str, text: str, ranks: Sequence[int]) -> PacelineError:
 
 
 def fine_timer() -> None:
-    """Let naps of this thread end on time, not up to 50 us late (prctl PR_SET_TIMERSLACK;
-    without it naps are longer, nothing else).
+    """Let naps of this thread end on time, not up to 50 us late.
+
+    By prctl(PR_SET_TIMERSLACK). Without it naps are longer, nothing else.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "prctl"):

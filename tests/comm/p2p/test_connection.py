@@ -134,7 +134,7 @@ def test_a_stranger_is_not_let_in(key: bytes, ranks: tuple[int, int]) -> None:
     assert admitted is None or isinstance(admitted, OSError)
     assert isinstance(caller, OSError | SecretError)
     if isinstance(caller, SecretError):
-        assert "rank 5 on node doesn't know the secret" in str(caller)
+        assert "rank 5 on node: it doesn't know the secret" in str(caller)
 
 
 @pytest.mark.usefixtures("patient")

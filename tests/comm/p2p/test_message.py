@@ -25,7 +25,7 @@ def test_a_header_has_every_dtype(name: str) -> None:
     [
         (-1, {}, torch.ones(1), "lane -1"),
         (0, {"a": torch.ones(1)}, torch.ones(1), "no JSON value"),
-        (0, {"a": "x" * (1 << 20)}, torch.ones(1), "send what is large as a tensor"),
+        (0, {"a": "x" * (1 << 20)}, torch.ones(1), "send large values as tensors"),
         (0, {}, torch.ones(2, 2).to_sparse(), "send dense tensors"),
         (0, {}, torch.ones(2, device="meta"), "send dense tensors"),
     ],

@@ -93,7 +93,7 @@ def test_who_leaves_while_the_others_do_not_look_says_so(monkeypatch: pytest.Mon
             store.put("closed", True)
         else:
             store.take("closed", PATIENCE)
-            with pytest.raises(WorkerLost, match="what rank 1 has sent can't be read"):
+            with pytest.raises(WorkerLost, match="messages of rank 1 can't be read"):
                 both.receive(1, 0).wait()
             both.close()
 
