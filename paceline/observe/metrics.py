@@ -57,8 +57,8 @@ class Look(NamedTuple):
 class MetricsReader:
     """Reads the metrics of one run.
 
-    `read_new_lines` starts again if the file was replaced or became shorter, as
-    after a resume. An incomplete last line is left for the next time.
+    `read_new_lines` starts again if the file was replaced or became shorter, as after a resume. An
+    incomplete last line is left for the next time.
     """
 
     def __init__(self, folder: RunFolder) -> None:

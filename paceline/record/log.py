@@ -58,10 +58,10 @@ class _LogEntry:
 class MetricsLog:
     """The log of one worker.
 
-    Values are collected in `_open_values` by step. When a step ends, they move to `_queue`, where numbers
-    of a device travel to the host. A drain takes them out in order, so a number still on its way
-    holds back all later steps. `_ended_steps` counts the steps that ended in this log. It never goes
-    back, unlike the step of the run, which a resume sets back.
+    Values are collected in `_open_values` by step. When a step ends, they move to `_queue`, where
+    numbers of a device travel to the host. A drain takes them out in order, so a number still on
+    its way holds back all later steps. `_ended_steps` counts the steps that ended in this log. It
+    never goes back, unlike the step of the run, which a resume sets back.
 
     Args:
         book: Writer on the first worker, and on workers that may become the first; else None.

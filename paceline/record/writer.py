@@ -38,8 +38,8 @@ class LatestRank(NamedTuple):
 class MetricsWriter:
     """Merges the records of all ranks by step, writes a line for each step, and sums up.
 
-    Records wait in `_records_by_step` until all ranks have handed over their step. Several workers may
-    become the first. They all merge and sum up in the same way, but only one writes; the others
+    Records wait in `_records_by_step` until all ranks have handed over their step. Several workers
+    may become the first. They all merge and sum up in the same way, but only one writes; the others
     stand by.
 
     Args:

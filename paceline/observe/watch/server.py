@@ -75,8 +75,8 @@ class PageServer:
     """Serves one page.
 
     All methods run on one event loop; only `source` is called on threads. `_look_lock` makes sure
-    that one look happens at a time. `_news` wakes the readers when `_look_count` or `_last_words` has changed.
-    `_sections` has for each section the number of the look that changed it.
+    that one look happens at a time. `_news` wakes the readers when `_look_count` or `_last_words`
+    has changed. `_sections` has for each section the number of the look that changed it.
 
     Args:
         source: Content of the page.
