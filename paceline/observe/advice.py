@@ -203,11 +203,12 @@ RULES: tuple[Callable[[RunFacts, SteadyTimes], Iterator[Remark]], ...] = (exchan
 def outside(facts: RunFacts) -> Iterator[Remark]:
     """Advise if much of the run lies outside of its steps."""
     if facts.ended and facts.seconds and facts.seconds > 60 and facts.step * facts.steps < 0.6 * facts.seconds:
-        inside = facts.step * facts.steps / facts.seconds
+        share_in_steps = facts.step * facts.steps / facts.seconds
         words = (
-            f"Only {inside:.0%} of the run was spent in steps: evaluate and save less often, or see what the script does before the first"
+            f"Only {share_in_steps:.0%} of the run was spent in steps: evaluate and save less "
+            "often, or see what the script does before the first"
         )
-        yield Remark(words, 1 - inside, most=True, of="run")
+        yield Remark(words, 1 - share_in_steps, most=True, of="run")
 
 
 def checkpoints(facts: RunFacts) -> Iterator[Remark]:

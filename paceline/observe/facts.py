@@ -211,7 +211,7 @@ def read(folder: RunFolder, metrics: MetricsReader | None = None) -> RunFacts:
         return RunFacts(folder.name, False, 0, 0, None, dict.fromkeys(PARTS, 0.0), standing=OPEN)
     runs = sorted(path.parent.name for path in folder.path.glob("*/metrics.jsonl"))
     contained_runs = f"; it holds the runs {', '.join(runs[-8:])}: name one of them" if runs else ""
-    raise UsageError(f"{folder.path} is no run folder: it has neither {folder.summary.name} nor {folder.metrics.name}{contained_runs}")
+    raise UsageError(f"{folder.path} is not a run folder: it has neither {folder.summary.name} nor {folder.metrics.name}{contained_runs}")
 
 
 def read_fields(path: Path) -> dict[str, Any]:
@@ -230,15 +230,15 @@ def read_fields(path: Path) -> dict[str, Any]:
     try:
         fields = json.loads(text, parse_float=_finite, parse_int=_finite, parse_constant=_finite)
     except RecursionError:
-        raise ValueError("it nests too deep") from None
+        raise ValueError("it is nested too deeply") from None
     if not isinstance(fields, dict):
-        raise ValueError("it is no object")
-    for name, most in MOST.items():
+        raise ValueError("it is not a JSON object")
+    for name, limit in MOST.items():
         value = fields.get(name, [])
-        if (len(value) if isinstance(value, list) else int(value)) > most:
-            raise ValueError(f"its {name} are more than {most:,}")
-    for each in (*fields.get("events", ()), *fields.get("saves", ())):
-        _real(each["time"])
+        if (len(value) if isinstance(value, list) else int(value)) > limit:
+            raise ValueError(f"its {name} are more than {limit:,}")
+    for event in (*fields.get("events", ()), *fields.get("saves", ())):
+        _real(event["time"])
     return fields
 
 
@@ -249,14 +249,14 @@ def _finite(text: str) -> float:
     """
     value = int(text) if text.lstrip("-").isdigit() and len(text) < 20 else float(text)
     if not abs(value) < 1e100:
-        raise ValueError(f"{text[:40]} is no number that a run measures")
+        raise ValueError(f"{text[:40]} is not a number that a run can measure")
     return value
 
 
 def _real(value: Any) -> float:
     """Return a number of seconds. Raises `TypeError` for anything else."""
     if type(value) not in (int, float):
-        raise TypeError(f"{repr(value)[:40]} is no number of seconds")
+        raise TypeError(f"{repr(value)[:40]} is not a number of seconds")
     return float(value)
 
 
@@ -304,7 +304,7 @@ def steadied(seconds: Floats) -> SteadyTimes | None:
     if len(seconds) < FEWEST:
         return None
     warmed = seconds[WARM:]
-    tenths = [warmed[n * len(warmed) // TENTHS : (n + 1) * len(warmed) // TENTHS] for n in range(TENTHS)]
+    tenths = [warmed[tenth_index * len(warmed) // TENTHS : (tenth_index + 1) * len(warmed) // TENTHS] for tenth_index in range(TENTHS)]
     means = np.array([tenth.mean(axis=0) for tenth in tenths])
     # A fifth of the tenths may be lower.
     least = np.sort(means, axis=0)[TENTHS // 5]
@@ -351,7 +351,7 @@ def _from_summary(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
     except KeyError as error:
         raise UsageError(f"{folder.summary} lacks {error}: it is not a summary of this version of paceline") from error
     except (ValueError, TypeError, AttributeError, ArithmeticError, IndexError) as error:
-        raise UsageError(f"{folder.summary} is damaged ({error}); remove it, and the report is made of {folder.metrics.name}") from error
+        raise UsageError(f"{folder.summary} is damaged ({error}); remove it, and the report is made from {folder.metrics.name}") from error
     if not folder.metrics.is_file():
         return facts
     metrics.read()
@@ -360,15 +360,15 @@ def _from_summary(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
 
 def _late(fields: Mapping[str, Any]) -> tuple[dict[str, float], ...]:
     """Return how late each rank was, without workers that have left."""
-    late = [{str(cause): float(value) for cause, value in each.items()} for each in fields.get("rank_late", [])]
+    late_by_rank = [{str(cause): float(value) for cause, value in each.items()} for each in fields.get("rank_late", [])]
     members = fields.get("members", [])
     # Without members, `rank_late` is in the order of ranks. Otherwise it is in the order of
     # members.
-    if len(members) != len(late):
-        return tuple(late)
+    if len(members) != len(late_by_rank):
+        return tuple(late_by_rank)
     ranks = [None if member["rank"] is None else int(member["rank"]) for member in members]
     present = sorted((rank, at) for at, rank in enumerate(ranks) if rank is not None)
-    return tuple(late[at] for _, at in present)
+    return tuple(late_by_rank[at] for _, at in present)
 
 
 def _memory(fields: Mapping[str, Any]) -> MemoryFacts:
@@ -396,7 +396,7 @@ def _mesh(fields: Mapping[str, Any]) -> Mesh | None:
     if not sizes or not places:
         return None
     if len(places) != math.prod(map(int, sizes.values())) or len(places) != int(fields["workers"]):
-        raise ValueError("its mesh is not that of its workers")
+        raise ValueError("its mesh does not fit its workers")
     by_place = sorted(range(len(places)), key=lambda rank: [int(places[rank][axis]) for axis in sizes])
     return Mesh(tuple((str(axis), int(size)) for axis, size in sizes.items()), tuple(by_place))
 

@@ -90,10 +90,10 @@ class MetricsReader:
             if (status.st_dev, status.st_ino) != self._file or status.st_size < self._offset:
                 self._forget()
                 self._file = (status.st_dev, status.st_ino)
-            before = self._lines
+            lines_before = self._lines
             file.seek(self._offset)
             self._take(file)
-        return self._lines > before
+        return self._lines > lines_before
 
     def _take(self, file: BufferedReader) -> None:
         """Read lines up to the end of the file, or up to an incomplete line."""
@@ -105,7 +105,8 @@ class MetricsReader:
                 if not file.read(1):
                     return
                 raise UsageError(
-                    f"{self._folder.metrics} is damaged in line {self._lines + 1} ({error}); mend or remove that line"
+                    f"{self._folder.metrics} is damaged in line {self._lines + 1} ({error}); "
+                    "repair or remove that line"
                 ) from error
             try:
                 self._add(line)
@@ -132,12 +133,12 @@ class MetricsReader:
             for column, value in zip((*self._steps, *self._parts, *self._sent), row, strict=True):
                 column.append(value)
         if "ranks" in line:
-            workers = {str(int(number)): [float(value) for value in values] for number, values in line["ranks"].items()}
+            workers = {str(int(worker)): [float(value) for value in values] for worker, values in line["ranks"].items()}
             self._looks.append(Look(step, time, workers))
         for name, value in logged:
             columns = self._values.setdefault(name, (array("d"), array("d"), array("d")))
-            for column, each in zip(columns, (step, time, value), strict=True):
-                column.append(each)
+            for column, item in zip(columns, (step, time, value), strict=True):
+                column.append(item)
 
     @property
     def lines(self) -> int:

@@ -152,8 +152,13 @@ def _schedule(profile: PipelineProfile) -> Iterator[Remark]:
     if best is None or not _pays(now, best[0]):
         return
     _, timeline, counts = best
-    kept = max(timeline.kept), max(profile.timeline.kept)
-    memory = f"; a worker keeps {kept[0]:.3g} micro-batches at once at most then, {kept[1]:.3g} now" if kept[0] > kept[1] else ""
+    most_kept = max(timeline.kept), max(profile.timeline.kept)
+    memory = ""
+    if most_kept[0] > most_kept[1]:
+        memory = (
+            f"; a worker keeps {most_kept[0]:.3g} micro-batches at once at most then, "
+            f"{most_kept[1]:.3g} now"
+        )
     split = "" if timeline.schedule.placed == profile.plan.placed else f" with split={counts}"
     name = timeline.schedule.name
     words = f"schedule={name!r}{split} in the place of {profile.schedule!r} takes {_less(now, best[0])} by simulation{memory}"
@@ -181,7 +186,7 @@ def _more(profile: PipelineProfile) -> Iterator[Remark]:
 
 def _halved(stage: StageProfile) -> StageProfile:
     """Return a stage whose actions take half the time."""
-    return replace(stage, seconds={kind: took / 2 for kind, took in stage.seconds.items()})
+    return replace(stage, seconds={kind: action_seconds / 2 for kind, action_seconds in stage.seconds.items()})
 
 
 def _half(transfers: Sequence[float | None]) -> tuple[float | None, ...]:

@@ -57,9 +57,9 @@ def report(folder: Path) -> str:
 
 def _title(facts: RunFacts) -> str:
     """Format the title: run, strategy, workers, steps, time and loss."""
-    took = "" if facts.seconds is None else f" in {spoken(facts.seconds)}"
+    duration = "" if facts.seconds is None else f" in {spoken(facts.seconds)}"
     loss = "" if facts.final_loss is None else f"; {'final' if facts.ended else 'last'} loss {facts.final_loss:.4g}"
-    done = f"{counted(facts.steps, 'step')} of {counted(facts.samples, 'sample')} in all{took}{loss}"
+    done = f"{counted(facts.steps, 'step')} of {counted(facts.samples, 'sample')} in all{duration}{loss}"
     if not facts.ended:
         return f"{facts.name} {facts.standing.words}. So far: {done}"
     mesh = "" if facts.mesh is None else f", mesh {facts.mesh}"

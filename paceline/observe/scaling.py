@@ -114,7 +114,7 @@ def measured(folder: RunFolder) -> ScalingPoint:
     samples = sum(batch for batch, _ in steps)
     if len(steps) < 2 or not samples:
         raise UsageError(f"the run {folder.name} took {counted(facts.steps, 'step')}: at least 2 with samples are needed to measure")
-    parts = {part: statistics.fmean(spent[part] for _, spent in steps) for part in PARTS}
+    parts = {part: statistics.fmean(part_seconds[part] for _, part_seconds in steps) for part in PARTS}
     return ScalingPoint(facts.workers, samples / len(steps), parts, len(steps))
 
 
@@ -155,9 +155,9 @@ def serial(points: Sequence[ScalingPoint]) -> float:
     Source: Amdahl, Validity of the single processor approach to achieving large scale computing
     capabilities, 1967.
     """
-    x, y = [1 / point.workers for point in points], [point.parts["compute"] for point in points]
-    slope = max(statistics.linear_regression(x, y).slope, 0.0)
-    return max(statistics.fmean(y) - slope * statistics.fmean(x), 0.0)
+    inverse_workers, compute_seconds = [1 / point.workers for point in points], [point.parts["compute"] for point in points]
+    slope = max(statistics.linear_regression(inverse_workers, compute_seconds).slope, 0.0)
+    return max(statistics.fmean(compute_seconds) - slope * statistics.fmean(inverse_workers), 0.0)
 
 
 def gain(fewer: ScalingPoint, more: ScalingPoint) -> float:
@@ -165,27 +165,34 @@ def gain(fewer: ScalingPoint, more: ScalingPoint) -> float:
     return (more.rate / fewer.rate - 1) / (more.workers / fewer.workers - 1)
 
 
-# In words ---------------------------------------------------------------------------------------------------------------------
+# In words ----------------------------------------------------------------------------------------
 
 
-def describe(found: ScalingCurve, cores: int | None = None) -> str:
+def describe(scaling: ScalingCurve, cores: int | None = None) -> str:
     """Format the table, the bars and the conclusion.
 
     Args:
-        found: Measured runs.
+        scaling: Measured runs.
         cores: Processors that all workers share, if they share any.
     """
-    kind = "Strong scaling: the same global batch" if found.strong else "Weak scaling: the global batch grows with the workers"
-    short_runs = [point for point in found.points if point.steps < FEW]
+    kind = "Strong scaling: the same global batch" if scaling.strong else "Weak scaling: the global batch grows with the workers"
+    short_runs = [point for point in scaling.points if point.steps < FEW]
     warned = []
     if short_runs:
         workers = counted(short_runs[0].workers, "worker")
         warned = [f"Only {short_runs[0].steps} steps were measured with {workers}: take more, to be sure."]
-    blocks = [f"{kind}.", "\n".join(_table(found)), "\n".join(_bars(found)), "\n".join(_amdahl(found)), conclusion(found, cores), *warned]
+    blocks = [
+        f"{kind}.",
+        "\n".join(_table(scaling)),
+        "\n".join(_bars(scaling)),
+        "\n".join(_amdahl(scaling)),
+        conclusion(scaling, cores),
+        *warned,
+    ]
     return "\n\n".join(block for block in blocks if block)
 
 
-def _table(found: ScalingCurve) -> list[str]:
+def _table(scaling: ScalingCurve) -> list[str]:
     """Return the lines of the table of runs."""
     head = ("workers", "batch", "step", "samples/s", "speed-up", "efficiency", *(f"lost to {_NAMED[part]}" for part in _LETTERS))
     rows = [
@@ -194,21 +201,21 @@ def _table(found: ScalingCurve) -> list[str]:
             f"{point.batch:,.1f}".removesuffix(".0"),
             seconds(point.step),
             f"{point.rate:,.0f}" if point.rate >= 10 else f"{point.rate:.2f}",
-            f"{found.speedup(point):.2f}",
-            f"{found.efficiency(point):.0%}",
-            *(f"{losses(point, found.base)[part]:.0%}".replace("-0%", "0%") for part in _LETTERS),
+            f"{scaling.speedup(point):.2f}",
+            f"{scaling.efficiency(point):.0%}",
+            *(f"{losses(point, scaling.base)[part]:.0%}".replace("-0%", "0%") for part in _LETTERS),
         )
-        for point in found.points
+        for point in scaling.points
     ]
     return list(aligned([head, *rows], left=0))
 
 
-def _bars(found: ScalingCurve) -> list[str]:
+def _bars(scaling: ScalingCurve) -> list[str]:
     """Draw how the time of the workers is spent, one bar for each run."""
     lines = []
-    for point in found.points:
-        lost = losses(point, found.base)
-        segments, filled = [], min(found.efficiency(point), 1.0)
+    for point in scaling.points:
+        lost = losses(point, scaling.base)
+        segments, filled = [], min(scaling.efficiency(point), 1.0)
         bar = "#" * round(_WIDTH * filled)
         # The ends of segments are rounded, and not their lengths, so rounding errors don't add up.
         for part, letter in _LETTERS.items():
@@ -216,16 +223,16 @@ def _bars(found: ScalingCurve) -> list[str]:
             segments.append((letter, min(round(_WIDTH * filled), _WIDTH)))
         for letter, end in segments:
             bar += letter * (end - len(bar))
-        lines.append((str(point.workers), bar.ljust(_WIDTH), f"{found.efficiency(point):.0%}"))
+        lines.append((str(point.workers), bar.ljust(_WIDTH), f"{scaling.efficiency(point):.0%}"))
     key = "  # work as with the fewest workers, e exchange, w waiting, d data, r rest of compute"
     return [*aligned(lines, left=0), key]
 
 
-def _amdahl(found: ScalingCurve) -> list[str]:
+def _amdahl(scaling: ScalingCurve) -> list[str]:
     """Describe the part of compute that doesn't shrink with more workers."""
-    if not found.strong:
+    if not scaling.strong:
         return []
-    base, serial_seconds = found.base, serial(found.points)
+    base, serial_seconds = scaling.base, serial(scaling.points)
     share = serial_seconds / base.parts["compute"] if base.parts["compute"] > 0 else 0.0
     if share > 1 - ALIKE:
         return ["Compute doesn't shrink with more workers (Amdahl's fit)."]
@@ -239,21 +246,21 @@ def _amdahl(found: ScalingCurve) -> list[str]:
     ]
 
 
-def conclusion(found: ScalingCurve, cores: int | None = None) -> str:
+def conclusion(scaling: ScalingCurve, cores: int | None = None) -> str:
     """Describe from when on adding workers stops paying, and why."""
-    for fewer, more in zip(found.points, found.points[1:], strict=False):
+    for fewer, more in zip(scaling.points, scaling.points[1:], strict=False):
         gained = gain(fewer, more)
         if gained < PAYS:
-            each = "the worker added" if more.workers - fewer.workers == 1 else f"each of {more.workers - fewer.workers} workers added"
+            added = "the worker added" if more.workers - fewer.workers == 1 else f"each of {more.workers - fewer.workers} workers added"
             what = f"brings {gained:.0%} of its worth" if gained >= 0 else f"is a loss: {more.rate / fewer.rate:.2f} times the speed"
-            why = _reason(fewer, more, strong=found.strong, cores=cores)
-            return f"Adding workers stops paying at {fewer.workers}: from there to {more.workers}, {each} {what}. {why}"
-    last = found.points[-1]
-    text = f"Adding workers pays up to {last.workers}, the most that were measured: {found.speedup(last):.2f} times the speed"
-    lost = 1 - found.efficiency(last)
-    return (
-        f"{text}. {_reason(found.base, last, strong=found.strong, cores=cores)}" if lost >= 0.05 else f"{text}, with next to nothing lost."
-    )
+            why = _reason(fewer, more, strong=scaling.strong, cores=cores)
+            return f"Adding workers stops paying at {fewer.workers}: from there to {more.workers}, {added} {what}. {why}"
+    last = scaling.points[-1]
+    text = f"Adding workers pays up to {last.workers}, the most that were measured: {scaling.speedup(last):.2f} times the speed"
+    lost = 1 - scaling.efficiency(last)
+    if lost < 0.05:
+        return f"{text}, with next to nothing lost."
+    return f"{text}. {_reason(scaling.base, last, strong=scaling.strong, cores=cores)}"
 
 
 def _reason(fewer: ScalingPoint, more: ScalingPoint, *, strong: bool, cores: int | None) -> str:
@@ -270,6 +277,6 @@ def _reason(fewer: ScalingPoint, more: ScalingPoint, *, strong: bool, cores: int
     if crowded:
         return f"{finding}{crowded}; measure on more of them, or on several hosts."
     if strong:
-        each = f"{more.batch / more.workers:.3g} samples for each worker"
-        return f"{finding}with {each}, what a step costs whatever its size remains; a larger batch would help."
+        share = f"{more.batch / more.workers:.3g} samples for each worker"
+        return f"{finding}with {share}, what a step costs whatever its size remains; a larger batch would help."
     return f"{finding}the same work takes longer beside more workers, which share memory, caches or a quota of processors."

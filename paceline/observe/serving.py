@@ -70,10 +70,11 @@ def tell(servers: Sequence[ServerFacts], seconds: float, samples: int) -> str:
     width = max(len(server.name) for server in servers)
     lines = ["Servers, with the share of the run in which each worked:"]
     for server in servers:
-        kept = sized(server.kept) + ("" if server.rows is None else f" in {counted(server.rows, 'row')}")
+        kept_text = sized(server.kept) + ("" if server.rows is None else f" in {counted(server.rows, 'row')}")
         lines.append(
             f"  {server.name:<{width}}  {server.busy / seconds if seconds > 0 else 0:>4.0%}  {sized(server.received)} received, "
-            f"{sized(server.sent)} sent, {kept} kept; at most {counted(server.put_off, 'message')} put off"
+            f"{sized(server.sent)} sent, {kept_text} kept; at most "
+            f"{counted(server.put_off, 'message')} put off"
         )
     for server in servers:
         if sum(server.staleness.values()):
@@ -90,7 +91,7 @@ def tell(servers: Sequence[ServerFacts], seconds: float, samples: int) -> str:
 def _shares(counts: Mapping[int, int]) -> str:
     """Format each number with its share: "0 (33%), 1 (67%)"."""
     total = sum(counts.values())
-    return ", ".join(f"{number} ({count / total:.0%})" for number, count in sorted(counts.items()))
+    return ", ".join(f"{key} ({count / total:.0%})" for key, count in sorted(counts.items()))
 
 
 def advise(servers: Sequence[ServerFacts], seconds: float, samples: int) -> Iterator[Remark]:

@@ -22,22 +22,22 @@ def verdict(facts: RunFacts) -> list[str]:
 def _trained(facts: RunFacts) -> str:
     """Describe what was trained, by how many workers, and the loss."""
     work = f"{counted(facts.samples, 'sample')} in {counted(facts.steps, 'step')}"
-    took = "" if facts.seconds is None else f" in {spoken(facts.seconds)}"
+    duration = "" if facts.seconds is None else f" in {spoken(facts.seconds)}"
     loss = "" if facts.final_loss is None else f", to a loss of {facts.final_loss:.4g}"
     who = f"{counted(facts.workers, 'worker')} on {counted(facts.hosts, 'host')}"
     mesh = "" if facts.mesh is None else f" (mesh {facts.mesh})"
     if not facts.ended:
         so_far = f"{who}{mesh} {'has' if facts.workers == 1 else 'have'} trained" if facts.sync else "it has trained"
-        return f"So far {so_far} {work}{took}{loss}{f', with {facts.sync}' if facts.sync else ''}."
-    return f"{who}{mesh} trained {work}{took}{loss}, with {facts.sync}."
+        return f"So far {so_far} {work}{duration}{loss}{f', with {facts.sync}' if facts.sync else ''}."
+    return f"{who}{mesh} trained {work}{duration}{loss}, with {facts.sync}."
 
 
 def _spent(facts: RunFacts) -> str:
     """Describe where the time of a step went."""
     rate = f" ({facts.samples / facts.steps / facts.step:,.0f} samples/s)" if facts.step > 0 else ""
     shares = sorted(PARTS, key=facts.share, reverse=True)
-    first, *others = (f"{part} {facts.share(part):.0%}" for part in shares)
-    return f"A step took {seconds(facts.step)}{rate}: {first}, {', '.join(others[:-1])} and {others[-1]}."
+    first, *other_parts = (f"{part} {facts.share(part):.0%}" for part in shares)
+    return f"A step took {seconds(facts.step)}{rate}: {first}, {', '.join(other_parts[:-1])} and {other_parts[-1]}."
 
 
 def _means(facts: RunFacts) -> str:

@@ -70,8 +70,8 @@ class StatusReports:
 
     def logged(self, step: int, values: Mapping[str, float]) -> None:
         """Include values that were logged after their step had ended."""
-        before = self._beside[1] if self._beside is not None and self._beside[0] == step else {}
-        self._beside = step, {**before, **values}
+        earlier = self._beside[1] if self._beside is not None and self._beside[0] == step else {}
+        self._beside = step, {**earlier, **values}
 
     def late(self, latest: RankLateness, host: str, step: float) -> None:
         """Include the latest worker, its host and the mean seconds of a step from now on."""
@@ -103,8 +103,8 @@ class StatusReports:
             "beside": late_values,
             "begins": not self._begun,
         }
-        # A report that doesn't wait is dropped while the channel is full. The sums then stay as
-        # they are, and go with the next report.
+        # A report is dropped if the caller hasn't read for long. The sums then stay as they are, and
+        # go with the next report.
         if self._channel.send("status", report, waits=waits):
             self._begun, self._beside = True, None
             self._samples, self._seconds, self._unsent = 0, dict.fromkeys(PARTS, 0.0), False

@@ -51,7 +51,8 @@ def prove(name: str) -> None:
     """Raise `UsageError` if a run can't have this name."""
     if not name or name.startswith(".") or any(sign in name for sign in "/\\") or not name.isprintable():
         raise UsageError(
-            f"a run can't be called {name!r}: give a name without slashes and control characters that doesn't start with a dot, or none"
+            f"a run can't be called {name!r}: give a name without slashes and control characters, "
+            "which doesn't start with a dot, or leave the name out"
         )
 
 
@@ -139,7 +140,9 @@ class RunFolder:
                 (path / _ASKED).write_text(name, encoding="utf-8")
         except OSError as error:
             raise UsageError(
-                f"the run's folder {root / wanted} can't be made ({_reason(root, error)}); give start(folder=...) a place for it"
+                f"the run's folder {root / wanted} can't be created ({_reason(root, error)}); give "
+                "another "
+                "place, start(folder=...)"
             ) from error
         if path.name != wanted and name is not None:
             say(f"there is a run {wanted} already: this one is {path.name}")

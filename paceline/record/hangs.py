@@ -100,7 +100,7 @@ class HangDetector:
     @property
     def _calls(self) -> int:
         """Number of calls that have ended, over all sources."""
-        return sum(each.calls for each in self._waits)
+        return sum(source.calls for source in self._waits)
 
     def _wait(self) -> WaitUnderWay | None:
         """Return the innermost current wait; None if this worker doesn't wait."""
@@ -123,9 +123,9 @@ class HangDetector:
         """
         if self._late_after is not None:
             return self._late_after
-        times_by_source = [list(each.ended) for each in self._waits]
+        times_by_source = [list(source.ended) for source in self._waits]
         end_times = next((times for times in times_by_source if len(times) > KNOWN), [])
-        intervals = [after - before for before, after in pairwise(end_times)]
+        intervals = [after - start for start, after in pairwise(end_times)]
         if not intervals:
             return self._given_up
         usual = max(FACTOR * statistics.median(intervals), WIDEST * max(intervals), BORNE * self._borne)

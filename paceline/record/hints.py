@@ -87,9 +87,9 @@ class StartupHints:
     def prepared(self, optimizer: Optimizer) -> None:
         """Hint at parameters without gradients, when a prepared optimizer steps."""
         self.ours()
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        model_parameters = {id(p) for _, model in self._prepared.models for p in model.parameters()}
-        if model_parameters and not any(p.grad is not None or id(p) in model_parameters for p in parameters):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        model_parameters = {id(parameter) for _, model in self._prepared.models for parameter in model.parameters()}
+        if model_parameters and not any(parameter.grad is not None or id(parameter) in model_parameters for parameter in parameters):
             self._say(
                 f"the {type(optimizer).__qualname__} steps, and trains nothing: none of its "
                 f"{len(parameters)} parameters has a gradient, or is in a model that was given to "

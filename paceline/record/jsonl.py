@@ -29,7 +29,7 @@ class JsonLines:
         """Write these lines, all or none."""
         try:
             file = self._file = self._file or self._open()
-            before = os.fstat(file.fileno()).st_size
+            size_before = os.fstat(file.fileno()).st_size
             # An unbuffered file may write less than it was given, so writing goes on until nothing
             # is left.
             data = memoryview("".join(f"{line}\n" for line in lines).encode())
@@ -38,7 +38,7 @@ class JsonLines:
                     data = data[file.write(data) :]
             except OSError:
                 with contextlib.suppress(OSError):
-                    file.truncate(before)
+                    file.truncate(size_before)
                 raise
         except OSError as error:
             raise unwritten(self._path, error) from error

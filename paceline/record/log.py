@@ -161,7 +161,7 @@ class MetricsLog:
         self._enqueue(_LogEntry(self._number, step, now, samples, split, causes, sent, self._open.pop(step, LoggedValues())))
 
     def fold(self, step: int) -> None:
-        """Move values of later steps, none of which has ended, to `step`."""
+        """Move the values of later steps, which have not ended either, to `step`."""
         for later in sorted(number for number in self._open if number > step):
             self._open.setdefault(step, LoggedValues()).take_in(self._open.pop(later))
 
@@ -177,7 +177,7 @@ class MetricsLog:
     def state_dict(self) -> dict[str, Any]:
         """Return the values of steps that have not ended, for `load_state_dict`."""
         states = {str(step): values.state() for step, values in self._open.items()}
-        media = {step: shown for step, (_, shown) in states.items() if shown}
+        media = {step: shown_media for step, (_, shown_media) in states.items() if shown_media}
         return {step: sums for step, (sums, _) in states.items()} | ({"media": media} if media else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

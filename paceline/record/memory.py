@@ -192,9 +192,10 @@ class MemoryWatch:
         # A parameter may be in several models and optimizers, and a tensor in several states: by
         # id, or by storage, each counts once.
         trained_by_id = {id(slot.parameter): slot.parameter for slot in prepared.slots}
-        parameters = [*(local(p) for _, model in prepared.models for p in model.parameters()), *(local(p) for p in trained_by_id.values())]
+        in_models = (parameter for _, model in prepared.models for parameter in model.parameters())
+        parameters = [local(parameter) for parameter in (*in_models, *trained_by_id.values())]
         grads = [parameter.grad for parameter in trained_by_id.values() if parameter.grad is not None]
-        state_by_id = {id(x): x for optimizer in prepared.optimizers for x in _tensors(dict(optimizer.state))}
+        state_by_id = {id(tensor): tensor for optimizer in prepared.optimizers for tensor in _tensors(dict(optimizer.state))}
         current = {
             "parameters": sum(dict(map(_memory_of, parameters)).values()),
             "gradients": sum(nbytes(local(grad)) for grad in grads) + sum(source.nbytes for source in prepared.cuts.sources),
@@ -206,20 +207,20 @@ class MemoryWatch:
 def peak() -> int:
     """Return the largest resident memory of this process in bytes, torch itself included."""
     # macOS reports bytes, Linux KiB.
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    max_resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return max_resident if sys.platform == "darwin" else max_resident * 1024
 
 
-def _memory_of(x: Tensor) -> tuple[int, int]:
+def _memory_of(tensor: Tensor) -> tuple[int, int]:
     """Return an identifier of a tensor's memory, and the bytes of that memory.
 
     Several tensors may share one storage, which may be larger than their elements.
     """
-    if x.layout != torch.strided:
-        return id(x), nbytes(x)
+    if tensor.layout != torch.strided:
+        return id(tensor), nbytes(tensor)
     # `_cdata` is the address of torch's C++ storage. `data_ptr()` would be 0 for all meta tensors.
     # If torch removes it, this raises AttributeError.
-    return x.untyped_storage()._cdata, x.untyped_storage().nbytes()
+    return tensor.untyped_storage()._cdata, tensor.untyped_storage().nbytes()
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:
@@ -231,4 +232,4 @@ def _tensors(state: Any) -> Iterator[Tensor]:
 def _sum(numbers: Iterable[int | None]) -> int | None:
     """Return the sum of these numbers; None if one of them isn't known."""
     values = list(numbers)
-    return None if None in values else sum(number for number in values if number is not None)
+    return None if None in values else sum(value for value in values if value is not None)

@@ -188,8 +188,8 @@ class PipelineProfile:
 
 def _known(transfers: Sequence[float | None]) -> list[float]:
     """Replace unknown transfers by the median of the known ones, and append that median."""
-    usual = statistics.median([each for each in transfers if each is not None] or [0.0])
-    return [*(usual if each is None else each for each in transfers), usual]
+    usual = statistics.median([seconds for seconds in transfers if seconds is not None] or [0.0])
+    return [*(usual if seconds is None else seconds for seconds in transfers), usual]
 
 
 class _Times(NamedTuple):
@@ -316,5 +316,5 @@ def _stage(
 
 def _median(values: Iterable[float | None]) -> float | None:
     """Return the median of the known values; None if there are none."""
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+    known_values = [value for value in values if value is not None]
+    return statistics.median(known_values) if known_values else None

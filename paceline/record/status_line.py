@@ -121,8 +121,8 @@ class StatusLine:
 
         There is at most one such line in a second. The last one is always shown.
         """
-        before = self._beside[1] if self._beside is not None and self._beside[0] == step else {}
-        self._beside = (step, {**before, **values})
+        earlier = self._beside[1] if self._beside is not None and self._beside[0] == step else {}
+        self._beside = (step, {**earlier, **values})
         now = self._clock()
         if now >= self._next_beside:
             self._next_beside = now + EVERY

@@ -123,8 +123,8 @@ def _write(outcome: RunOutcome, axes: RunAxes, folder: RunFolder, log: MetricsLo
     assert totals is not None, "the first worker keeps the book"
     cluster, context = outcome.cluster, axes.slice
     if ends.different:
-        different, others = (", ".join(map(str, dict.fromkeys(ranks))) for ranks in (ends.different, ends.different.values()))
-        text = f"replicas have parted: the parameters of rank {different} are not those of rank {others}"
+        different, reference = (", ".join(map(str, dict.fromkeys(ranks))) for ranks in (ends.different, ends.different.values()))
+        text = f"replicas have parted: the parameters of rank {different} are not those of rank {reference}"
         outcome.event(text)
         context.announce(f"{text} at the end; was something changed on some workers only?")
     steps = max(totals.steps, 1)
@@ -174,8 +174,8 @@ def _write(outcome: RunOutcome, axes: RunAxes, folder: RunFolder, log: MetricsLo
 def told(path: Path, totals: RunTotals) -> str:
     """Describe in one line where the run's folder is, its result, and how to learn more."""
     loss = "" if totals.final_loss is None else f", loss {totals.final_loss:.4g}"
-    took = f"{totals.seconds:.1f} s" if totals.seconds < 60 else spoken(totals.seconds)
-    return f"{path}: {counted(totals.steps, 'step')}{loss}, {took}; paceline report {shlex.quote(str(path))}"
+    duration = f"{totals.seconds:.1f} s" if totals.seconds < 60 else spoken(totals.seconds)
+    return f"{path}: {counted(totals.steps, 'step')}{loss}, {duration}; paceline report {shlex.quote(str(path))}"
 
 
 def _by_axis(along: Sequence[Mapping[str, Sequence[float]]], axes: RunAxes, steps: int) -> dict[str, dict[str, float]]:

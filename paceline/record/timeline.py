@@ -103,9 +103,9 @@ def compare(agreement: Agreement, hosts: Sequence[int], *, clock: Callable[[], i
         return [ClockOffset()] * len(hosts)
     own_meetings = []
     for _ in range(_MEETINGS):
-        before = clock()
+        entered = clock()
         agreement.meet("comparing clocks")
-        own_meetings.append((before, clock()))
+        own_meetings.append((entered, clock()))
     return offsets([msgpack.unpackb(body) for body in agreement.meet("compared clocks", msgpack.packb(own_meetings))], hosts)
 
 
@@ -166,23 +166,23 @@ def merge(
             yield {"ph": "C", "name": "put off", "pid": process_number, "tid": 0, "ts": (moment - zero) / 1000, "args": {"messages": count}}
 
 
-def _process(number: int, name: str, spans: Sequence[Span], zero: int, axis: str = "") -> Iterator[dict[str, Any]]:
+def _process(process_number: int, name: str, spans: Sequence[Span], zero: int, axis: str = "") -> Iterator[dict[str, Any]]:
     """Yield the events of one process.
 
     `axis` is the axis along which strategies exchange, if a model is cut.
     """
-    yield _named("process", number, 0, name)
-    yield {"ph": "M", "name": "process_sort_index", "pid": number, "tid": 0, "args": {"sort_index": number}}
+    yield _named("process", process_number, 0, name)
+    yield {"ph": "M", "name": "process_sort_index", "pid": process_number, "tid": 0, "args": {"sort_index": process_number}}
     for row, (title, lane) in enumerate(_rows(spans)):
-        yield _named("thread", number, row, title)
-        yield {"ph": "M", "name": "thread_sort_index", "pid": number, "tid": row, "args": {"sort_index": row}}
+        yield _named("thread", process_number, row, title)
+        yield {"ph": "M", "name": "thread_sort_index", "pid": process_number, "tid": row, "args": {"sort_index": row}}
         for span in lane:
             along = span.axis or (axis if span.kind in OF_STRATEGIES else "")
             yield {
                 "ph": "X",
                 "name": span.name,
                 "cat": span.kind,
-                "pid": number,
+                "pid": process_number,
                 "tid": row,
                 "ts": (span.start - zero) / 1000,
                 "dur": max(span.end - span.start, 0) / 1000,
@@ -210,8 +210,8 @@ def _rows(spans: Sequence[Span]) -> Iterator[tuple[str, list[Span]]]:
     """Yield the rows of the picture with their titles, kinds in the order of `SPAN_KINDS`."""
     kinds = sorted({span.kind for span in spans}, key=lambda kind: (KINDS.index(kind) if kind in KINDS else len(KINDS), kind))
     for kind in kinds:
-        for number, lane in enumerate(_lanes([span for span in spans if span.kind == kind]), 1):
-            yield kind if number == 1 else f"{kind} {number}", lane
+        for row_number, lane in enumerate(_lanes([span for span in spans if span.kind == kind]), 1):
+            yield kind if row_number == 1 else f"{kind} {row_number}", lane
 
 
 def _lanes(spans: Sequence[Span]) -> list[list[Span]]:

@@ -98,7 +98,7 @@ class MetricsWriter:
         if self.feed is not None:
             self.feed.take_over()
         last = self._lines.last() or {"step": 0}
-        self._write([found for found in self._recent if found["step"] > last["step"]])
+        self._write([fields for fields in self._recent if fields["step"] > last["step"]])
 
     def rewind(self, step: int) -> None:
         """Remove the lines of later steps, which will be taken again.
@@ -174,10 +174,10 @@ class MetricsWriter:
         self.latest = None
         if len(ranks) < 2 or self.adds:
             return
-        late = lateness(stacked([*complete_steps.values()], ranks))
-        self.lateness.add([*complete_steps], ranks, late)
-        self.members.late(dict(zip(ranks, late.sum(axis=(0, 2)).tolist(), strict=True)))
-        worst_rank = worst(late, range(len(ranks)))
+        lateness_array = lateness(stacked([*complete_steps.values()], ranks))
+        self.lateness.add([*complete_steps], ranks, lateness_array)
+        self.members.late(dict(zip(ranks, lateness_array.sum(axis=(0, 2)).tolist(), strict=True)))
+        worst_rank = worst(lateness_array, range(len(ranks)))
         # A step takes as long as it takes its slowest rank.
         step_seconds = [
             max(sum(record.seconds or ()) for record in records.values())
@@ -193,17 +193,17 @@ class MetricsWriter:
 
         Without `work` the field `rank_work` is left out, which takes long to compute.
         """
-        inside = sum(self._seconds.values())
+        step_seconds = sum(self._seconds.values())
         # Workers have taken different numbers of steps: the one that trained longest sets the time.
         if self.adds:
-            inside = max((sum(ranks[part] for part in PARTS) for ranks in self._ranks.values()), default=0.0)
+            step_seconds = max((sum(ranks[part] for part in PARTS) for ranks in self._ranks.values()), default=0.0)
         return RunTotals(
             steps=self._steps,
             samples=self._samples,
             seconds=seconds,
-            samples_per_second=self._samples / inside if inside > 0 else None,
+            samples_per_second=self._samples / step_seconds if step_seconds > 0 else None,
             final_loss=self._final_loss,
-            step_seconds={part: spent / max(self._steps, 1) for part, spent in self._seconds.items()},
+            step_seconds={part: seconds_of_part / max(self._steps, 1) for part, seconds_of_part in self._seconds.items()},
             rank_seconds=[{part: ranks[part] / ranks["steps"] for part in PARTS} for _, ranks in sorted(self._ranks.items())],
             rank_work=unequal(self._work) if work else [],
             rank_late=self.lateness.means(),
@@ -258,16 +258,20 @@ class MetricsWriter:
                 states[name].append(state)
         return {key: value for name, rank_states in states.items() for key, value in self.metrics.of(name, rank_states).items()}
 
-    def _count(self, samples: int, spent: dict[int, list[float]]) -> dict[str, float]:
+    def _count(self, samples: int, seconds_by_rank: dict[int, list[float]]) -> dict[str, float]:
         """Add a step to the totals, and return its seconds of PARTS, means over ranks."""
         self._steps += 1
         self._samples += samples
-        self._work.append({rank: seconds[WORK[0]] + seconds[WORK[1]] for rank, seconds in spent.items()})
-        for rank, seconds in spent.items():
+        self._work.append({rank: seconds[WORK[0]] + seconds[WORK[1]] for rank, seconds in seconds_by_rank.items()})
+        for rank, seconds in seconds_by_rank.items():
             self._ranks[rank].update({"steps": 1})
             for part, value in zip(PARTS, seconds, strict=True):
                 self._ranks[rank][part] += value  # type: ignore[assignment]
-        means = {part: sum(column) / len(spent) for part, column in zip(PARTS, zip(*spent.values(), strict=True), strict=True)}
+        columns = zip(*seconds_by_rank.values(), strict=True)
+        means = {
+            part: sum(column) / len(seconds_by_rank)
+            for part, column in zip(PARTS, columns, strict=True)
+        }
         for part, value in means.items():
             self._seconds[part] += value
         return means

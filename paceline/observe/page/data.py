@@ -67,7 +67,7 @@ def _summary(folder: RunFolder) -> dict[str, Any]:
     try:
         fields: dict[str, Any] = plain(read_fields(folder.summary))
     except (OSError, ValueError) as error:
-        raise UsageError(f"{folder.summary} can't be read any more ({error})") from error
+        raise UsageError(f"{folder.summary} can no longer be read ({error})") from error
     return fields
 
 
@@ -111,7 +111,7 @@ def _spans(profile: PipelineProfile) -> dict[str, Any]:
     Each worker has a row of actions: [kind, stage, micro-batch, start, end].
     """
     timeline = profile.timeline
-    rows = [[[s.action.kind, s.action.stage, s.action.micro_batch, s.start, s.end] for s in row] for row in timeline.rows]
+    rows = [[[span.action.kind, span.action.stage, span.action.micro_batch, span.start, span.end] for span in row] for row in timeline.rows]
     # A pipeline with very many actions would make the page large, and its boxes invisible.
     fits = sum(map(len, rows)) <= SPANS
     return {

@@ -33,7 +33,7 @@ _SIGNS: Final = (
 
 def kind(event: Mapping[str, Any]) -> str:
     """Return the kind of an event: as it says itself, or by its words."""
-    said = str(event.get("event", ""))
-    if said in KINDS:
-        return said
+    stated_kind = str(event.get("event", ""))
+    if stated_kind in KINDS:
+        return stated_kind
     return next((name for name, sign in _SIGNS if sign.search(str(event["what"]))), "other")

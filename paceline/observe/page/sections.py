@@ -63,6 +63,7 @@ def _drawn(datas: Sequence[Data], name: str) -> Markup | None:
     except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
         names = ", ".join(str(data["name"]) for data in datas)
         raise UsageError(
-            f"the summary of {names} has something in a field that is not of this version of paceline ({error!r}, for the section "
-            f"{name}): make the page with the version that the run was made with"
+            f"the summary of {names} has a field that this version of paceline can't draw "
+            f"({error!r}, in the section "
+            f"{name}): make the page with the version of paceline that made the run"
         ) from error

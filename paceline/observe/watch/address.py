@@ -44,8 +44,8 @@ class WatchAddress:
         try:
             return network.listen(network.resolve(self.host)[0], self.port)
         except OSError as error:
-            taken = f"port {self.port} is in use on {self.host}: give another one, or 0 for any that is free"
-            why = taken if error.errno == errno.EADDRINUSE else f"{self.host}, port {self.port}: {os.strerror(error.errno or 0)}"
+            port_in_use = f"port {self.port} is in use on {self.host}: give another one, or 0 for any that is free"
+            why = port_in_use if error.errno == errno.EADDRINUSE else f"{self.host}, port {self.port}: {os.strerror(error.errno or 0)}"
             raise UsageError(f"no page can be served for {self.option}: {why}") from error
 
 

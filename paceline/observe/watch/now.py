@@ -137,7 +137,11 @@ def _of(name: str, fields: Mapping[str, Any], *, ended: bool) -> RunNow:
     live = {} if ended else fields["live"]
     recent = live.get("recent") or {}
     parts = {part: float(recent.get(part, fields["step_seconds"][part])) for part in PARTS}
-    late, recent_seconds = live.get("late"), sum(parts.values()) * float(recent.get("steps", 0))
+    late_fields, recent_seconds = live.get("late"), sum(parts.values()) * float(recent.get("steps", 0))
+    late = None
+    if late_fields is not None:
+        details = (late_fields[key] for key in ("host", "seconds", "step", "cause"))
+        late = LateRank(int(late_fields["rank"]), *details)
     return RunNow(
         name=name,
         state="ended" if ended else "failed" if live["state"] == "failed" else "running",
@@ -151,7 +155,7 @@ def _of(name: str, fields: Mapping[str, Any], *, ended: bool) -> RunNow:
         seconds=float(fields["seconds"]),
         samples_per_second=float(recent["samples"]) / recent_seconds if recent_seconds > 0 else _number(fields.get("samples_per_second")),
         parts=parts,
-        late=None if late is None else LateRank(int(late["rank"]), *(late[key] for key in ("host", "seconds", "step", "cause"))),
+        late=late,
         link=str(live.get("link", "")),
         shares=tuple(map(int, (fields.get("loader") or {}).get("shares", ()))),
         checkpoints=int((fields.get("checkpoints") or {}).get("count", 0)),

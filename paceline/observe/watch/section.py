@@ -66,7 +66,11 @@ def _numbers(now: RunNow) -> Markup | None:
     cells.append(("workers", str(now.workers)))
     if now.checkpoints:
         cells.append(("checkpoints", str(now.checkpoints)))
-    return element("dl", {"class": "figures"}, *(element("div", None, element("dt", None, k), element("dd", None, v)) for k, v in cells))
+    figures = (
+        element("div", None, element("dt", None, name), element("dd", None, value))
+        for name, value in cells
+    )
+    return element("dl", {"class": "figures"}, *figures)
 
 
 def _loss(loss: float | str | None) -> str:
@@ -125,7 +129,7 @@ def _hosts(now: RunNow) -> Markup | None:
             "tr",
             None,
             element("th", {"scope": "row"}, host),
-            element("td", None, *(_worker(r, shares_by_rank.get(r), late=r == late_rank) for r in ranks)),
+            element("td", None, *(_worker(rank, shares_by_rank.get(rank), late=rank == late_rank) for rank in ranks)),
         )
         for host, ranks in now.cluster
     ]

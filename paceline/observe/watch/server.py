@@ -114,8 +114,8 @@ class PageServer:
         """Answer a request only if its reader is admitted."""
         token = self._guard.token
         if token:
-            given = request.query.get("token") or request.headers.get("Authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(errors="replace"), token.encode()):
+            given_token = request.query.get("token") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(given_token.encode(errors="replace"), token.encode()):
                 return web.Response(status=401, text="open the address that the command has printed, with its token\n")
         # On loopback there is no token, so DNS rebinding has to be prevented: another site could
         # point its own name at this address, and its pages could then read this one.

@@ -45,10 +45,10 @@ class Histogram:
         weights = finite.to(values.dtype)
         # Nothing here may depend on a value, which would wait for the device. So elements that are
         # not finite stay in the tensor: they fall into the first interval with a weight of 0.
-        inside = values.where(finite, low)
+        clamped = values.where(finite, low)
         # If all elements are equal, the width is 0, and the division must not be by 0.
         width = (high - low).clamp_min(torch.finfo(values.dtype).tiny)
-        interval = ((inside - low) / width * self.bins).nan_to_num().long().clamp_(0, self.bins - 1)
+        interval = ((clamped - low) / width * self.bins).nan_to_num().long().clamp_(0, self.bins - 1)
         counts = torch.zeros(self.bins, dtype=torch.float64, device=values.device).index_add_(0, interval, weights.to(torch.float64))
         finite_values = values.where(finite, 0).to(torch.float64)
         facts = [low, high, finite.sum(), (~finite).sum(), finite_values.sum(), finite_values.square().sum()]
@@ -120,8 +120,8 @@ def histogram(values: Tensor, bins: int = 64) -> Histogram:
         UsageError: The tensor is complex or empty, or the number of intervals is out of range.
     """
     if not isinstance(values, Tensor) or values.is_complex() or not values.numel():
-        found = f"{values.dtype}, {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__qualname__
-        raise UsageError(f"pl.histogram got {found}: give a real tensor with at least one number")
+        description = f"{values.dtype}, {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__qualname__
+        raise UsageError(f"pl.histogram got {description}: give a real tensor with at least one number")
     if not 1 <= bins <= MOST:
         raise UsageError(f"pl.histogram(..., bins={bins}): give 1 to {MOST}")
     return Histogram(values, bins)

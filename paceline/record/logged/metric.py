@@ -98,7 +98,10 @@ class MetricValues:
         """
         metric = self._metrics.get(name)
         if metric is None:
-            raise UsageError(f"run.log({name}=...) was given a metric on other workers, and not on the first, which puts them together")
+            raise UsageError(
+                f"run.log({name}=...) got a metric on other workers but not on the first one, which "
+                "combines them; log it on all workers"
+            )
         workers = [loads(state).unpack() for state in states]
         if not any(count for worker in workers for count, _ in worker):
             return {}

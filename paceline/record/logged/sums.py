@@ -26,14 +26,14 @@ class WeightedSum:
     weight: float = 0.0
     device: Tensor | None = None
 
-    def add(self, number: float | Tensor, weight: float) -> None:
+    def add(self, value: float | Tensor, weight: float) -> None:
         """Add a number, or a float64 scalar on a device."""
         self.weight += weight
-        if isinstance(number, Tensor):
+        if isinstance(value, Tensor):
             # Values of one name may come from several devices. They are added up on the first one.
-            self.device = number * weight if self.device is None else self.device + number.to(self.device.device) * weight
+            self.device = value * weight if self.device is None else self.device + value.to(self.device.device) * weight
         else:
-            self.total += number * weight
+            self.total += value * weight
 
     def take_in(self, other: WeightedSum) -> None:
         """Add the content of another sum."""
@@ -56,7 +56,7 @@ class SumsOnTheirWay:
     def __init__(self, sums: list[WeightedSum]) -> None:
         self._sums = sums
         # One copy for all sums of the device.
-        self._copy = HostCopy(torch.stack([each.device for each in sums if each.device is not None]), shared=True)
+        self._copy = HostCopy(torch.stack([weighted_sum.device for weighted_sum in sums if weighted_sum.device is not None]), shared=True)
 
     def done(self) -> bool:
         """Whether `read` would not wait."""
@@ -64,16 +64,16 @@ class SumsOnTheirWay:
 
     def read(self) -> None:
         """Add the numbers that were copied to the sums on the host."""
-        for each, number in zip(self._sums, self._copy.read().tolist(), strict=True):
-            each.arrive(number)
+        for weighted_sum, value in zip(self._sums, self._copy.read().tolist(), strict=True):
+            weighted_sum.arrive(value)
 
 
 def send(sums: Iterable[WeightedSum]) -> list[SumsOnTheirWay]:
     """Start to copy the parts of sums on devices to the host: one copy for each device."""
     by_device: dict[torch.device, list[WeightedSum]] = {}
-    for each in sums:
-        if each.device is not None:
-            by_device.setdefault(each.device.device, []).append(each)
+    for weighted_sum in sums:
+        if weighted_sum.device is not None:
+            by_device.setdefault(weighted_sum.device.device, []).append(weighted_sum)
     return [SumsOnTheirWay(group) for group in by_device.values()]
 
 

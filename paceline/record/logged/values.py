@@ -119,6 +119,9 @@ def check_name(name: str) -> None:
     if name in RESERVED:
         raise UsageError(f"run.log({name}=...): a line of metrics.jsonl has a field {name!r} of its own; give it another name")
     if not name.isprintable():
-        raise UsageError(f"run.log(**{{{name!r}: ...}}): a name goes to terminals and files of others; leave out what can't be printed")
+        raise UsageError(
+            f"run.log(**{{{name!r}: ...}}): names appear on terminals and in files; leave out "
+            "characters that can't be printed"
+        )
     if not name or name.startswith(PREFIX):
         raise UsageError(f"run.log(**{{{name!r}: ...}}): give a name that isn't empty and doesn't begin with {PREFIX!r}")

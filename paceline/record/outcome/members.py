@@ -74,24 +74,24 @@ class RunMembers:
         self._present = tuple(numbers)
         self._hosts.update(zip(numbers, hosts, strict=False))
 
-    def step(self, number: int, step: int, seconds: Sequence[float], sent: Sequence[int]) -> None:
+    def step(self, worker: int, step: int, seconds: Sequence[float], sent: Sequence[int]) -> None:
         """Count a step of a worker, with its seconds of PARTS and bytes of SENT."""
-        self._of(number).step(step, seconds, sent)
+        self._of(worker).step(step, seconds, sent)
 
     def late(self, seconds: Mapping[int, float]) -> None:
         """Add the seconds by which workers were late."""
-        for number, more in seconds.items():
-            self._of(number).late += more
+        for worker, late_seconds in seconds.items():
+            self._of(worker).late += late_seconds
 
-    def _of(self, number: int) -> MemberTotals:
+    def _of(self, worker: int) -> MemberTotals:
         """Return the totals of a worker since the last look."""
-        return self._since.setdefault(number, MemberTotals())
+        return self._since.setdefault(worker, MemberTotals())
 
     def _gather(self) -> dict[int, MemberTotals]:
         """Move the counts since the last look to all counts, and return them."""
         recent, self._since = self._since, {}
-        for number, totals in recent.items():
-            self._all.setdefault(number, MemberTotals()).add(totals)
+        for worker, totals in recent.items():
+            self._all.setdefault(worker, MemberTotals()).add(totals)
         return recent
 
     def look(self, time: float) -> dict[str, list[float]] | None:
@@ -104,8 +104,8 @@ class RunMembers:
             return None
         self._next = time + max(EVERY, PART * time)
         return {
-            str(number): [totals.steps, *(round(value, 6) for value in (*totals.seconds, totals.late))]
-            for number, totals in sorted(self._gather().items())
+            str(worker): [totals.steps, *(round(value, 6) for value in (*totals.seconds, totals.late))]
+            for worker, totals in sorted(self._gather().items())
         }
 
     def fields(self) -> list[dict[str, Any]]:
@@ -114,16 +114,16 @@ class RunMembers:
         They are its number, host, rank at the end (None if it had left), steps, and the seconds and
         bytes of a mean step.
         """
-        totals_by_worker = {number: MemberTotals() for number in sorted({*self._all, *self._since})}
+        totals_by_worker = {worker: MemberTotals() for worker in sorted({*self._all, *self._since})}
         # `_recent_totals` stays as it is, so that this call doesn't disturb the looks.
         for totals in (self._all, self._since):
-            for number, part in totals.items():
-                totals_by_worker[number].add(part)
+            for worker, member_totals in totals.items():
+                totals_by_worker[worker].add(member_totals)
         return [
             {
-                "worker": number,
-                "host": self._hosts.get(number),
-                "rank": self._present.index(number) if number in self._present else None,
+                "worker": worker,
+                "host": self._hosts.get(worker),
+                "rank": self._present.index(worker) if worker in self._present else None,
                 "steps": totals.steps,
                 "first_step": totals.first,
                 "last_step": totals.last,
@@ -131,5 +131,5 @@ class RunMembers:
                 "late": totals.late / max(totals.steps, 1),
                 "bytes_sent": {where: value / max(totals.steps, 1) for where, value in zip(SENT, totals.sent, strict=True)},
             }
-            for number, totals in totals_by_worker.items()
+            for worker, totals in totals_by_worker.items()
         ]

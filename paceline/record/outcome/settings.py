@@ -29,7 +29,7 @@ _SECRET = re.compile(r"key|token|secret|passw", re.IGNORECASE)
 
 
 def settings(place: Place, device: torch.device, seed: int, prepared: Prepared) -> dict[str, Any]:
-    """Return the settings of a run as plain data, without those that were not given."""
+    """Return the settings of a run as plain data. Settings that were not given are left out."""
     # If a model is cut, this worker holds only a part of it, so the count is left out.
     parameters = [parameter for _, model in prepared.models for parameter in model.parameters()]
     fields = {

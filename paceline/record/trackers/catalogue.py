@@ -52,7 +52,7 @@ def read(asked: str | Sequence[str] | None) -> tuple[TrackerSpec, ...]:
     """
     texts = asked.split(",") if isinstance(asked, str) else [] if asked is None else asked
     if not isinstance(texts, list | tuple) or not all(isinstance(word, str) for word in texts):
-        raise UsageError(f"report_to={asked!r} is no name and no list of names; possible are {', '.join(NEEDS)}")
+        raise UsageError(f"report_to={asked!r} is neither a name nor a list of names; possible are {', '.join(NEEDS)}")
     specs = tuple(TrackerSpec(*map(str.strip, word.split(":", 1))) for word in texts)
     if specs == (TrackerSpec(NOWHERE),):
         return ()
@@ -69,7 +69,7 @@ def check_installed(specs: Sequence[TrackerSpec]) -> None:
     """Raise `UsageError` if a module that a tracker needs isn't installed."""
     absent = [spec.name for spec in specs if importlib.util.find_spec(NEEDS[spec.name]) is None]
     if absent:
-        raise UsageError(f"report_to needs what isn't installed: pip install 'paceline[{','.join(absent)}]'")
+        raise UsageError(f"report_to needs packages that are not installed: pip install 'paceline[{','.join(absent)}]'")
 
 
 def make(specs: Sequence[TrackerSpec]) -> list[Tracker]:

@@ -84,7 +84,7 @@ class TrackerDelivery:
             was_behind, self._behind = self._behind, self._behind or overflows
         # Outside of the lock: `say` may write to a terminal, which may be slow.
         if overflows and not was_behind:
-            self._say(f"{self.tracker.name} is too slow for all steps of this run, and gets some of them only; metrics.jsonl has all")
+            self._say(f"{self.tracker.name} is too slow for all steps of this run, and gets only some of them; metrics.jsonl has all")
 
     def _thin_out(self) -> None:
         """Drop every second step that waits.

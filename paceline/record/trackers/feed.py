@@ -81,7 +81,8 @@ class TrackerFeed:
                     raise
                 name, reason = delivery.tracker.name, " ".join(str(error).split())
                 raise UsageError(
-                    f"the run can't be reported to {name} ({type(error).__name__}: {reason}); mend that, or leave {name} out of report_to"
+                    f"the run can't be reported to {name} ({type(error).__name__}: {reason}); fix "
+                    f"that, or leave {name} out of report_to"
                 ) from error
 
     def take_over(self) -> None:
@@ -169,7 +170,7 @@ class TrackerFeed:
             deadline = began_at + self._timings.close
             unfinished = [delivery for delivery in unfinished if not delivery.end(failed=failed, deadline=deadline)]
         if unfinished:
-            self._say(f"{_named(unfinished)} had not taken in all of the run in the end; the run's folder has everything")
+            self._say(f"{_named(unfinished)} did not take in all of the run; the run's folder has everything")
 
     def _run(self, *, again: bool) -> TrackedRun:
         """Describe the run for trackers."""

@@ -76,6 +76,6 @@ def file_name(name: str) -> str:
     The name may contain slashes. No part can lead out of the folder, and special characters are
     quoted.
     """
-    parts = [quote(part, safe=" ()+,=@") for part in name.split("/")]
+    name_parts = [quote(name_part, safe=" ()+,=@") for name_part in name.split("/")]
     # Parts such as "." and ".." would lead elsewhere.
-    return "/".join(part.replace(".", "%2E") if part.strip(".") == "" else part for part in parts if part)
+    return "/".join(name_part.replace(".", "%2E") if name_part.strip(".") == "" else name_part for name_part in name_parts if name_part)

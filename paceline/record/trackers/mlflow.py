@@ -32,8 +32,9 @@ class MlflowTracker:
     def __init__(self, detail: str) -> None:
         if "://" in detail:
             raise UsageError(
-                f"report_to='mlflow:{detail}': behind the colon stands the name of an experiment; the address of a server is what "
-                f"MLFLOW_TRACKING_URI says: export MLFLOW_TRACKING_URI={detail}"
+                f"report_to='mlflow:{detail}': the text behind the colon is the name of an "
+                "experiment; give the address of a server "
+                f"with export MLFLOW_TRACKING_URI={detail}"
             )
         self._experiment = detail
         self._client: Any = None
@@ -125,10 +126,10 @@ class MlflowTracker:
         """
         from mlflow.entities import Param, RunTag
 
-        given = {metric_name(name): str(value)[:_LONGEST] for name, value in settings.items()}
+        values = {metric_name(name): str(value)[:_LONGEST] for name, value in settings.items()}
         logged_params = self._client.get_run(self._id).data.params
-        new = [Param(name, value) for name, value in given.items() if name not in logged_params]
-        changed = [RunTag(f"paceline.{name}", value) for name, value in given.items() if logged_params.get(name, value) != value]
+        new = [Param(name, value) for name, value in values.items() if name not in logged_params]
+        changed = [RunTag(f"paceline.{name}", value) for name, value in values.items() if logged_params.get(name, value) != value]
         self._client.log_batch(self._id, params=new, tags=changed)
 
 

@@ -187,14 +187,14 @@ class PrometheusTracker:
         with self._lock:
             counts, last, rate = dict(self._counts), self._last, self._rate
             seconds = {(part,): value for part, value in self._seconds.items()}
-            late = {(str(worker), cause): value for (worker, cause), value in self._late.items()}
+            late_seconds = {(str(worker), cause): value for (worker, cause), value in self._late.items()}
             logged = {(name,): value for name, value in self._logged.items()}
         settings = {name: printable(str(value)) for name, value in self._run.settings.items()}
         yield gauge("paceline_run_info", "What runs here: always 1.", {tuple(settings.values()): 1.0}, *settings)
         for name, text in (("steps", "Steps taken."), ("samples", "Samples trained on."), ("events", "Events of the run.")):
             yield counter(f"paceline_{name}", text, {(): float(counts[name])})
         yield counter("paceline_step_seconds", "Seconds of steps by part, the mean over workers.", seconds, "part")
-        yield counter("paceline_late_seconds", "Seconds by which a worker was later than usual, by cause.", late, "worker", "cause")
+        yield counter("paceline_late_seconds", "Seconds by which a worker was later than usual, by cause.", late_seconds, "worker", "cause")
         yield gauge("paceline_step", "Number of the last step.", {(): float(last)})
         if rate is not None:
             yield gauge("paceline_samples_per_second", "Samples per second in the last steps, those of about a second.", {(): rate})
@@ -205,7 +205,7 @@ def _address(detail: str) -> tuple[str, int]:
     """Parse PORT or HOST:PORT. An IPv6 address is in brackets."""
     host, _, port = detail.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") or LOOPBACK
-    number = network.port(port) if detail else PORT
-    if number is None:
+    port_number = network.port(port) if detail else PORT
+    if port_number is None:
         raise UsageError(f"report_to='prometheus:{detail}' has no port; write prometheus:PORT or prometheus:HOST:PORT, such as 9464")
-    return host, number
+    return host, port_number

@@ -104,7 +104,7 @@ class TrackedEnd:
             settings["mesh"] = ", ".join(f"{axis}={size}" for axis, size in fields["mesh"].items())
         if loader:
             settings |= {"loader_workers": loader["num_workers"], "shares": ", ".join(map(str, loader["shares"]))}
-        return TrackedEnd(settings, {name: number for field in _RESULTS for name, number in _numbers(field, fields.get(field))}, summary)
+        return TrackedEnd(settings, {name: value for field in _RESULTS for name, value in _numbers(field, fields.get(field))}, summary)
 
 
 class Tracker(Protocol):

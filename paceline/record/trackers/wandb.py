@@ -89,12 +89,12 @@ class WandbTracker:
         """
         for item in items:
             if isinstance(item.content, HistogramCounts):
-                shown = self._wandb.Histogram(np_histogram=(list(item.content.counts), item.content.edges))
+                media = self._wandb.Histogram(np_histogram=(list(item.content.counts), item.content.edges))
             else:
                 from PIL import Image
 
-                shown = self._wandb.Image(Image.open(io.BytesIO(item.content.png())))
-            self._run.log({item.name: shown}, step=item.step)
+                media = self._wandb.Image(Image.open(io.BytesIO(item.content.png())))
+            self._run.log({item.name: media}, step=item.step)
 
     def event(self, event: TrackedEvent) -> None:
         """Log an event as a text at the last step."""

@@ -72,5 +72,5 @@ def spoil(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
 def test_a_field_of_another_version_is_said_in_a_line(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     data = page_data(whole(tmp_path))
     change(data)
-    with pytest.raises(UsageError, match="the summary of run has something in a field that is not of this version of paceline"):
+    with pytest.raises(UsageError, match="the summary of run has a field that this version of paceline can't draw"):
         sections([data])

@@ -83,7 +83,7 @@ def test_one_that_is_slow_gets_fewer_steps() -> None:
     delivery.steps(steps(*range(9, 13)))
     held.go.set()
     assert delivery.end(failed=False, deadline=later())
-    assert said == ["held is too slow for all steps of this run, and gets some of them only; metrics.jsonl has all"]
+    assert said == ["held is too slow for all steps of this run, and gets only some of them; metrics.jsonl has all"]
     told = [each[1] for each in held.told if each[0] == "step"]
     assert 0 in told and 5 in told and len(told) < 13 and told == sorted(told)
 

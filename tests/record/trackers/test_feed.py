@@ -110,7 +110,7 @@ def test_another_start_tells_of_new_events_alone(tmp_path: Path) -> None:
 def test_what_can_not_begin_ends_the_start(tmp_path: Path) -> None:
     first = Notes("first")
     made, _ = feed(tmp_path, first, Notes("second", RuntimeError("no such\n  place")))
-    with pytest.raises(UsageError, match=r"can't be reported to second \(RuntimeError: no such place\); mend that, or leave second out"):
+    with pytest.raises(UsageError, match=r"can't be reported to second \(RuntimeError: no such place\); fix that, or leave second out"):
         made.begin()
     assert first.told[-1] == ("close", True)
 
@@ -152,5 +152,5 @@ def test_one_that_hangs_is_waited_for_and_left(tmp_path: Path) -> None:
     hangs.go.set()
     assert said[1:] == [
         "waiting for hangs to take in the rest of the run, 0 s at most",
-        "hangs had not taken in all of the run in the end; the run's folder has everything",
+        "hangs did not take in all of the run; the run's folder has everything",
     ]

@@ -67,7 +67,7 @@ def swatch(part: str) -> Markup:
 def _row(title: str, row: Bar, words: Mapping[str, str], longest: float) -> Markup:
     """Draw one bar with its label."""
     description = ", ".join(f"{words[part]} {size / longest:.0%}" for part, size in row.sizes.items() if size > 0)
-    drawn = element(
+    bar = element(
         "svg",
         {"class": "bar", "width": "100%", "height": THICK, "role": "img"},
         element("title", None, f"{title}, {row.label}: {description or 'nothing'} of the longest"),
@@ -75,7 +75,7 @@ def _row(title: str, row: Bar, words: Mapping[str, str], longest: float) -> Mark
     )
     note = element("small", None, row.note) if row.note else None
     label = element("span", {"class": "label"}, row.label, note)
-    return element("div", {"class": "row"}, label, element("span", {"class": "track"}, drawn), element("span", {"class": "end"}, row.end))
+    return element("div", {"class": "row"}, label, element("span", {"class": "track"}, bar), element("span", {"class": "end"}, row.end))
 
 
 def _pieces(row: Bar, words: Mapping[str, str], longest: float) -> Iterator[Markup]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from paceline.observe.page.drawing.scales import Scale, plain, scale
-from paceline.observe.page.markup import Markup, element
+from paceline.observe.page.markup import Attributes, Markup, element
 
 # Width of the plane of curves, in units of its own.
 WIDE = 1000
@@ -126,8 +126,9 @@ def draw(plot: Plot) -> Markup:
         element("line", {"class": "cursor", "y1": 0, "y2": plot.high, "x1": 0, "x2": 0}),
     )
     sheet = element("div", {"class": "sheet"}, plane_with_marks, element("output", {"class": "read-out", "hidden": ""}))
-    drawn = element("div", {"class": "plot", "data-points": json.dumps(_read_outs(plot), separators=(",", ":"))}, _heights(plot), sheet)
-    return element("figure", None, _legend(plot.curves), drawn)
+    points = json.dumps(_read_outs(plot), separators=(",", ":"))
+    plot_with_axis = element("div", {"class": "plot", "data-points": points}, _heights(plot), sheet)
+    return element("figure", None, _legend(plot.curves), plot_with_axis)
 
 
 def _height(plot: Plot) -> int:
@@ -253,7 +254,7 @@ def _heights(plot: Plot) -> Markup:
 def _mark(mark: Mark, plot: Plot) -> Markup:
     """Draw an event as a vertical line."""
     position = f"{100 * _across(mark.x, plot.x):.2f}%"
-    geometry = {"x1": position, "x2": position, "y1": 0, "y2": plot.high}
+    geometry: Attributes = {"x1": position, "x2": position, "y1": 0, "y2": plot.high}
     title = element("title", None, mark.words)
     return element("line", {"class": f"mark {mark.kind}", **geometry}, title)
 
@@ -270,8 +271,8 @@ def _legend(curves: Sequence[Curve]) -> Markup | None:
 
 def swatch(kind: int) -> Markup:
     """Draw a piece of a curve's line for a legend."""
-    drawn = element("line", {"class": f"line {line(kind)}", "x1": 1, "x2": 29, "y1": 6, "y2": 6})
-    return element("svg", {"class": "swatch", "width": 30, "height": 12, "aria-hidden": "true"}, drawn)
+    sample = element("line", {"class": f"line {line(kind)}", "x1": 1, "x2": 29, "y1": 6, "y2": 6})
+    return element("svg", {"class": "swatch", "width": 30, "height": 12, "aria-hidden": "true"}, sample)
 
 
 def finite(columns: Sequence[Numbers]) -> list[float]:

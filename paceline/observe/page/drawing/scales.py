@@ -45,7 +45,7 @@ def scale(low: float, high: float, words: Words, count: int = 5, *, zero: bool =
     step = nice((high - low) / count)
     step = max(step, 1.0) if whole else step
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    ticks = tuple((number * step, words(number * step)) for number in range(first, last + 1))
+    ticks = tuple((index * step, words(index * step)) for index in range(first, last + 1))
     return Scale(low, high, ticks)
 
 

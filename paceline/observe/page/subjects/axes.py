@@ -18,8 +18,8 @@ MARKED = ("lost", "came", "evicted", "shares", "codec", "link", "fault")
 
 def of_steps(steps: Sequence[float | None], *, many: bool = False) -> Scale:
     """Return the axis for these steps. It begins at 0 if they begin near 0."""
-    known = [step for step in steps if step is not None]
-    low, high = min(known, default=0.0), max(known, default=1.0)
+    known_steps = [step for step in steps if step is not None]
+    low, high = min(known_steps, default=0.0), max(known_steps, default=1.0)
     return scales.scale(0.0 if low < 0.1 * high else low, high, scales.short, 8 if many else 5, whole=True)
 
 

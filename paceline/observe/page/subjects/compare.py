@@ -67,7 +67,7 @@ def loss(datas: Datas) -> Markup | None:
     """
     if not (common := _common(datas)):
         return None
-    name, *others = common
+    name, *other_names = common
     # Bytes between hosts are the scarce ones, so they are the axis if any run has sent some.
     between = any(number(data, "bytes_sent", "between") for data in datas)
     sent = "between" if between else "within"
@@ -76,15 +76,15 @@ def loss(datas: Datas) -> Markup | None:
         ("time", "seconds", scales.clock),
         (sent, f"bytes that all workers have sent {SENT_WORDS[sent]}", scales.nbytes),
     )
-    drawn = (_against(datas, name, field, title, words) for field, title, words in ways)
-    more = (_against(datas, other, "step", "steps", scales.short, head=f"{other} against steps") for other in others)
-    return join(element("p", None, f"{name}, the mean of each stretch of steps") if name != "loss" else None, *drawn, *more)
+    drawings = (_against(datas, name, field, title, words) for field, title, words in ways)
+    more = (_against(datas, other, "step", "steps", scales.short, head=f"{other} against steps") for other in other_names)
+    return join(element("p", None, f"{name}, the mean of each stretch of steps") if name != "loss" else None, *drawings, *more)
 
 
 def _common(datas: Datas) -> list[str]:
     """Return the names that all runs have logged; loss first, if it is one of them."""
-    first, *others = (list(data["values"]) for data in datas)
-    return [name for name in first if all(name in names for names in others)]
+    first, *other_runs = (list(data["values"]) for data in datas)
+    return [name for name in first if all(name in names for names in other_runs)]
 
 
 def _against(datas: Datas, name: str, field: str, title: str, words: Words, *, head: str = "") -> Markup | None:
@@ -104,10 +104,10 @@ def _against(datas: Datas, name: str, field: str, title: str, words: Words, *, h
         for at, (label, data) in enumerate(zip(labels(datas), datas, strict=True))
         if data["values"][name][field]
     ]
-    most = max(finite([curve.x for curve in curves]), default=0.0)
-    if not most:
+    largest = max(finite([curve.x for curve in curves]), default=0.0)
+    if not largest:
         return None
-    x = scales.scale(0.0, most, words, 6, zero=True)
+    x = scales.scale(0.0, largest, words, 6, zero=True)
     y = _heights([curve.y for curve in curves])
     plot = Plot(f"{name} against {title}", curves, x, y, title if field == "step" else "")
     more = folded(SMOOTHED, draw(smoothed(plot))) if field == "step" else None

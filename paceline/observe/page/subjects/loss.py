@@ -21,9 +21,9 @@ def section(data: Mapping[str, Any]) -> Markup | None:
     values = data["values"]
     if not values:
         return None
-    first, *others = values
-    small_plots = (element("div", None, element("h3", None, name), draw(_plot(data, name, high=130))) for name in others)
-    more = element("div", {"class": "columns"}, small_plots) if others else None
+    first, *other_names = values
+    small_plots = (element("div", None, element("h3", None, name), draw(_plot(data, name, high=130))) for name in other_names)
+    more = element("div", {"class": "columns"}, small_plots) if other_names else None
     main_plot = _plot(data, first)
     return join(draw(main_plot), folded(SMOOTHED, draw(smoothed(main_plot))), *_bad(values), more, folded("As a table", _table(data)))
 

@@ -27,9 +27,14 @@ def _pipeline(data: Mapping[str, Any], at: int) -> Iterator[Markup]:
     """Draw one pipeline: a sentence, the schedule and its stages."""
     pipeline = data["pipelines"][at]
     measured, predicted = (figure(data, ("pipelines", at, "bubble", which), scales.percent) for which in ("measured", "predicted"))
-    took = figure(data, ("pipelines", at, "step_seconds"), scales.seconds)
+    step_seconds = figure(data, ("pipelines", at, "step_seconds"), scales.seconds)
     predicted_seconds = figure(data, ("pipelines", at, "predicted_step_seconds"), scales.seconds)
-    words = (f"{pipeline['schedule']}, {pipeline['micro_batches']} micro-batches: a step took ", took, " with a bubble of ", measured)
+    words = (
+        f"{pipeline['schedule']}, {pipeline['micro_batches']} micro-batches: a step took ",
+        step_seconds,
+        " with a bubble of ",
+        measured,
+    )
     prediction = "; by its schedule and the times of its actions it would be "
     yield element("p", None, *words, prediction, predicted_seconds, " and ", predicted, ".")
     if pipeline["rows"]:

@@ -18,9 +18,9 @@ MOST = 256
 def section(data: Mapping[str, Any]) -> Markup | None:
     """Draw the setup of one run; None if it isn't known."""
     rows = list(_rows(data))
-    parts = [table(("setting", ""), rows)] if rows else []
-    parts += [*_mesh(data), *workers.shares(data), *_results(data)]
-    return join(*parts) if parts else None
+    blocks = [table(("setting", ""), rows)] if rows else []
+    blocks += [*_mesh(data), *workers.shares(data), *_results(data)]
+    return join(*blocks) if blocks else None
 
 
 def settings(data: Mapping[str, Any]) -> dict[str, str]:
@@ -59,8 +59,8 @@ def _words(value: Any) -> str:
 
 def _optimizer(fields: Mapping[str, Any]) -> str:
     """Format an optimizer with its hyperparameters."""
-    given = (f"{name}={_words(value)}" for name, value in fields.items() if name != "name")
-    return f"{fields.get('name')}({', '.join(given)})"
+    arguments = (f"{name}={_words(value)}" for name, value in fields.items() if name != "name")
+    return f"{fields.get('name')}({', '.join(arguments)})"
 
 
 def _arguments(arguments: Sequence[str]) -> dict[str, str]:
@@ -90,14 +90,14 @@ def _mesh(data: Mapping[str, Any]) -> Iterator[Markup]:
     places: Sequence[Mapping[str, int]] = find(data, "places") or ()
     if not mesh or not places or len(places) > MOST:
         return
-    *others, last = mesh
+    *other_axes, last = mesh
     head = (" ", *(f"{last} {at}" for at in range(mesh[last])))
     rows = dict[tuple[int, ...], dict[int, int]]()
     for rank, place in enumerate(places):
-        rows.setdefault(tuple(place[axis] for axis in others), {})[place[last]] = rank
+        rows.setdefault(tuple(place[axis] for axis in other_axes), {})[place[last]] = rank
     cells = (
         (
-            ", ".join(f"{axis} {at}" for axis, at in zip(others, row_key, strict=True)) or "workers",
+            ", ".join(f"{axis} {at}" for axis, at in zip(other_axes, row_key, strict=True)) or "workers",
             *(element("span", {"class": "worker"}, f"rank {row[at]}" if at in row else "") for at in range(mesh[last])),
         )
         for row_key, row in sorted(rows.items())

@@ -79,5 +79,5 @@ def _words(events: Sequence[Mapping[str, Any]]) -> Markup:
 
 def _icon(kind: str) -> Markup:
     """Draw the mark of a kind for the list."""
-    inside = element("svg", {"x": 8, "y": 8, "overflow": "visible"}, element("path", {"d": _SHAPES[kind]}))
-    return element("svg", {"class": f"icon event {kind}", "width": 16, "height": 16, "aria-hidden": "true"}, inside)
+    mark = element("svg", {"x": 8, "y": 8, "overflow": "visible"}, element("path", {"d": _SHAPES[kind]}))
+    return element("svg", {"class": f"icon event {kind}", "width": 16, "height": 16, "aria-hidden": "true"}, mark)

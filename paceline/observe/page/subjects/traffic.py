@@ -19,8 +19,8 @@ WORDS: Mapping[str, str] = {"within": "within hosts", "between": "between hosts"
 
 def section(data: Mapping[str, Any]) -> Markup | None:
     """Draw what one run has sent; None if it was a single worker, or nothing is known."""
-    parts = [*_sent(data), *_over(data), *_by_worker(data), *_axes(data), *_links(data), *_texts(data)]
-    return join(*parts) if parts else None
+    blocks = [*_sent(data), *_over(data), *_by_worker(data), *_axes(data), *_links(data), *_texts(data)]
+    return join(*blocks) if blocks else None
 
 
 def _sent(data: Mapping[str, Any]) -> Iterator[Markup]:
@@ -45,8 +45,8 @@ def _over(data: Mapping[str, Any]) -> Iterator[Markup]:
     if len(steps) < 2 or not any(tops):
         return
     # A kind of link without traffic has no curve.
-    shown = [to for to, top in zip(SENT, tops, strict=True) if top > 0]
-    curves = [Curve(WORDS[to], steps, columns[to], kind=kind) for kind, to in enumerate(shown)]
+    link_kinds = [to for to, top in zip(SENT, tops, strict=True) if top > 0]
+    curves = [Curve(WORDS[to], steps, columns[to], kind=kind) for kind, to in enumerate(link_kinds)]
     y = scales.scale(0.0, 1.05 * max(tops), scales.nbytes, 4, zero=True)
     x = axes.of_steps(steps, many=True)
     yield element("h3", None, "Over the run: bytes of a step")
@@ -99,7 +99,7 @@ def _links(data: Mapping[str, Any]) -> Iterator[Markup]:
     if not links:
         return
     # One scale for slow and usual rates, so that they can be compared.
-    most = max([number(data, "links", at, field) for at in range(len(links)) for field in ("rate", "usual")])
+    largest_rate = max([number(data, "links", at, field) for at in range(len(links)) for field in ("rate", "usual")])
     yield element("h3", None, "Links that became slow")
     rows = list[Bar]()
     for at, link in enumerate(links):
@@ -109,7 +109,7 @@ def _links(data: Mapping[str, Any]) -> Iterator[Markup]:
         if link["usual"] is not None:
             usual = {"within": number(data, "links", at, "usual")}
             rows.append(Bar("others", usual, figure(data, ("links", at, "usual"), scales.rate)))
-    yield bars("Bytes a second", rows, {"within": "usual", "between": "slow"}, least=most)
+    yield bars("Bytes a second", rows, {"within": "usual", "between": "slow"}, least=largest_rate)
     yield element("ul", None, (element("li", None, link["words"]) for link in links))
 
 

@@ -10,7 +10,7 @@ from paceline.observe.page.drawing.bars import Bar, bars
 from paceline.observe.page.drawing.figures import figure, find, number, summed
 from paceline.observe.page.drawing.html_tables import folded, table
 from paceline.observe.page.drawing.plots import across
-from paceline.observe.page.markup import Markup, element, join
+from paceline.observe.page.markup import Attributes, Markup, element, join
 from paceline.observe.page.subjects import time
 from paceline.trace import PARTS
 from paceline.unequal.stragglers.causes import CAUSES, WORDS
@@ -34,17 +34,17 @@ def _names(data: Mapping[str, Any]) -> list[tuple[str, int]]:
     Present workers come first, by rank.
     """
     members = find(data, "members") or ()
-    late = len(find(data, "rank_late") or ())
+    late_count = len(find(data, "rank_late") or ())
     # Without members, nothing names the rows of `rank_late`.
-    if len(members) != late:
-        return [(f"worker {at}", at) for at in range(late)]
+    if len(members) != late_count:
+        return [(f"worker {at}", at) for at in range(late_count)]
     return [(label, path[1]) for label, _, path in time.named(data) if isinstance(path[1], int)]
 
 
 def _late(data: Mapping[str, Any], rows: Sequence[tuple[str, int]]) -> Markup:
     """Draw the lateness of each worker in a mean step, by cause."""
     step = sum(number(data, "step_seconds", part) for part in PARTS)
-    drawn = [
+    bar_rows = [
         Bar(label, {cause: number(data, "rank_late", at, cause) for cause in CAUSES}, summed(data, ("rank_late", at), scales.seconds))
         for label, at in rows
     ]
@@ -53,7 +53,7 @@ def _late(data: Mapping[str, Any], rows: Sequence[tuple[str, int]]) -> Markup:
     untold_words = " and ".join(WORDS[cause] for cause in untold if cause in WORDS)
     return join(
         element("h3", None, "How much later than usual in a mean step, and why"),
-        bars("Lateness", drawn[: time.MOST], WORDS, least=0.1 * step),
+        bars("Lateness", bar_rows[: time.MOST], WORDS, least=0.1 * step),
         element("p", {"class": "hint"}, f"Not told apart on this machine: {untold_words}.") if untold else None,
         folded("As a table", table(("worker", *(WORDS[cause] for cause in CAUSES)), cells, "Seconds by which each was late, by cause")),
     )
@@ -68,9 +68,9 @@ def _course(data: Mapping[str, Any]) -> list[Markup]:
     # Looks know workers by number; members give the names.
     names = list(looks["workers"])[: time.MOST]
     rows = [element("span", {"class": "label"}, members.get(name, f"worker {name}")) for name in names]
-    drawn = [_row(name, looks, members.get(name, f"worker {name}")) for name in names]
+    drawn_rows = [_row(name, looks, members.get(name, f"worker {name}")) for name in names]
     # The grid has two columns: label and row.
-    cells = [part for row in zip(rows, drawn, strict=True) for part in row]
+    cells = [part for row in zip(rows, drawn_rows, strict=True) for part in row]
     axis = scales.scale(0.0, looks["time"][-1], scales.clock)
     below = element("svg", {"class": "plane", "width": "100%", "height": 20, "aria-hidden": "true"}, *across(axis, 14))
     legend = (element("span", {"class": "key"}, _shade(shade), words) for shade, words in enumerate(("on time", "5%", "15%", "30%", "50%")))
@@ -90,7 +90,7 @@ def _row(name: str, looks: Mapping[str, Any], called: str) -> Markup:
     for begin, stop, shares in zip(begins, looks["time"], looks["workers"][name], strict=True):
         if shares is not None:
             description = f"{called}, {scales.clock(begin)} to {scales.clock(stop)}: late {shares[-1]:.0%}"
-            attributes = {
+            attributes: Attributes = {
                 "class": f"shade s{shade(shares[-1])}",
                 "x": f"{100 * begin / end:.2f}%",
                 "width": f"{100 * (stop - begin) / end:.2f}%",
@@ -106,9 +106,9 @@ def shade(late: float) -> int:
     return sum(late >= limit for limit in (0.05, 0.15, 0.3, 0.5))
 
 
-def _shade(number: int) -> Markup:
+def _shade(index: int) -> Markup:
     """Draw a box of a shade for the legend."""
-    box = element("rect", {"class": f"shade s{number}", "width": 14, "height": 12})
+    box = element("rect", {"class": f"shade s{index}", "width": 14, "height": 12})
     return element("svg", {"class": "swatch", "width": 14, "height": 12, "aria-hidden": "true"}, box)
 
 
