@@ -70,8 +70,8 @@ def exchange(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:
     if slowest_axis is not None and slowest_axis.axis == "stage":
         # These are waits of a pipeline, see `pipeline_report`.
         return
-    # Along other axes than `data` the bytes of a step don't depend on how often gradients are
-    # summed.
+    # On other axes than `data`, activations or parameters are exchanged, and not only gradients.
+    # The size of the batch and the codec don't help there.
     if slowest_axis is not None and slowest_axis.axis != "data":
         between = (
             ", which goes between hosts: give the mesh fewer workers along it, so that it fits in "
@@ -86,7 +86,7 @@ def exchange(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:
         )
         yield Remark(words, min(slowest_axis.seconds / facts.step, facts.share("exchange")), most=True)
         return
-    # Otherwise it is the exchange of gradients.
+    # From here on, it is the exchange of gradients.
     share = facts.share("exchange")
     words = (
         f"Exchange takes {share:.0%} of a step. A larger global batch makes fewer exchanges for the same samples "

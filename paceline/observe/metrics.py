@@ -58,7 +58,8 @@ class MetricsReader:
     """Reads the metrics of one run.
 
     `read_new_lines` starts again if the file was replaced or became shorter, as after a resume. An
-    incomplete last line is left for the next time.
+    incomplete last line is left for the next time. So `_offset` is always the end of a whole line
+    of the file `_file_identity`, and the columns have the values of `_line_count` lines.
     """
 
     def __init__(self, folder: RunFolder) -> None:

@@ -72,7 +72,7 @@ def _times(facts: RunFacts) -> str:
     lines = [f"A step took {seconds(facts.step)}{rate}, mean over steps{' and workers' if facts.workers > 1 else ''}:"]
     for part in PARTS:
         lines.append(f"  {part:<9}{facts.share(part):>5.0%}  {seconds(facts.step_seconds[part]):>9}  {_MEANING[part]}")
-    # Before the end, the seconds of the run are those of its last step.
+    # Before the end of a run, its seconds are those of its last step.
     if facts.ended and facts.seconds:
         outside_seconds = facts.seconds - facts.step * facts.steps
         if outside_seconds > 0.05 * facts.seconds:

@@ -103,8 +103,8 @@ class StatusReports:
             "beside": late_values,
             "begins": not self._begun,
         }
-        # A report is dropped if the caller hasn't read for long. The sums then stay as they are, and
-        # go with the next report.
+        # A report is dropped if the caller hasn't read for long. The sums then stay as they are,
+        # and go with the next report.
         if self._channel.send("status", report, waits=waits):
             self._begun, self._beside = True, None
             self._samples, self._seconds, self._unsent = 0, dict.fromkeys(PARTS, 0.0), False

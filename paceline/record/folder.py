@@ -30,7 +30,7 @@ import msgpack
 
 from paceline.errors import ResourceError, UsageError
 
-# So that reading a run's folder doesn't import torch.
+# Only for types, so that reading a run's folder doesn't import torch.
 if TYPE_CHECKING:
     from paceline.comm.agreement import Agreement
 

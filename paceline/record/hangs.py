@@ -20,10 +20,9 @@ from paceline.comm.agreement import Agreement
 from paceline.errors import UsageError
 from paceline.timings import DEFAULTS, HangTimings
 
-# A wait is late beyond the largest of these:
-# Times the median, and the longest, interval between calls.
+# A wait is late if it is longer than all of these: so many times the median and the longest
+# interval between calls, and so many times the longest wait that was reported and then ended well.
 FACTOR, WIDEST = 10.0, 3.0
-# Times the longest wait that was reported and then ended well.
 BORNE = 2.0
 # Calls that are needed to learn the usual interval.
 KNOWN = 8
@@ -79,8 +78,8 @@ class HangDetector:
         self._waits: tuple[Waits, ...] = (agreement, *others)
         self._timings = place.timings.hangs
         self._given_up = giving_up(deadline, timings=self._timings)
-        # Otherwise the thread that receives membership views also receives the launcher's questions
-        # (`commands.CommandPipe`).
+        # If views of the membership can change, the thread that receives them receives the
+        # launcher's questions, too (`commands.CommandPipe`).
         self._listens = place.worker is None
         # Seconds of the longest wait that was reported and then ended well.
         self._borne = 0.0

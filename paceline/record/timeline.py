@@ -29,7 +29,7 @@ from paceline.record.folder import write_whole
 from paceline.trace import Served, Span
 from paceline.unequal.stragglers.lateness import RankLateness
 
-# So that reading a run's folder doesn't import torch.
+# Only for types, so that reading a run's folder doesn't import torch.
 if TYPE_CHECKING:
     from paceline.comm.agreement import Agreement
 
