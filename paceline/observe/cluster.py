@@ -1,4 +1,4 @@
-"""Describes a measured cluster: a line for each worker, and a matrix of the links between hosts."""
+"""Describes a measured cluster: a table of the workers, and a matrix of links between hosts."""
 
 from __future__ import annotations
 

@@ -103,7 +103,8 @@ def optimizer_nbytes(optimizer: Optimizer) -> dict[int, int] | None:
 def _tried(optimizer: Optimizer, settings: dict[str, Any], parameter: Tensor) -> int | None:
     """Return the bytes that an optimizer keeps for such a parameter, from the cache if possible."""
     key = type(optimizer), parameter.shape, parameter.dtype, *settings.items()
-    # Only torch's own optimizers, with plain settings, are cached: others may decide by anything.
+    # Only torch's own optimizers with plain settings are cached, because the memory of others may
+    # depend on anything.
     if not all(map(_plain, settings.values())) or not type(optimizer).__module__.startswith("torch.optim."):
         return _try(optimizer, settings, parameter)
     with contextlib.suppress(KeyError):

@@ -201,7 +201,7 @@ class _Times(NamedTuple):
 
 
 class _Step:
-    """One step of all workers."""
+    """One measured step of all workers, on the clock of rank 0."""
 
     def __init__(self, schedule: PipelineSchedule, rows: Sequence[Sequence[_Times]]) -> None:
         self._schedule = schedule

@@ -24,7 +24,7 @@ class HostCopy:
             self._here = tensor.cpu() if shared or tensor.device.type != "cpu" else tensor.clone()
 
     def done(self) -> bool:
-        """Whether `read` would not wait."""
+        """Whether the copy has arrived, so that reading it would not wait."""
         return self._event is None or self._event.query()
 
     def read(self) -> Tensor:

@@ -53,7 +53,7 @@ class HeldState:
         self._parts = [(part.update_count, {name: _held(state) for name, state in part.metric_state.items()}) for part in parts(metric)]
 
     def done(self) -> bool:
-        """Whether `pack_state` would not wait."""
+        """Whether all copies have arrived, so that packing would not wait."""
         held = (copy for _, states in self._parts for state in states.values() for copy in (state if isinstance(state, list) else [state]))
         return all(copy.done() for copy in held)
 

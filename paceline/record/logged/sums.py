@@ -59,7 +59,7 @@ class SumsOnTheirWay:
         self._copy = HostCopy(torch.stack([weighted_sum.device for weighted_sum in sums if weighted_sum.device is not None]), shared=True)
 
     def done(self) -> bool:
-        """Whether `read` would not wait."""
+        """Whether the copy has arrived, so that reading it would not wait."""
         return self._copy.done()
 
     def read(self) -> None:

@@ -12,7 +12,7 @@ from paceline.observe.page.drawing.plots import across
 from paceline.observe.page.markup import Markup, element, join
 
 THICK: Final = 22  # pixels of a worker's row
-# CSS class of each kind of action, from those of `bars`.
+# CSS class of each kind of action, with the same colours as bars.
 ACTIONS: Final = {"forward": "k0", "backward": "k1", "input": "k1", "weight": "k3"}
 
 
