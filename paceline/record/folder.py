@@ -197,7 +197,7 @@ def _earlier(root: Path, name: str) -> tuple[Path, ...]:
         match = _NUMBERED.fullmatch(path.name)
         if match and match[1] == name and path.is_dir() and _asked(path) in (name, None):
             path_by_number[int(match[2])] = path
-    return tuple(path_by_number[attempt] for attempt in sorted(path_by_number, reverse=True))
+    return tuple(path_by_number[suffix] for suffix in sorted(path_by_number, reverse=True))
 
 
 def _asked(path: Path) -> str | None:
