@@ -40,14 +40,22 @@ _ALONG = {
 def advise(facts: RunFacts) -> str:
     """Format the advice for a run, or the reason why there is none."""
     advice = remarks(facts)
-    return "\n".join(["What to do about it:", *(f"- {remark.words}" for remark in advice)]) if advice else quiet(facts)
+    return (
+        "\n".join(["What to do about it:", *(f"- {remark.words}" for remark in advice)])
+        if advice
+        else quiet(facts)
+    )
 
 
 def remarks(facts: RunFacts) -> list[Remark]:
     """Return the advice for a run, from all rules."""
     run_remarks = [remark for rule in WHOLE for remark in rule(facts)]
     steady = facts.steady
-    return run_remarks if steady is None else [*run_remarks, *(remark for rule in RULES for remark in rule(facts, steady))]
+    return (
+        run_remarks
+        if steady is None
+        else [*run_remarks, *(remark for rule in RULES for remark in rule(facts, steady))]
+    )
 
 
 def quiet(facts: RunFacts) -> str:
@@ -84,27 +92,43 @@ def exchange(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:
             f"`{slowest_axis.axis}`{ending}. "
             "`paceline layout` shows what a worker would hold by another mesh"
         )
-        yield Remark(words, min(slowest_axis.seconds / facts.step, facts.share("exchange")), most=True)
+        yield Remark(
+            words, min(slowest_axis.seconds / facts.step, facts.share("exchange")), most=True
+        )
         return
     # From here on, it is the exchange of gradients.
     share = facts.share("exchange")
     words = (
-        f"Exchange takes {share:.0%} of a step. A larger global batch makes fewer exchanges for the same samples "
-        f"(in pieces by run.step(..., micro_batches=k) if memory is short); parameters in bfloat16 halve the bytes"
+        f"Exchange takes {share:.0%} of a step. A larger global batch makes fewer exchanges for "
+        "the same samples "
+        "(in pieces by run.step(..., micro_batches=k) if memory is short); "
+        "parameters in bfloat16 halve the bytes"
     )
     # Twice the batch, or half the bytes, halves it.
     yield Remark(words, share / 2)
     if facts.hosts > 1 and "via=" in facts.sync and "hierarchical" not in facts.sync:
-        words = f"{facts.sync} names its own way between hosts. AllReduce() and AllReduce(via='hierarchical') send one copy per host"
+        words = (
+            f"{facts.sync} names its own way between hosts. "
+            "AllReduce() and AllReduce(via='hierarchical') send one copy per host"
+        )
         yield Remark(words, share, most=True)
     elif facts.hosts == 1 and "via=" in facts.sync:
-        words = f"{facts.sync} names its own way inside the host. AllReduce() goes through shared memory, which is usually fastest there"
+        words = (
+            f"{facts.sync} names its own way inside the host. AllReduce() goes through shared "
+            "memory, which is usually fastest there"
+        )
         yield Remark(words, share, most=True)
     elif facts.hosts > 1 and facts.sync == "AllReduce()":
-        words = "One copy per host is sent already. AllReduce(codec='auto') sends fewer bits of it where that pays"
+        words = (
+            "One copy per host is sent already. AllReduce(codec='auto') sends fewer bits of it "
+            "where that pays"
+        )
         yield Remark(words, share, most=True)
     elif facts.hosts > 1:
-        words = "One copy per host is sent already. `paceline bench collectives` says whether the link is as fast as it should be"
+        words = (
+            "One copy per host is sent already. `paceline bench collectives` says whether the link "
+            "is as fast as it should be"
+        )
         yield Remark(words, share, most=True)
 
 
@@ -117,7 +141,12 @@ def slow(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:
     finding = f"Waiting for slower workers takes {facts.share('wait'):.0%} of a step"
     cause = main_cause(facts.late[slowest]) if slowest < len(facts.late) else "compute"
     # Always the same worker is slowest: clearly slower than the fastest, in most of the steps.
-    if work_seconds and min(work_seconds) > 0 and work_seconds[slowest] > 1.15 * min(work_seconds) and facts.work[slowest].late >= 0.8:
+    if (
+        work_seconds
+        and min(work_seconds) > 0
+        and work_seconds[slowest] > 1.15 * min(work_seconds)
+        and facts.work[slowest].late >= 0.8
+    ):
         words = (
             f"{finding}. The slowest is {facts.rank(slowest)}, with "
             f"{seconds(work_seconds[slowest])} of own work in a step where the median is "
@@ -126,13 +155,17 @@ def slow(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:
         )
         yield Remark(words, *_sooner(facts, work_seconds, cause))
     elif not work_seconds:
-        words = f"{finding}. Once the run has ended, this report says whether it is always the same one that is late"
+        words = (
+            f"{finding}. Once the run has ended, this report says whether it is always the same "
+            "one that is late"
+        )
         yield Remark(words, facts.share("wait"), most=True)
     else:
         words = (
             f"{finding}, and no worker is the slowest throughout: batches of unequal work (lengths "
             "of texts), more workers than cores, or "
-            f"other programs on the machines. trace.json, opened in Perfetto (ui.perfetto.dev), shows who was late when"
+            "other programs on the machines. trace.json, opened in Perfetto (ui.perfetto.dev), "
+            "shows who was late when"
         )
         yield Remark(words, facts.share("wait"), most=True)
 
@@ -143,9 +176,14 @@ def _sooner(facts: RunFacts, work_seconds: list[float], cause: str) -> tuple[flo
     Either the slowest worker becomes as fast as the median one, if its cause can be fixed, or the
     samples are shared out by speed.
     """
-    seconds_by_share, shares = work_by_share(work_seconds, facts.mesh), facts.dealing.shares if facts.dealing else ()
+    seconds_by_share, shares = (
+        work_by_share(work_seconds, facts.mesh),
+        facts.dealing.shares if facts.dealing else (),
+    )
     if cause in REMEDIES or facts.pipelines or len(seconds_by_share) == 1:
-        return min((max(work_seconds) - statistics.median_low(work_seconds)) / facts.step, 1.0), True
+        return min(
+            (max(work_seconds) - statistics.median_low(work_seconds)) / facts.step, 1.0
+        ), True
     # If each worker gets samples in proportion to its speed, all need the same time.
     weights = shares if len(shares) == len(seconds_by_share) else None
     balanced_seconds = statistics.harmonic_mean(seconds_by_share, weights)
@@ -155,14 +193,23 @@ def _sooner(facts: RunFacts, work_seconds: list[float], cause: str) -> tuple[flo
 def _evened(facts: RunFacts, work_seconds: list[float]) -> str:
     """Advise to share out samples by speed, unless they are so already."""
     if facts.pipelines:
-        return "See what else runs there; if it is only that its layers take longer than others', a better split of the layers helps"
+        return (
+            "See what else runs there; if it is only that its layers take longer than others', a "
+            "better split of the layers helps"
+        )
     work_seconds = work_by_share(work_seconds, facts.mesh)
     shares = facts.dealing.shares if facts.dealing else ()
     if len(shares) != len(work_seconds) or max(shares) - min(shares) <= 1:
         return remedy(work_seconds)
-    speeds = [share / seconds_of_share for share, seconds_of_share in zip(shares, work_seconds, strict=True)]
+    speeds = [
+        share / seconds_of_share
+        for share, seconds_of_share in zip(shares, work_seconds, strict=True)
+    ]
     proposed = ", ".join(f"{speed / max(speeds):.2g}" for speed in speeds)
-    return f"See what else runs there; the shares are {', '.join(map(str, shares))} now, and by speed they would be shares=[{proposed}]"
+    return (
+        f"See what else runs there; the shares are {', '.join(map(str, shares))} now, and by speed "
+        f"they would be shares=[{proposed}]"
+    )
 
 
 def data(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:
@@ -197,12 +244,22 @@ def servers(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:
     return serving.advise(facts.servers, facts.seconds or 0.0, facts.samples)
 
 
-RULES: tuple[Callable[[RunFacts, SteadyTimes], Iterator[Remark]], ...] = (exchange, slow, data, servers)
+RULES: tuple[Callable[[RunFacts, SteadyTimes], Iterator[Remark]], ...] = (
+    exchange,
+    slow,
+    data,
+    servers,
+)
 
 
 def outside(facts: RunFacts) -> Iterator[Remark]:
     """Advise if much of the run lies outside of its steps."""
-    if facts.ended and facts.seconds and facts.seconds > 60 and facts.step * facts.steps < 0.6 * facts.seconds:
+    if (
+        facts.ended
+        and facts.seconds
+        and facts.seconds > 60
+        and facts.step * facts.steps < 0.6 * facts.seconds
+    ):
         share_in_steps = facts.step * facts.steps / facts.seconds
         words = (
             f"Only {share_in_steps:.0%} of the run was spent in steps: evaluate and save less "
@@ -218,11 +275,21 @@ def checkpoints(facts: RunFacts) -> Iterator[Remark]:
         return
     stall_share = stall_seconds / facts.seconds
     if facts.stall > facts.write / 2 and not facts.background:
-        words = f"Checkpoints took {stall_share:.0%} of the run: run.save(background=True) writes them while training goes on"
+        words = (
+            f"Checkpoints took {stall_share:.0%} of the run: run.save(background=True) writes them "
+            "while training goes on"
+        )
         yield Remark(words, stall_share, most=True, of="run")
     else:
         # Saving half as often halves it.
-        yield Remark(f"Training stood still for checkpoints for {stall_share:.0%} of the run: save less often", stall_share / 2, of="run")
+        yield Remark(
+            (
+                f"Training stood still for checkpoints for {stall_share:.0%} of the run: "
+                "save less often"
+            ),
+            stall_share / 2,
+            of="run",
+        )
 
 
 def links(facts: RunFacts) -> Iterator[Remark]:
@@ -232,4 +299,9 @@ def links(facts: RunFacts) -> Iterator[Remark]:
         yield Remark(last.advice, 1 - 1 / last.gain if last.gain else None)
 
 
-WHOLE: tuple[Callable[[RunFacts], Iterator[Remark]], ...] = (outside, checkpoints, links, pipelines.advise)
+WHOLE: tuple[Callable[[RunFacts], Iterator[Remark]], ...] = (
+    outside,
+    checkpoints,
+    links,
+    pipelines.advise,
+)

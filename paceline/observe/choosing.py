@@ -21,12 +21,20 @@ def choose(asked: Path | None, root: Path = RUNS) -> Path:
         UsageError: No run was named, and `root` has none.
     """
     if asked is not None:
-        return asked if asked.exists() or len(asked.parts) > 1 or not root.is_dir() else root / asked
+        return (
+            asked if asked.exists() or len(asked.parts) > 1 or not root.is_dir() else root / asked
+        )
     runs = sorted(
-        (written, path.parent) for name in ("metrics.jsonl", "live.json") for path in root.glob(f"*/{name}") if (written := _written(path))
+        (written, path.parent)
+        for name in ("metrics.jsonl", "live.json")
+        for path in root.glob(f"*/{name}")
+        if (written := _written(path))
     )
     if not runs:
-        raise UsageError(f"there are no runs in {root.absolute()}: say which folder you mean, paceline report FOLDER")
+        raise UsageError(
+            f"there are no runs in {root.absolute()}: say which folder you mean, paceline report "
+            "FOLDER"
+        )
     return runs[-1][1]
 
 

@@ -175,9 +175,15 @@ class RunFacts:
         """Name several workers, with the coordinates that they share in the mesh."""
         if len(ranks) == 1:
             return self.rank(ranks[0])
-        names = f"ranks {', '.join(map(str, ranks))}" if len(ranks) < self.workers else "all workers"
+        names = (
+            f"ranks {', '.join(map(str, ranks))}" if len(ranks) < self.workers else "all workers"
+        )
         places = [] if self.mesh is None else [self.mesh.coordinates(rank) for rank in ranks]
-        common = [f"{axis} {at}" for axis, at in (places[0] if places else {}).items() if all(place[axis] == at for place in places)]
+        common = [
+            f"{axis} {at}"
+            for axis, at in (places[0] if places else {}).items()
+            if all(place[axis] == at for place in places)
+        ]
         return f"{names} ({', '.join(common)})" if common and names != "all workers" else names
 
     def share(self, part: str) -> float:
@@ -202,16 +208,26 @@ def read(folder: RunFolder, metrics: MetricsReader | None = None) -> RunFacts:
         return _from_metrics(folder, metrics)
     # There is nothing to read. The rest finds out what the user may have meant.
     if folder.path.is_file():
-        raise UsageError(f"{folder.path} is a file: give the folder of a run, such as runs/NAME, or nothing for the newest in runs")
+        raise UsageError(
+            f"{folder.path} is a file: give the folder of a run, such as runs/NAME, or nothing for "
+            "the newest in runs"
+        )
     if not folder.path.is_dir():
         runs = sorted(path.parent.name for path in folder.path.parent.glob("*/metrics.jsonl"))
-        known_runs = f"runs in {folder.path.parent}: {', '.join(runs[-8:])}" if runs else f"{folder.path.parent} holds no runs"
+        known_runs = (
+            f"runs in {folder.path.parent}: {', '.join(runs[-8:])}"
+            if runs
+            else f"{folder.path.parent} holds no runs"
+        )
         raise UsageError(f"there is no run folder {folder.path}; {known_runs}")
     if not any(folder.path.iterdir()):
         return RunFacts(folder.name, False, 0, 0, None, dict.fromkeys(PARTS, 0.0), standing=OPEN)
     runs = sorted(path.parent.name for path in folder.path.glob("*/metrics.jsonl"))
     contained_runs = f"; it holds the runs {', '.join(runs[-8:])}: name one of them" if runs else ""
-    raise UsageError(f"{folder.path} is not a run folder: it has neither {folder.summary.name} nor {folder.metrics.name}{contained_runs}")
+    raise UsageError(
+        f"{folder.path} is not a run folder: it has neither {folder.summary.name} nor "
+        f"{folder.metrics.name}{contained_runs}"
+    )
 
 
 def read_fields(path: Path) -> dict[str, Any]:
@@ -281,7 +297,9 @@ def standing(told: Mapping[str, Any]) -> Standing:
             return Standing("failed", f"failed {step}: {live['why']}")
         # A run whose writer has died may go on with another one. That would have written by now.
         if is_alive is False and time.time() - float(live["time"]) >= GONE:
-            return Standing("gone", f"was broken off {step}: the process that wrote its folder is gone")
+            return Standing(
+                "gone", f"was broken off {step}: the process that wrote its folder is gone"
+            )
         return OPEN if is_alive is None else Standing("running", f"is running, {step}")
     except (KeyError, TypeError, ValueError, AttributeError):
         return OPEN
@@ -304,18 +322,27 @@ def steadied(seconds: Floats) -> SteadyTimes | None:
     if len(seconds) < FEWEST:
         return None
     warmed = seconds[WARM:]
-    tenths = [warmed[tenth_index * len(warmed) // TENTHS : (tenth_index + 1) * len(warmed) // TENTHS] for tenth_index in range(TENTHS)]
+    tenths = [
+        warmed[tenth_index * len(warmed) // TENTHS : (tenth_index + 1) * len(warmed) // TENTHS]
+        for tenth_index in range(TENTHS)
+    ]
     means = np.array([tenth.mean(axis=0) for tenth in tenths])
     # A fifth of the tenths may be lower.
     least = np.sort(means, axis=0)[TENTHS // 5]
-    return SteadyTimes(float(np.median(means.sum(axis=1))), dict(zip(PARTS, least.tolist(), strict=True)))
+    return SteadyTimes(
+        float(np.median(means.sum(axis=1))), dict(zip(PARTS, least.tolist(), strict=True))
+    )
 
 
 def _from_summary(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
     """Read the facts from the summary, and the steady times from the metrics."""
     try:
         fields = read_fields(folder.summary)
-        saved = fields.get("checkpoints") or {"count": 0, "stall_seconds": 0.0, "write_seconds": 0.0}
+        saved = fields.get("checkpoints") or {
+            "count": 0,
+            "stall_seconds": 0.0,
+            "write_seconds": 0.0,
+        }
         count = max(int(saved["count"]), 1)
         loader = fields.get("loader")
         facts = RunFacts(
@@ -329,29 +356,52 @@ def _from_summary(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
             sync=str(fields["sync"]),
             workers=int(fields["workers"]),
             hosts=int(fields["hosts"]),
-            work=tuple(OwnWork(float(rank["seconds"]), float(rank["late"])) for rank in fields.get("rank_work", [])),
+            work=tuple(
+                OwnWork(float(rank["seconds"]), float(rank["late"]))
+                for rank in fields.get("rank_work", [])
+            ),
             late=_late(fields),
             links=tuple(map(_link, fields.get("links", []))),
             untold=tuple(cause for cause in fields.get("untold", []) if cause in CAUSES),
-            dealing=DealingFacts(int(loader["num_workers"]), tuple(map(int, loader["shares"]))) if loader else None,
-            bytes_sent={where: float(fields["bytes_sent"][where]) for where in ("within", "between")},
+            dealing=DealingFacts(int(loader["num_workers"]), tuple(map(int, loader["shares"])))
+            if loader
+            else None,
+            bytes_sent={
+                where: float(fields["bytes_sent"][where]) for where in ("within", "between")
+            },
             mesh=_mesh(fields),
-            axes=tuple(AxisFacts(axis, *(float(one[key]) for key in _AXIS)) for axis, one in fields.get("axes", {}).items()),
+            axes=tuple(
+                AxisFacts(axis, *(float(one[key]) for key in _AXIS))
+                for axis, one in fields.get("axes", {}).items()
+            ),
             memory=tuple(map(_memory, fields.get("memory", []))),
             pipelines=tuple(map(PipelineProfile.read, fields.get("pipelines", []))),
             codecs=[str(codec["words"]) for codec in fields.get("codecs", [])],
-            events=[{"time": _real(event["time"]), "what": str(event["what"])} for event in fields["events"]],
+            events=[
+                {"time": _real(event["time"]), "what": str(event["what"])}
+                for event in fields["events"]
+            ],
             saves=int(saved["count"]),
-            best=(str(saved["best"]["checkpoint"]), float(saved["best"]["metric"])) if "best" in saved else None,
+            best=(str(saved["best"]["checkpoint"]), float(saved["best"]["metric"]))
+            if "best" in saved
+            else None,
             stall=float(saved["stall_seconds"]) / count,
             write=float(saved["write_seconds"]) / count,
             background=int(saved.get("background", 0)) >= count,
-            servers=[serving.read(server, index) for index, server in enumerate(fields.get("servers", []))],
+            servers=[
+                serving.read(server, index)
+                for index, server in enumerate(fields.get("servers", []))
+            ],
         )
     except KeyError as error:
-        raise UsageError(f"{folder.summary} lacks {error}: it is not a summary of this version of paceline") from error
+        raise UsageError(
+            f"{folder.summary} lacks {error}: it is not a summary of this version of paceline"
+        ) from error
     except (ValueError, TypeError, AttributeError, ArithmeticError, IndexError) as error:
-        raise UsageError(f"{folder.summary} is damaged ({error}); remove it, and the report is made from {folder.metrics.name}") from error
+        raise UsageError(
+            f"{folder.summary} is damaged ({error}); remove it, and the report is made from "
+            f"{folder.metrics.name}"
+        ) from error
     if not folder.metrics.is_file():
         return facts
     metrics.read()
@@ -360,7 +410,10 @@ def _from_summary(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
 
 def _late(fields: Mapping[str, Any]) -> tuple[dict[str, float], ...]:
     """Return how late each rank was, without workers that have left."""
-    late_by_rank = [{str(cause): float(value) for cause, value in each.items()} for each in fields.get("rank_late", [])]
+    late_by_rank = [
+        {str(cause): float(value) for cause, value in each.items()}
+        for each in fields.get("rank_late", [])
+    ]
     members = fields.get("members", [])
     # Without members, `rank_late` is in the order of ranks. Otherwise it is in the order of
     # members.
@@ -373,8 +426,13 @@ def _late(fields: Mapping[str, Any]) -> tuple[dict[str, float], ...]:
 
 def _memory(fields: Mapping[str, Any]) -> MemoryFacts:
     """Read the memory of one rank."""
-    predicted = {kind: None if fields["predicted"][kind] is None else int(fields["predicted"][kind]) for kind in KINDS}
-    return MemoryFacts(predicted, {kind: int(fields["measured"][kind]) for kind in KINDS}, int(fields["peak"]))
+    predicted = {
+        kind: None if fields["predicted"][kind] is None else int(fields["predicted"][kind])
+        for kind in KINDS
+    }
+    return MemoryFacts(
+        predicted, {kind: int(fields["measured"][kind]) for kind in KINDS}, int(fields["peak"])
+    )
 
 
 def _link(fields: Mapping[str, Any]) -> LinkFacts:
@@ -397,7 +455,9 @@ def _mesh(fields: Mapping[str, Any]) -> Mesh | None:
         return None
     if len(places) != math.prod(map(int, sizes.values())) or len(places) != int(fields["workers"]):
         raise ValueError("its mesh does not fit its workers")
-    by_place = sorted(range(len(places)), key=lambda rank: [int(places[rank][axis]) for axis in sizes])
+    by_place = sorted(
+        range(len(places)), key=lambda rank: [int(places[rank][axis]) for axis in sizes]
+    )
     return Mesh(tuple((str(axis), int(size)) for axis, size in sizes.items()), tuple(by_place))
 
 

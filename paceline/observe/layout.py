@@ -26,7 +26,8 @@ def read(folder: Path, script: str) -> dict[str, Any]:
         layout: dict[str, Any] = json.loads((folder / LAYOUT).read_text())
     except FileNotFoundError:
         raise UsageError(
-            f"{script} ended before it trained, so there is nothing to show: it has to give its model to run.prepare, and to begin a loop "
+            f"{script} ended before it trained, so there is nothing to show: "
+            "it has to give its model to run.prepare, and to begin a loop "
             "over the prepared loader"
         ) from None
     return layout
@@ -42,8 +43,17 @@ def describe(layout: dict[str, Any], console: Console) -> None:
     for name in ("parameter", "shape", "dtype", "cut along", "on the first worker", *KINDS):
         table.add_column(name, justify="right" if name in KINDS else "left", no_wrap=True)
     for row in layout["rows"]:
-        cells = ["?" if row[kind] is None else sized(row[kind]) if row[kind] else "-" for kind in KINDS]
-        table.add_row(row["name"], _shape(row["shape"]), row["dtype"], ", ".join(row["axes"]) or "-", _here(row), *cells)
+        cells = [
+            "?" if row[kind] is None else sized(row[kind]) if row[kind] else "-" for kind in KINDS
+        ]
+        table.add_row(
+            row["name"],
+            _shape(row["shape"]),
+            row["dtype"],
+            ", ".join(row["axes"]) or "-",
+            _here(row),
+            *cells,
+        )
     console.print(table)
     console.print(_totals(layout["workers"]))
     if any(row["optimizer"] is None for row in layout["rows"]):

@@ -112,7 +112,9 @@ class MetricsReader:
             try:
                 self._add(line)
             except (AttributeError, KeyError, ValueError, TypeError) as error:
-                raise UsageError(f"{self._folder.metrics} is not of this version of paceline: {error!r}") from error
+                raise UsageError(
+                    f"{self._folder.metrics} is not of this version of paceline: {error!r}"
+                ) from error
             self._lines, self._offset = self._lines + 1, self._offset + len(text)
             self._last = max(self._last, float(line["time"]))
 
@@ -134,7 +136,10 @@ class MetricsReader:
             for column, value in zip((*self._steps, *self._parts, *self._sent), row, strict=True):
                 column.append(value)
         if "ranks" in line:
-            workers = {str(int(worker)): [float(value) for value in values] for worker, values in line["ranks"].items()}
+            workers = {
+                str(int(worker)): [float(value) for value in values]
+                for worker, values in line["ranks"].items()
+            }
             self._looks.append(Look(step, time, workers))
         for name, value in logged:
             columns = self._values.setdefault(name, (array("d"), array("d"), array("d")))
@@ -155,7 +160,10 @@ class MetricsReader:
     def steps(self) -> StepColumns:
         """The finished steps that were read."""
         step, time, samples = (_copied(column) for column in self._steps)
-        seconds, sent = (np.stack([_copied(column) for column in columns], axis=1) for columns in (self._parts, self._sent))
+        seconds, sent = (
+            np.stack([_copied(column) for column in columns], axis=1)
+            for columns in (self._parts, self._sent)
+        )
         return StepColumns(step, time, samples, seconds, sent)
 
     @property
@@ -166,7 +174,10 @@ class MetricsReader:
     @property
     def values(self) -> dict[str, ValueColumns]:
         """The values of each logged name, NaN and infinities included."""
-        return {name: ValueColumns(*(_copied(column) for column in columns)) for name, columns in self._values.items()}
+        return {
+            name: ValueColumns(*(_copied(column) for column in columns))
+            for name, columns in self._values.items()
+        }
 
 
 def _copied(column: array[float]) -> Floats:

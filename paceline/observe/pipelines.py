@@ -40,26 +40,43 @@ def tell(facts: RunFacts) -> str:
     profile = slowest(facts)
     if profile is None:
         return ""
-    title = "Pipeline" if len(facts.pipelines) == 1 else f"The slowest of {len(facts.pipelines)} pipelines"
+    title = (
+        "Pipeline"
+        if len(facts.pipelines) == 1
+        else f"The slowest of {len(facts.pipelines)} pipelines"
+    )
     stages = counted(len(profile.stages), "stage")
     lines = [
         f"{title}: {profile.schedule}, {stages}, {_micro_batches(profile.micro_batches)}; a step "
         f"took {seconds(profile.step_seconds)} "
-        f"({_median(profile.steps)}), with a bubble of {profile.bubble:.1%}; by the schedule and the times of its actions it would be "
+        f"({_median(profile.steps)}), with a bubble of {profile.bubble:.1%}; "
+        "by the schedule and the times of its actions it would be "
         f"{seconds(profile.timeline.makespan)} and {profile.timeline.bubble:.1%}:",
         *aligned(_rows(facts, profile), left=3),
     ]
     # A picture that doesn't fit a terminal is left out.
     picture = draw(_in_milliseconds(profile.timeline), WIDE).plain.splitlines()
     if len(picture) <= HIGH:
-        lines += ["", "That schedule with these times, in milliseconds:", *(f"  {line}".rstrip() for line in picture)]
+        lines += [
+            "",
+            "That schedule with these times, in milliseconds:",
+            *(f"  {line}".rstrip() for line in picture),
+        ]
     return "\n".join(lines)
 
 
 def _rows(facts: RunFacts, profile: PipelineProfile) -> Iterator[Sequence[str]]:
     """Yield the rows of the table of stages."""
     kinds = ("forward", "input", "weight") if profile.plan.split else ("forward", "backward")
-    yield ("stage", "on", "layers", *kinds, "waits in a step", "its worker is idle", "keeps of a micro-batch")
+    yield (
+        "stage",
+        "on",
+        "layers",
+        *kinds,
+        "waits in a step",
+        "its worker is idle",
+        "keeps of a micro-batch",
+    )
     for stage_index, stage in enumerate(profile.stages):
         idle = profile.idle[profile.ranks.index(stage.rank)]
         action_seconds = [seconds(stage.seconds[kind]) for kind in kinds]
@@ -76,7 +93,10 @@ def _rows(facts: RunFacts, profile: PipelineProfile) -> Iterator[Sequence[str]]:
 
 def _in_milliseconds(timeline: PipelineTimeline) -> PipelineTimeline:
     """Convert a timeline from seconds to milliseconds, for the picture."""
-    rows = tuple(tuple(replace(span, start=1e3 * span.start, end=1e3 * span.end) for span in row) for row in timeline.rows)
+    rows = tuple(
+        tuple(replace(span, start=1e3 * span.start, end=1e3 * span.end) for span in row)
+        for row in timeline.rows
+    )
     return replace(timeline, rows=rows, transfers=())
 
 
@@ -95,8 +115,10 @@ def advise(facts: RunFacts) -> Iterator[Remark]:
     # differ.
     if profile.bubble > profile.timeline.bubble + APART and profile.step_seconds * APART > LEAST:
         words = (
-            f"Workers of the pipeline are idle for {profile.bubble:.0%} of a step, and by its schedule it would be "
-            f"{profile.timeline.bubble:.0%}: actions of one kind take different times. The row `stage` of trace.json shows which: more "
+            f"Workers of the pipeline are idle for {profile.bubble:.0%} of a step, and by its "
+            "schedule it would be "
+            f"{profile.timeline.bubble:.0%}: actions of one kind take different times. "
+            "The row `stage` of trace.json shows which: more "
             "workers than cores, other programs on the machines, or lengths that differ"
         )
         yield Remark(words, profile.bubble - profile.timeline.bubble, most=True)
@@ -120,7 +142,10 @@ def _split(facts: RunFacts, profile: PipelineProfile) -> Iterator[Remark]:
     counts = best_split(problem)
     now, best_time = problem.timeline(profile.split).makespan, problem.timeline(counts).makespan
     if _pays(now, best_time):
-        words = f"{finding}. split={counts}, where it is {profile.split} now, takes {_less(now, best_time)} if that fits into memory"
+        words = (
+            f"{finding}. split={counts}, where it is {profile.split} now, takes "
+            f"{_less(now, best_time)} if that fits into memory"
+        )
         yield Remark(words, 1 - best_time / now)
     elif loads[slowest_stage] > 1.2 * mean and _pays(now, now * mean / loads[slowest_stage]):
         words = (
@@ -161,7 +186,10 @@ def _schedule(profile: PipelineProfile) -> Iterator[Remark]:
         )
     split = "" if timeline.schedule.placed == profile.plan.placed else f" with split={counts}"
     name = timeline.schedule.name
-    words = f"schedule={name!r}{split} in the place of {profile.schedule!r} takes {_less(now, best[0])} by simulation{memory}"
+    words = (
+        f"schedule={name!r}{split} in the place of {profile.schedule!r} takes "
+        f"{_less(now, best[0])} by simulation{memory}"
+    )
     yield Remark(words, 1 - best[0] / now)
 
 
@@ -172,7 +200,9 @@ def _more(profile: PipelineProfile) -> Iterator[Remark]:
     if simulated.bubble < LARGE or 2 * count > MOST * len(profile.ranks):
         return
     # Twice the micro-batches of half the size, so actions and messages take half the time.
-    halved = replace(profile, stages=tuple(_halved(stage) for stage in profile.stages), micro_batches=2 * count)
+    halved = replace(
+        profile, stages=tuple(_halved(stage) for stage in profile.stages), micro_batches=2 * count
+    )
     doubled = replace(halved, sends=_half(profile.sends), returns=_half(profile.returns)).timeline
     if _pays(simulated.makespan, doubled.makespan):
         words = (
@@ -186,7 +216,9 @@ def _more(profile: PipelineProfile) -> Iterator[Remark]:
 
 def _halved(stage: StageProfile) -> StageProfile:
     """Return a stage whose actions take half the time."""
-    return replace(stage, seconds={kind: action_seconds / 2 for kind, action_seconds in stage.seconds.items()})
+    return replace(
+        stage, seconds={kind: action_seconds / 2 for kind, action_seconds in stage.seconds.items()}
+    )
 
 
 def _half(transfers: Sequence[float | None]) -> tuple[float | None, ...]:

@@ -31,9 +31,18 @@ _WIDTH = 50  # characters of a bar
 _LETTERS = {"exchange": "e", "wait": "w", "data": "d", "compute": "r"}
 _NAMED = {"exchange": "exchange", "wait": "waiting", "data": "data", "compute": "the rest"}
 _HELP = {
-    "exchange": "gradients travel longer than backward hides; a larger batch for each worker, a codec or LocalSGD would help",
-    "wait": 'workers wait for those that are late; where these are always the same, shares="auto" would give them less to do',
-    "data": "batches don't come fast enough; more num_workers of the DataLoader, or a faster disk, would help",
+    "exchange": (
+        "gradients travel longer than backward hides; a larger batch for each worker, a codec or "
+        "LocalSGD would help"
+    ),
+    "wait": (
+        'workers wait for those that are late; where these are always the same, shares="auto" '
+        "would give them less to do"
+    ),
+    "data": (
+        "batches don't come fast enough; more num_workers of the DataLoader, or a faster disk, "
+        "would help"
+    ),
 }
 
 
@@ -108,13 +117,20 @@ def measured(folder: RunFolder) -> ScalingPoint:
     """
     facts, steps = read(folder), timed_steps(folder)
     if not facts.ended:
-        raise UsageError(f"the run {folder.name} {facts.standing.words}: only one that has ended can be measured")
+        raise UsageError(
+            f"the run {folder.name} {facts.standing.words}: only one that has ended can be measured"
+        )
     # Short runs keep at least four fifths of their steps.
     steps = steps[min(WARM, len(steps) // 5) :]
     samples = sum(batch for batch, _ in steps)
     if len(steps) < 2 or not samples:
-        raise UsageError(f"the run {folder.name} took {counted(facts.steps, 'step')}: at least 2 with samples are needed to measure")
-    parts = {part: statistics.fmean(part_seconds[part] for _, part_seconds in steps) for part in PARTS}
+        raise UsageError(
+            f"the run {folder.name} took {counted(facts.steps, 'step')}: "
+            "at least 2 with samples are needed to measure"
+        )
+    parts = {
+        part: statistics.fmean(part_seconds[part] for _, part_seconds in steps) for part in PARTS
+    }
     return ScalingPoint(facts.workers, samples / len(steps), parts, len(steps))
 
 
@@ -138,7 +154,10 @@ def curve(points: Sequence[ScalingPoint]) -> ScalingCurve:
         if max(sizes) - min(sizes) <= ALIKE * max(sizes):
             return ScalingCurve(ordered, strong)
     batches = ", ".join(f"{point.batch:g} samples with {point.workers}" for point in ordered)
-    raise UsageError(f"global batches are neither the same nor in proportion to the workers: {batches}; give all runs the same batch")
+    raise UsageError(
+        f"global batches are neither the same nor in proportion to the workers: {batches}; "
+        "give all runs the same batch"
+    )
 
 
 def losses(point: ScalingPoint, base: ScalingPoint) -> dict[str, float]:
@@ -155,7 +174,10 @@ def serial(points: Sequence[ScalingPoint]) -> float:
     Source: Amdahl, Validity of the single processor approach to achieving large scale computing
     capabilities, 1967.
     """
-    inverse_workers, compute_seconds = [1 / point.workers for point in points], [point.parts["compute"] for point in points]
+    inverse_workers, compute_seconds = (
+        [1 / point.workers for point in points],
+        [point.parts["compute"] for point in points],
+    )
     slope = max(statistics.linear_regression(inverse_workers, compute_seconds).slope, 0.0)
     return max(statistics.fmean(compute_seconds) - slope * statistics.fmean(inverse_workers), 0.0)
 
@@ -175,12 +197,18 @@ def describe(scaling: ScalingCurve, cores: int | None = None) -> str:
         scaling: Measured runs.
         cores: Processors that all workers share, if they share any.
     """
-    kind = "Strong scaling: the same global batch" if scaling.strong else "Weak scaling: the global batch grows with the workers"
+    kind = (
+        "Strong scaling: the same global batch"
+        if scaling.strong
+        else "Weak scaling: the global batch grows with the workers"
+    )
     short_runs = [point for point in scaling.points if point.steps < FEW]
     warned = []
     if short_runs:
         workers = counted(short_runs[0].workers, "worker")
-        warned = [f"Only {short_runs[0].steps} steps were measured with {workers}: take more, to be sure."]
+        warned = [
+            f"Only {short_runs[0].steps} steps were measured with {workers}: take more, to be sure."
+        ]
     blocks = [
         f"{kind}.",
         "\n".join(_table(scaling)),
@@ -194,7 +222,15 @@ def describe(scaling: ScalingCurve, cores: int | None = None) -> str:
 
 def _table(scaling: ScalingCurve) -> list[str]:
     """Return the lines of the table of runs."""
-    head = ("workers", "batch", "step", "samples/s", "speed-up", "efficiency", *(f"lost to {_NAMED[part]}" for part in _LETTERS))
+    head = (
+        "workers",
+        "batch",
+        "step",
+        "samples/s",
+        "speed-up",
+        "efficiency",
+        *(f"lost to {_NAMED[part]}" for part in _LETTERS),
+    )
     rows = [
         (
             str(point.workers),
@@ -251,12 +287,26 @@ def conclusion(scaling: ScalingCurve, cores: int | None = None) -> str:
     for fewer, more in zip(scaling.points, scaling.points[1:], strict=False):
         gained = gain(fewer, more)
         if gained < PAYS:
-            added = "the worker added" if more.workers - fewer.workers == 1 else f"each of {more.workers - fewer.workers} workers added"
-            what = f"brings {gained:.0%} of its worth" if gained >= 0 else f"is a loss: {more.rate / fewer.rate:.2f} times the speed"
+            added = (
+                "the worker added"
+                if more.workers - fewer.workers == 1
+                else f"each of {more.workers - fewer.workers} workers added"
+            )
+            what = (
+                f"brings {gained:.0%} of its worth"
+                if gained >= 0
+                else f"is a loss: {more.rate / fewer.rate:.2f} times the speed"
+            )
             why = _reason(fewer, more, strong=scaling.strong, cores=cores)
-            return f"Adding workers stops paying at {fewer.workers}: from there to {more.workers}, {added} {what}. {why}"
+            return (
+                f"Adding workers stops paying at {fewer.workers}: from there to {more.workers}, "
+                f"{added} {what}. {why}"
+            )
     last = scaling.points[-1]
-    text = f"Adding workers pays up to {last.workers}, the most that were measured: {scaling.speedup(last):.2f} times the speed"
+    text = (
+        f"Adding workers pays up to {last.workers}, the most that were measured: "
+        f"{scaling.speedup(last):.2f} times the speed"
+    )
     lost = 1 - scaling.efficiency(last)
     if lost < 0.05:
         return f"{text}, with next to nothing lost."
@@ -267,7 +317,11 @@ def _reason(fewer: ScalingPoint, more: ScalingPoint, *, strong: bool, cores: int
     """Explain which part of a step lost most from `fewer` to `more` workers, and how to help."""
     lost = losses(more, fewer)
     # More workers than processors is a reason by itself.
-    crowded = "" if cores is None or more.workers <= cores else f"{more.workers} workers share {counted(cores, 'processor')} here"
+    crowded = (
+        ""
+        if cores is None or more.workers <= cores
+        else f"{more.workers} workers share {counted(cores, 'processor')} here"
+    )
     part = max(lost, key=lambda part: lost[part])
     name = _NAMED[part] if part != "compute" else "compute"
     finding = f"Most was lost to {name} ({lost[part]:.0%} of the time of {more.workers} workers): "
@@ -278,5 +332,11 @@ def _reason(fewer: ScalingPoint, more: ScalingPoint, *, strong: bool, cores: int
         return f"{finding}{crowded}; measure on more of them, or on several hosts."
     if strong:
         share = f"{more.batch / more.workers:.3g} samples for each worker"
-        return f"{finding}with {share}, what a step costs whatever its size remains; a larger batch would help."
-    return f"{finding}the same work takes longer beside more workers, which share memory, caches or a quota of processors."
+        return (
+            f"{finding}with {share}, what a step costs whatever its size remains; "
+            "a larger batch would help."
+        )
+    return (
+        f"{finding}the same work takes longer beside more workers, which share memory, caches or a "
+        "quota of processors."
+    )

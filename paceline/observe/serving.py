@@ -52,7 +52,10 @@ def read(fields: Mapping[str, Any], index: int) -> ServerFacts:
         put_off=int(fields["put_off"]),
         rows=None if fields.get("rows") is None else int(fields["rows"]),
         staleness={int(turns): int(count) for turns, count in fields.get("staleness", {}).items()},
-        makers={int(workers): int(count) for workers, count in fields.get("steps_by_workers", {}).items()},
+        makers={
+            int(workers): int(count)
+            for workers, count in fields.get("steps_by_workers", {}).items()
+        },
         dropped=(int(dropped.get("gradients", 0)), int(dropped.get("samples", 0))),
     )
 
@@ -70,9 +73,12 @@ def tell(servers: Sequence[ServerFacts], seconds: float, samples: int) -> str:
     width = max(len(server.name) for server in servers)
     lines = ["Servers, with the share of the run in which each worked:"]
     for server in servers:
-        kept_text = sized(server.kept) + ("" if server.rows is None else f" in {counted(server.rows, 'row')}")
+        kept_text = sized(server.kept) + (
+            "" if server.rows is None else f" in {counted(server.rows, 'row')}"
+        )
         lines.append(
-            f"  {server.name:<{width}}  {server.busy / seconds if seconds > 0 else 0:>4.0%}  {sized(server.received)} received, "
+            f"  {server.name:<{width}}  {server.busy / seconds if seconds > 0 else 0:>4.0%}  "
+            f"{sized(server.received)} received, "
             f"{sized(server.sent)} sent, {kept_text} kept; at most "
             f"{counted(server.put_off, 'message')} put off"
         )
@@ -84,7 +90,10 @@ def tell(servers: Sequence[ServerFacts], seconds: float, samples: int) -> str:
         if server.dropped[0]:
             gradients, lost = server.dropped
             share = f" ({lost / samples:.1%} of those trained)" if samples else ""
-            lines.append(f"{counted(gradients, 'gradient')} came too late for a step: their {counted(lost, 'sample')}{share} were dropped.")
+            lines.append(
+                f"{counted(gradients, 'gradient')} came too late for a step: "
+                f"their {counted(lost, 'sample')}{share} were dropped."
+            )
     return "\n".join(lines)
 
 
@@ -109,7 +118,9 @@ def advise(servers: Sequence[ServerFacts], seconds: float, samples: int) -> Iter
         finding = f"{names}: at work for {busiest_share:.0%} of the run, so workers wait there"
         # If one server gets most of the bytes, further servers share only what is divided among
         # them.
-        is_even = 2 * min(server.received for server in servers) > max(server.received for server in servers)
+        is_even = 2 * min(server.received for server in servers) > max(
+            server.received for server in servers
+        )
         if is_even or len(busy_servers) == len(servers):
             yield Remark(f"{finding}. More servers share the work: --servers N")
         else:
@@ -125,7 +136,8 @@ def advise(servers: Sequence[ServerFacts], seconds: float, samples: int) -> Iter
             yield Remark(
                 f"Workers were {counted(most_ahead, 'turn')} ahead of the slowest in "
                 f"{server.staleness[most_ahead] / turns:.0%} of their turns: if that "
-                "is the bound, they wait there. A larger one helps if workers are slow now and then; if it is always the same one, "
+                "is the bound, they wait there. A larger one helps if workers are slow now and "
+                "then; if it is always the same one, "
                 "staleness=inf, or leaving it out"
             )
         _, dropped_samples = server.dropped

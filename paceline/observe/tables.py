@@ -18,5 +18,8 @@ def aligned(rows: Iterable[Sequence[str]], *, left: int = 1) -> Iterator[str]:
     cells = list(rows)
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     for row in cells:
-        padded = [cell.ljust(width) if at < left else cell.rjust(width) for at, (cell, width) in enumerate(zip(row, widths, strict=True))]
+        padded = [
+            cell.ljust(width) if at < left else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
         yield "  ".join(("", *padded)).rstrip()

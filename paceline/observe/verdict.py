@@ -27,8 +27,14 @@ def _trained(facts: RunFacts) -> str:
     who = f"{counted(facts.workers, 'worker')} on {counted(facts.hosts, 'host')}"
     mesh = "" if facts.mesh is None else f" (mesh {facts.mesh})"
     if not facts.ended:
-        so_far = f"{who}{mesh} {'has' if facts.workers == 1 else 'have'} trained" if facts.sync else "it has trained"
-        return f"So far {so_far} {work}{duration}{loss}{f', with {facts.sync}' if facts.sync else ''}."
+        so_far = (
+            f"{who}{mesh} {'has' if facts.workers == 1 else 'have'} trained"
+            if facts.sync
+            else "it has trained"
+        )
+        return (
+            f"So far {so_far} {work}{duration}{loss}{f', with {facts.sync}' if facts.sync else ''}."
+        )
     return f"{who}{mesh} trained {work}{duration}{loss}, with {facts.sync}."
 
 
@@ -37,13 +43,19 @@ def _spent(facts: RunFacts) -> str:
     rate = f" ({facts.samples / facts.steps / facts.step:,.0f} samples/s)" if facts.step > 0 else ""
     shares = sorted(PARTS, key=facts.share, reverse=True)
     first, *other_parts = (f"{part} {facts.share(part):.0%}" for part in shares)
-    return f"A step took {seconds(facts.step)}{rate}: {first}, {', '.join(other_parts[:-1])} and {other_parts[-1]}."
+    return (
+        f"A step took {seconds(facts.step)}{rate}: {first}, {', '.join(other_parts[:-1])} and "
+        f"{other_parts[-1]}."
+    )
 
 
 def _means(facts: RunFacts) -> str:
     """Describe the most valuable advice, or why there is none."""
     if facts.final_loss is not None and not math.isfinite(facts.final_loss):
-        return f"The loss is {facts.final_loss}: the weights are likely lost, and the curve shows since when."
+        return (
+            f"The loss is {facts.final_loss}: the weights are likely lost, and the curve shows "
+            "since when."
+        )
     known_gains = [remark for remark in remarks(facts) if remark.gain is not None]
     if not known_gains:
         return quiet(facts)

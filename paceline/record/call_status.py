@@ -34,7 +34,9 @@ class StatusReports:
     one.
     """
 
-    def __init__(self, channel: CallChannel, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, channel: CallChannel, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._channel, self._clock = channel, clock
         self._last: FinishedStep | None = None
         self._total: int | None = None
@@ -112,7 +114,10 @@ class StatusReports:
 
 def _fewest(values: Mapping[str, float]) -> dict[str, float]:
     """Choose the values that a report has room for. The loss comes first."""
-    return {name: values[name] for name in sorted(values, key=lambda name: (name != "loss", name))[:_VALUES]}
+    return {
+        name: values[name]
+        for name in sorted(values, key=lambda name: (name != "loss", name))[:_VALUES]
+    }
 
 
 class StatusRelay:
@@ -153,4 +158,8 @@ def display(place: Place) -> StatusDisplay:
 
     It writes to the worker's own output, or reports to the caller of `pl.launch`.
     """
-    return StatusLine(choose(place)) if place.call is None else StatusReports(CallChannel.inherited(place.call.channel))
+    return (
+        StatusLine(choose(place))
+        if place.call is None
+        else StatusReports(CallChannel.inherited(place.call.channel))
+    )

@@ -50,7 +50,11 @@ def choose(place: Place, stream: TextIO | None = None) -> Display:
     if place.bar and place.report_fd is not None:
         return LauncherBar(place)
     stream = sys.stderr if stream is None else stream
-    return TerminalBar(stream, breaks=place.breaks) if place.bar and _is_terminal(stream) else PlainLines(stream, place.status_every)
+    return (
+        TerminalBar(stream, breaks=place.breaks)
+        if place.bar and _is_terminal(stream)
+        else PlainLines(stream, place.status_every)
+    )
 
 
 class PlainLines:
@@ -210,7 +214,9 @@ def _replace(name: str, stream_above: StreamAbove, stream: TextIO) -> None:
         setattr(sys, name, stream)
 
 
-def _redirect(handler: logging.StreamHandler[Any], stream_above: StreamAbove, stream: TextIO) -> None:
+def _redirect(
+    handler: logging.StreamHandler[Any], stream_above: StreamAbove, stream: TextIO
+) -> None:
     """Give a log handler its stream back, unless the script has changed it since."""
     if handler.stream is stream_above:
         handler.setStream(stream)

@@ -49,7 +49,12 @@ def script() -> str:
 
 def prove(name: str) -> None:
     """Raise `UsageError` if a run can't have this name."""
-    if not name or name.startswith(".") or any(sign in name for sign in "/\\") or not name.isprintable():
+    if (
+        not name
+        or name.startswith(".")
+        or any(sign in name for sign in "/\\")
+        or not name.isprintable()
+    ):
         raise UsageError(
             f"a run can't be called {name!r}: give a name without slashes and control characters, "
             "which doesn't start with a dot, or leave the name out"
@@ -110,7 +115,9 @@ class RunFolder:
         """Script of this run, from its summary or `live.json`; None if neither says it."""
         for path, field_name in ((self.summary, "settings"), (self.live, "live")):
             with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
-                script_name = (json.loads(path.read_text(encoding="utf-8")).get(field_name) or {}).get("script")
+                script_name = (
+                    json.loads(path.read_text(encoding="utf-8")).get(field_name) or {}
+                ).get("script")
                 if script_name is not None:
                     return str(script_name)
         return None
@@ -153,10 +160,14 @@ class RunFolder:
         """Return the folder of a run whose job has started again with this name."""
         earlier = () if name is None else _earlier(path.parent, name)
         # Runs that started after this one are not earlier ones, although they have the same name.
-        return RunFolder(path, earlier[earlier.index(path) + 1 :] if path in earlier else (), name is not None)
+        return RunFolder(
+            path, earlier[earlier.index(path) + 1 :] if path in earlier else (), name is not None
+        )
 
     @staticmethod
-    def agree(agreement: Agreement, root: Path, name: str | None, *, say: Callable[[str], None]) -> RunFolder:
+    def agree(
+        agreement: Agreement, root: Path, name: str | None, *, say: Callable[[str], None]
+    ) -> RunFolder:
         """Let the first worker create the folder for all workers. Collective.
 
         All workers get the same path. If it can't be created, all of them raise.

@@ -72,7 +72,13 @@ class HangDetector:
     """
 
     def __init__(
-        self, place: Place, agreement: Agreement, deadline: float, late_after: float | None = None, *, others: Sequence[Waits] = ()
+        self,
+        place: Place,
+        agreement: Agreement,
+        deadline: float,
+        late_after: float | None = None,
+        *,
+        others: Sequence[Waits] = (),
     ) -> None:
         self._place, self._late_after = place, late_after
         self._waits: tuple[Waits, ...] = (agreement, *others)
@@ -94,7 +100,13 @@ class HangDetector:
         now, wait = time.monotonic(), self._wait()
         last_source = max(self._waits, key=lambda each: each.ended[-1] if each.ended else 0.0)
         seconds = now - (last_source.ended[-1] if last_source.ended else now)
-        events.where(self._place, self._calls, last_source.what if wait is None else wait.what, seconds, waits=wait is not None)
+        events.where(
+            self._place,
+            self._calls,
+            last_source.what if wait is None else wait.what,
+            seconds,
+            waits=wait is not None,
+        )
 
     @property
     def _calls(self) -> int:
@@ -127,7 +139,9 @@ class HangDetector:
         intervals = [after - start for start, after in pairwise(end_times)]
         if not intervals:
             return self._given_up
-        usual = max(FACTOR * statistics.median(intervals), WIDEST * max(intervals), BORNE * self._borne)
+        usual = max(
+            FACTOR * statistics.median(intervals), WIDEST * max(intervals), BORNE * self._borne
+        )
         return min(max(self._timings.least, usual), self._given_up)
 
     def _watch(self) -> None:
@@ -168,11 +182,14 @@ def giving_up(deadline: float, *, timings: HangTimings = DEFAULTS.hangs) -> floa
     return max(deadline / 2, deadline - timings.margin)
 
 
-def check_lateness(late_after: float | None, deadline: float, *, timings: HangTimings = DEFAULTS.hangs) -> None:
+def check_lateness(
+    late_after: float | None, deadline: float, *, timings: HangTimings = DEFAULTS.hangs
+) -> None:
     """Raise `UsageError` if waits can't be reported after `late_after` seconds."""
     latest = giving_up(deadline, timings=timings)
     if late_after is not None and not 0 < late_after <= latest:
         raise UsageError(
-            f"late_after={late_after:g} can't be honoured: give seconds above 0, and at most {latest:g} (waits are given up "
+            f"late_after={late_after:g} can't be honoured: give seconds above 0, and at most "
+            f"{latest:g} (waits are given up "
             f"after deadline={deadline:g}), or leave it out"
         )

@@ -40,14 +40,24 @@ class StartupHints:
 
     def introduce(self, axes: RunAxes, strategy: str) -> None:
         """Announce in one line what was joined, once a loader tells the global batch."""
-        loader = next((loader for loader in self._prepared.loaders if loader.terms.train is not False), None)
+        loader = next(
+            (loader for loader in self._prepared.loaders if loader.terms.train is not False), None
+        )
         if not self._introduced and loader is not None:
             self._introduced = True
             batch = loader.terms.loader.batch_size
-            shares = None if batch is None else (batch,) if loader.terms.by_cost else loader.terms.shares(batch)
+            shares = (
+                None
+                if batch is None
+                else (batch,)
+                if loader.terms.by_cost
+                else loader.terms.shares(batch)
+            )
             hosts, workers = axes.cluster(), axes.everyone.group.size
             grid = describe(axes.mesh, hosts) if axes.cut else ""
-            self._prepared.context.announce(introduction(workers, len(hosts.hosts), strategy, shares, grid))
+            self._prepared.context.announce(
+                introduction(workers, len(hosts.hosts), strategy, shares, grid)
+            )
 
     # ---- an optimizer's first step
 
@@ -62,34 +72,51 @@ class StartupHints:
             self._nothing()
         else:
             self._say(
-                f"the {type(optimizer).__qualname__} steps on parameters that were not given to run.prepare: each of the {self._size} "
-                "workers trains them for itself; unless that is meant, give their model and it to run.prepare"
+                f"the {type(optimizer).__qualname__} steps on parameters that were not given to "
+                f"run.prepare: each of the {self._size} "
+                "workers trains them for itself; unless that is meant, give their model and it to "
+                "run.prepare"
             )
 
     def ours(self) -> None:
         """Hint at a missing or unused loader, when an optimizer steps on prepared parameters."""
         training = [loader for loader in self._prepared.loaders if loader.terms.train is not False]
-        count = f"each of the {self._size} workers takes batches of its own, whole, and counts as 1/{self._size} of a step"
+        count = (
+            f"each of the {self._size} workers takes batches of its own, whole, and counts as "
+            f"1/{self._size} of a step"
+        )
         if not training:
-            self._say(f"no loader was given to run.prepare: {count}; write {_PREPARE}, or see that they take different samples")
+            self._say(
+                f"no loader was given to run.prepare: {count}; write {_PREPARE}, or see that they "
+                "take different samples"
+            )
         elif self._loop.turn is None and not self._loop.steps:
             self._say(
-                f"an optimizer steps outside of a loop over the prepared loader: {count}; loop over what run.prepare gives back: {_PREPARE}"
+                f"an optimizer steps outside of a loop over the prepared loader: {count}; "
+                f"loop over what run.prepare gives back: {_PREPARE}"
             )
         # torchmetrics synchronises over the default process group, which a run that survives losses
         # does not have.
         if self._prepared.survives and HOME in sys.modules:
             self._say(
-                f"with --min-workers torch.distributed has no default process group, so {HOME} sees one worker alone: use run.mean and "
+                f"with --min-workers torch.distributed has no default process group, so {HOME} "
+                "sees one worker alone: use run.mean and "
                 "run.gather"
             )
 
     def prepared(self, optimizer: Optimizer) -> None:
         """Hint at parameters without gradients, when a prepared optimizer steps."""
         self.ours()
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        model_parameters = {id(parameter) for _, model in self._prepared.models for parameter in model.parameters()}
-        if model_parameters and not any(parameter.grad is not None or id(parameter) in model_parameters for parameter in parameters):
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
+        model_parameters = {
+            id(parameter) for _, model in self._prepared.models for parameter in model.parameters()
+        }
+        if model_parameters and not any(
+            parameter.grad is not None or id(parameter) in model_parameters
+            for parameter in parameters
+        ):
             self._say(
                 f"the {type(optimizer).__qualname__} steps, and trains nothing: none of its "
                 f"{len(parameters)} parameters has a gradient, or is in a model that was given to "
@@ -102,15 +129,19 @@ class StartupHints:
         """Hint at metrics that count ghosts, when some workers had no samples in a step."""
         if HOME in sys.modules and not self._prepared.metrics:
             self._say(
-                f"some batches have fewer samples than there are workers, who get the first sample once more (a ghost), and {HOME} is in "
-                "use: a metric that is given batches of training counts that sample twice, unless it was given to run.prepare"
+                "some batches have fewer samples than there are workers, who get the first sample "
+                f"once more (a ghost), and {HOME} is in "
+                "use: a metric that is given batches of training counts that sample twice, unless "
+                "it was given to run.prepare"
             )
 
     def added_up(self) -> None:
         """Hint at sums over a loop in which some workers had no samples."""
         self._say(
-            "run.sum after a loop in which some workers had no samples, and ran on the batch's first "
-            "one (a ghost): if the script added x up in that loop, call run.sum in it instead, or add "
+            "run.sum after a loop in which some workers had no samples, and ran on the batch's "
+            "first "
+            "one (a ghost): if the script added x up in that loop, call run.sum in it instead, or "
+            "add "
             "x * (run.weight > 0), so that ghosts don't count"
         )
 
@@ -118,13 +149,19 @@ class StartupHints:
         """Hint at a missing loader, when the script logs numbers without one."""
         if not (self._prepared.models or self._prepared.optimizers):
             self._nothing()
-        self._say("run.log writes a line for each turn of a loader that was given to run.prepare, and there is none: all is one line")
+        self._say(
+            "run.log writes a line for each turn of a loader that was given to run.prepare, and "
+            "there is none: all is one line"
+        )
 
     def ended(self) -> None:
         """Hint at a script that gave nothing to run.prepare, when an epoch or the run has ended."""
         # A script that has called or sent something itself is distributed on purpose.
         prepared = self._prepared
-        if not (prepared.models or prepared.optimizers or prepared.loaders) and self._together() == self._before:
+        if (
+            not (prepared.models or prepared.optimizers or prepared.loaders)
+            and self._together() == self._before
+        ):
             self._nothing()
 
     def _together(self) -> tuple[int, Traffic]:
@@ -136,7 +173,8 @@ class StartupHints:
         """Hint at a script that gave nothing but perhaps a loader to run.prepare."""
         loader = "but a loader " if self._prepared.loaders else ""
         self._say(
-            f"nothing {loader}was given to run.prepare: if this script trains, each of the {self._size} workers does it for itself; "
+            f"nothing {loader}was given to run.prepare: if this script trains, each of the "
+            f"{self._size} workers does it for itself; "
             f"write {_PREPARE}"
         )
 
@@ -152,7 +190,9 @@ class StartupHints:
             self._prepared.context.announce(text)
 
 
-def introduction(workers: int, hosts: int, strategy: str, shares: tuple[int, ...] | None, mesh: str = "") -> str:
+def introduction(
+    workers: int, hosts: int, strategy: str, shares: tuple[int, ...] | None, mesh: str = ""
+) -> str:
     """Describe in one line what was joined.
 
     Args:
@@ -164,7 +204,14 @@ def introduction(workers: int, hosts: int, strategy: str, shares: tuple[int, ...
     """
     batch = ""
     if shares is not None:
-        terms = f"{len(shares)} x {shares[0]}" if len(set(shares)) == 1 else " + ".join(map(str, shares))
+        terms = (
+            f"{len(shares)} x {shares[0]}"
+            if len(set(shares)) == 1
+            else " + ".join(map(str, shares))
+        )
         batch = f", global batch {sum(shares)}" + (f" = {terms}" if len(shares) > 1 else "")
     grid = f", {mesh}" if mesh else ""
-    return f"{workers} worker{'s' if workers > 1 else ''} on {hosts} host{'s' if hosts > 1 else ''}{grid}, {strategy}{batch}"
+    return (
+        f"{workers} worker{'s' if workers > 1 else ''} on {hosts} "
+        f"host{'s' if hosts > 1 else ''}{grid}, {strategy}{batch}"
+    )

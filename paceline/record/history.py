@@ -41,7 +41,10 @@ class RunHistory:
         Only the last `MAX_SAVES` are kept.
         """
         what = f"{name} is being written" if background else f"saved {name}"
-        self.saves = [*self.saves[1 - SAVES :], {"time": time.time() - self.began, "what": what, "step": step}]
+        self.saves = [
+            *self.saves[1 - SAVES :],
+            {"time": time.time() - self.began, "what": what, "step": step},
+        ]
         self._noted()
 
     def _noted(self) -> None:
@@ -68,4 +71,9 @@ class RunHistory:
 
     def learn(self, facts: dict[str, Any]) -> None:
         """Take over the `facts` of another worker."""
-        self.events, self.saves, self.began, self.seed = facts["events"], facts["saves"], facts["began"], facts["seed"]
+        self.events, self.saves, self.began, self.seed = (
+            facts["events"],
+            facts["saves"],
+            facts["began"],
+            facts["seed"],
+        )

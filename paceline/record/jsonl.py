@@ -71,7 +71,9 @@ class JsonLines:
             lines = self._path.read_bytes().split(b"\n")
         except OSError as error:
             raise unwritten(self._path, error) from error
-        remaining = [line for line in map(_read, lines) if line is not None and line["step"] <= step]
+        remaining = [
+            line for line in map(_read, lines) if line is not None and line["step"] <= step
+        ]
         write_whole(self._path, "".join(f"{json.dumps(line)}\n" for line in remaining))
         return remaining
 

@@ -32,10 +32,19 @@ class ModelLayout:
         own_totals["gradients"] += kept_in_buckets(self._prepared)
         # Workers exchange their totals. The rows are those of the first worker.
         everyone = self._axes.everyone
-        totals = [json.loads(body) for body in everyone.meet("layout", json.dumps(own_totals).encode())]
+        totals = [
+            json.loads(body) for body in everyone.meet("layout", json.dumps(own_totals).encode())
+        ]
         if everyone.group.rank == 0:
-            cuts = [{"cut": spell(cut), "travels": cut.travels} for cut in self._prepared.cuts.applied]
-            layout = {"mesh": str(self._axes.mesh) if self._axes.cut else "", "cuts": cuts, "rows": rows, "workers": totals}
+            cuts = [
+                {"cut": spell(cut), "travels": cut.travels} for cut in self._prepared.cuts.applied
+            ]
+            layout = {
+                "mesh": str(self._axes.mesh) if self._axes.cut else "",
+                "cuts": cuts,
+                "rows": rows,
+                "workers": totals,
+            }
             (self._folder / LAYOUT).write_text(json.dumps(layout))
         raise SystemExit(0)
 

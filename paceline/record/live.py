@@ -43,7 +43,11 @@ class LiveRecord:
     """
 
     def __init__(
-        self, folder: RunFolder, writes: Callable[[], bool], facts: Callable[[], dict[str, Any]], say: Callable[[str], None]
+        self,
+        folder: RunFolder,
+        writes: Callable[[], bool],
+        facts: Callable[[], dict[str, Any]],
+        say: Callable[[str], None],
     ) -> None:
         self._path, self._writes, self._facts, self._say = folder.live, writes, facts, say
         self._writer = {"machine": _machine(), "pid": os.getpid(), "born": birth(os.getpid())}
@@ -58,7 +62,12 @@ class LiveRecord:
         """Record that the run ended in an error. The file stays, as there will be no summary."""
         if not self._over and self._writes():
             words = " ".join(" ".join(message(error)).split())
-            self._put({"state": "failed", "why": f"{kind.__name__}: {words}"[:_LONGEST] if words else kind.__name__})
+            self._put(
+                {
+                    "state": "failed",
+                    "why": f"{kind.__name__}: {words}"[:_LONGEST] if words else kind.__name__,
+                }
+            )
         self._over = True
 
     def end(self) -> None:
@@ -85,7 +94,10 @@ class LiveRecord:
         except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
-            self._say(f"{self._path} can't be written ({error.strerror}): the run goes on, but can't be watched")
+            self._say(
+                f"{self._path} can't be written ({error.strerror}): the run goes on, but can't be "
+                "watched"
+            )
 
 
 def alive(writer: Mapping[str, Any]) -> bool | None:

@@ -131,7 +131,10 @@ class MetricsLog:
                 the first worker.
             weight: Weight of the numbers in that mean. With weight 0 no number is logged.
         """
-        shows, logged = self.book is not None and not self.book.stands_by, self._open.get(step, LoggedValues())
+        shows, logged = (
+            self.book is not None and not self.book.stands_by,
+            self._open.get(step, LoggedValues()),
+        )
         for name, value in values.items():
             metric = logged.add(name, value, weight, shows=shows)
             if metric is not None and self.book is not None:
@@ -158,7 +161,18 @@ class MetricsLog:
         split = [seconds.get(part, 0.0) for part in PARTS]
         causes = [round(1e6 * seconds.get(cause, 0.0)) for cause in MEASURED]
         sent = [int(seconds.get(where, 0)) for where in SENT]
-        self._enqueue(_LogEntry(self._number, step, now, samples, split, causes, sent, self._open.pop(step, LoggedValues())))
+        self._enqueue(
+            _LogEntry(
+                self._number,
+                step,
+                now,
+                samples,
+                split,
+                causes,
+                sent,
+                self._open.pop(step, LoggedValues()),
+            )
+        )
 
     def fold(self, step: int) -> None:
         """Move the values of later steps, which have not ended either, to `step`."""
@@ -178,12 +192,18 @@ class MetricsLog:
         """Return the values of steps that have not ended, for `load_state_dict`."""
         states = {str(step): values.state() for step, values in self._open.items()}
         media = {step: shown_media for step, (_, shown_media) in states.items() if shown_media}
-        return {step: sums for step, (sums, _) in states.items()} | ({"media": media} if media else {})
+        return {step: sums for step, (sums, _) in states.items()} | (
+            {"media": media} if media else {}
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the values of steps that had not ended."""
         media = state.get("media", {})
-        self._open = {int(step): LoggedValues.load(sums, media.get(step, {})) for step, sums in state.items() if step != "media"}
+        self._open = {
+            int(step): LoggedValues.load(sums, media.get(step, {}))
+            for step, sums in state.items()
+            if step != "media"
+        }
 
     def rewind(self, step: int, seconds: float) -> None:
         """Go on after `step` of a run that has taken `seconds`.
@@ -197,7 +217,9 @@ class MetricsLog:
     def hand_over(self, agreement: Agreement) -> None:
         """Send all steps that have ended to the first worker, which writes them. Collective."""
         drained = self.drain(waits=True)
-        self.absorb(agreement.meet("run.save, the log", drained), agreement.origins, agreement.hosts)
+        self.absorb(
+            agreement.meet("run.save, the log", drained), agreement.origins, agreement.hosts
+        )
 
     def _now(self) -> float:
         """Return the seconds that the run has taken, all starts of its job included."""
@@ -233,7 +255,9 @@ class MetricsLog:
             # On every worker, whether it has logged something or not, so that `upto` agrees.
             self._number += 1
             for step in sorted(self._open):
-                self._enqueue(_LogEntry(self._number, step, self._now(), values=self._open.pop(step)))
+                self._enqueue(
+                    _LogEntry(self._number, step, self._now(), values=self._open.pop(step))
+                )
         records = []
         while self._queue and (last or waits or self._queue[0].values.done()):
             records.append(self._record(self._queue.popleft()))
@@ -265,10 +289,24 @@ class MetricsLog:
         if self.book is not None:
             self.book.show(list(entry.values.shown(entry.step, entry.time)))
         states = entry.values.packed_states()
-        return LogRecord(entry.number, entry.step, entry.time, entry.samples, entry.seconds, means, entry.causes, entry.sent, states)
+        return LogRecord(
+            entry.number,
+            entry.step,
+            entry.time,
+            entry.samples,
+            entry.seconds,
+            means,
+            entry.causes,
+            entry.sent,
+            states,
+        )
 
     def absorb(
-        self, bodies: Sequence[bytes], names: Sequence[int] | None = None, hosts: Sequence[str] = (), remark: str = ""
+        self,
+        bodies: Sequence[bytes],
+        names: Sequence[int] | None = None,
+        hosts: Sequence[str] = (),
+        remark: str = "",
     ) -> str | None:
         """Take in the drains of all ranks.
 
@@ -286,12 +324,26 @@ class MetricsLog:
             heads.append((upto, bad))
             logs.append([LogRecord(*record) for record in records])
         self._judge(heads)
-        self.flushed = [[record.seconds for record in rank_records if record.seconds is not None] for rank_records in logs]
+        self.flushed = [
+            [record.seconds for record in rank_records if record.seconds is not None]
+            for rank_records in logs
+        ]
         if self.book is not None:
-            drains = [(upto, rank_records) for (upto, _), rank_records in zip(heads, logs, strict=True)]
-            self.book.enter(drains, self.total_steps, names, hosts, remark=remark, epoch=self._epoch)
-            causes = [[record.causes for record in rank_records if record.causes is not None] for rank_records in logs]
-            straggler = self.slowness.take(names or range(len(logs)), self.flushed, hosts, causes) if hosts else None
+            drains = [
+                (upto, rank_records) for (upto, _), rank_records in zip(heads, logs, strict=True)
+            ]
+            self.book.enter(
+                drains, self.total_steps, names, hosts, remark=remark, epoch=self._epoch
+            )
+            causes = [
+                [record.causes for record in rank_records if record.causes is not None]
+                for rank_records in logs
+            ]
+            straggler = (
+                self.slowness.take(names or range(len(logs)), self.flushed, hosts, causes)
+                if hosts
+                else None
+            )
             if straggler is not None:
                 self._say(straggler)
         return self._reason if self._on_nan == "stop" else None
@@ -308,7 +360,8 @@ class MetricsLog:
         self._reason = f"{name} was {value} first on rank {rank}, at step {step}"
         option = "" if self._on_nan == "stop" else "; start(on_nan='stop') would have stopped"
         self._say(
-            f"{self._reason}. The weights are likely lost from there on: lower the learning rate or clip gradients (run.clip), "
+            f"{self._reason}. The weights are likely lost from there on: "
+            "lower the learning rate or clip gradients (run.clip), "
             f"and go on from a checkpoint before it{option}"
         )
 
@@ -331,4 +384,8 @@ class MetricsLog:
 
     def totals(self, *, work: bool = True) -> RunTotals | None:
         """Return the totals so far (`MetricsWriter.compute_totals`); None if it doesn't write."""
-        return None if self.book is None or self.book.stands_by else self.book.totals(self._clock() - self._began, work=work)
+        return (
+            None
+            if self.book is None or self.book.stands_by
+            else self.book.totals(self._clock() - self._began, work=work)
+        )

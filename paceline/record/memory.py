@@ -37,7 +37,9 @@ _KEPT: dict[tuple[Any, ...], int | None] = {}
 OptimizerBytes = Callable[[Optimizer], dict[int, int] | None]
 
 
-def predict(prepared: Prepared, memory: OptimizerBytes) -> Iterator[tuple[Placement, Parameter, dict[str, int | None]]]:
+def predict(
+    prepared: Prepared, memory: OptimizerBytes
+) -> Iterator[tuple[Placement, Parameter, dict[str, int | None]]]:
     """Yield each parameter with its placement and the bytes that this worker holds of each kind.
 
     Args:
@@ -58,9 +60,18 @@ def predict(prepared: Prepared, memory: OptimizerBytes) -> Iterator[tuple[Placem
                 if id(slot.optimizer) not in nbytes_by_optimizer:
                     nbytes_by_optimizer[id(slot.optimizer)] = memory(slot.optimizer)
                 by_parameter = nbytes_by_optimizer[id(slot.optimizer)]
-                optimizer_nbytes = None if by_parameter is None else by_parameter.get(id(trained), 0)
-            sizes = {"parameters": nbytes(local(parameter)), "gradients": nbytes(local(trained)) if trained.requires_grad else 0}
-            yield cuts.placements.of(trained, prefix + name), parameter, {**sizes, "optimizer": optimizer_nbytes}
+                optimizer_nbytes = (
+                    None if by_parameter is None else by_parameter.get(id(trained), 0)
+                )
+            sizes = {
+                "parameters": nbytes(local(parameter)),
+                "gradients": nbytes(local(trained)) if trained.requires_grad else 0,
+            }
+            yield (
+                cuts.placements.of(trained, prefix + name),
+                parameter,
+                {**sizes, "optimizer": optimizer_nbytes},
+            )
 
 
 def kept_in_buckets(prepared: Prepared) -> int:
@@ -94,8 +105,12 @@ def optimizer_nbytes(optimizer: Optimizer) -> dict[int, int] | None:
             elif parameter.requires_grad:
                 local_parameter = local(parameter)
                 if (local_parameter.shape, local_parameter.dtype) not in nbytes_by_shape:
-                    nbytes_by_shape[local_parameter.shape, local_parameter.dtype] = _tried(optimizer, settings, local_parameter)
-                nbytes_by_id[id(parameter)] = nbytes_by_shape[local_parameter.shape, local_parameter.dtype]
+                    nbytes_by_shape[local_parameter.shape, local_parameter.dtype] = _tried(
+                        optimizer, settings, local_parameter
+                    )
+                nbytes_by_id[id(parameter)] = nbytes_by_shape[
+                    local_parameter.shape, local_parameter.dtype
+                ]
     complete = {key: size for key, size in nbytes_by_id.items() if size is not None}
     return complete if len(complete) == len(nbytes_by_id) else None
 
@@ -105,7 +120,9 @@ def _tried(optimizer: Optimizer, settings: dict[str, Any], parameter: Tensor) ->
     key = type(optimizer), parameter.shape, parameter.dtype, *settings.items()
     # Only torch's own optimizers with plain settings are cached, because the memory of others may
     # depend on anything.
-    if not all(map(_plain, settings.values())) or not type(optimizer).__module__.startswith("torch.optim."):
+    if not all(map(_plain, settings.values())) or not type(optimizer).__module__.startswith(
+        "torch.optim."
+    ):
         return _try(optimizer, settings, parameter)
     with contextlib.suppress(KeyError):
         return _KEPT[key]
@@ -120,13 +137,20 @@ def _tried(optimizer: Optimizer, settings: dict[str, Any], parameter: Tensor) ->
 
 def _plain(value: Any) -> bool:
     """Whether a setting is a number, a word or a tuple of them, and can be a key of the cache."""
-    return all(map(_plain, value)) if isinstance(value, tuple) else isinstance(value, int | float | str | None)
+    return (
+        all(map(_plain, value))
+        if isinstance(value, tuple)
+        else isinstance(value, int | float | str | None)
+    )
 
 
 def _try(optimizer: Optimizer, settings: dict[str, Any], parameter: Tensor) -> int | None:
     """Return the bytes that an optimizer keeps for such a parameter; None if its step fails."""
     probe = _probe(parameter)
-    group = {key: value.clone() if isinstance(value, Tensor) else value for key, value in settings.items()}
+    group = {
+        key: value.clone() if isinstance(value, Tensor) else value
+        for key, value in settings.items()
+    }
     # A shallow copy with one group and an empty state. It relies on torch's optimizers keeping
     # everything in `param_groups` and `state`.
     copied = copy.copy(optimizer)
@@ -174,7 +198,12 @@ class MemoryWatch:
     def facts(self) -> dict[str, Any]:
         """Return the predicted and measured bytes of each kind, and the peak of this process."""
         self.measure()
-        rows = [held for _, _, held in predict(self._prepared, lambda optimizer: self._predicted.get(id(optimizer)))]
+        rows = [
+            held
+            for _, _, held in predict(
+                self._prepared, lambda optimizer: self._predicted.get(id(optimizer))
+            )
+        ]
         predicted = {kind: _sum(row[kind] for row in rows) for kind in KINDS}
         predicted["gradients"] = (predicted["gradients"] or 0) + kept_in_buckets(self._prepared)
         return {"predicted": predicted, "measured": dict(self._held), "peak": peak()}
@@ -195,11 +224,18 @@ class MemoryWatch:
         trained_by_id = {id(slot.parameter): slot.parameter for slot in prepared.slots}
         in_models = (parameter for _, model in prepared.models for parameter in model.parameters())
         parameters = [local(parameter) for parameter in (*in_models, *trained_by_id.values())]
-        grads = [parameter.grad for parameter in trained_by_id.values() if parameter.grad is not None]
-        state_by_id = {id(tensor): tensor for optimizer in prepared.optimizers for tensor in _tensors(dict(optimizer.state))}
+        grads = [
+            parameter.grad for parameter in trained_by_id.values() if parameter.grad is not None
+        ]
+        state_by_id = {
+            id(tensor): tensor
+            for optimizer in prepared.optimizers
+            for tensor in _tensors(dict(optimizer.state))
+        }
         current = {
             "parameters": sum(dict(map(_memory_of, parameters)).values()),
-            "gradients": sum(nbytes(local(grad)) for grad in grads) + sum(source.nbytes for source in prepared.cuts.sources),
+            "gradients": sum(nbytes(local(grad)) for grad in grads)
+            + sum(source.nbytes for source in prepared.cuts.sources),
             "optimizer": sum(map(nbytes, state_by_id.values())),
         }
         self._held = {kind: max(current[kind], self._held[kind]) for kind in KINDS}

@@ -56,7 +56,11 @@ class StageProfile:
     def dealt(self, kind: str) -> list[float]:
         """Divide the seconds of an action among the layers, in proportion to their forwards."""
         total = sum(self.layer_seconds)
-        shares = [each / total for each in self.layer_seconds] if total else [1 / len(self.layers)] * len(self.layers)
+        shares = (
+            [each / total for each in self.layer_seconds]
+            if total
+            else [1 / len(self.layers)] * len(self.layers)
+        )
         return [share * self.seconds.get(kind, 0.0) for share in shares]
 
 
@@ -142,8 +146,13 @@ class PipelineProfile:
     def timeline(self) -> PipelineTimeline:
         """The schedule, simulated with the measured medians."""
         seconds_by_stage = [stage.seconds for stage in self.stages]
-        halves = [[each.get(kind, 0.0) for each in seconds_by_stage] for kind in ("input", "weight")]
-        backwards = [each.get("backward", each.get("input", 0.0) + each.get("weight", 0.0)) for each in seconds_by_stage]
+        halves = [
+            [each.get(kind, 0.0) for each in seconds_by_stage] for kind in ("input", "weight")
+        ]
+        backwards = [
+            each.get("backward", each.get("input", 0.0) + each.get("weight", 0.0))
+            for each in seconds_by_stage
+        ]
         times = StageTimes(
             forwards=[each["forward"] for each in seconds_by_stage],
             backwards=backwards,
@@ -165,9 +174,24 @@ class PipelineProfile:
         sends, returns = (_known(each) for each in (self.sends, self.returns))
         layer_costs = list[LayerCost]()
         for stage_index, stage in enumerate(self.stages):
-            backward = [sum(each) for each in zip(*(stage.dealt(kind) for kind in ("backward", "input", "weight")), strict=True)]
-            for name, ahead, back in zip(stage.layers, stage.dealt("forward"), backward, strict=True):
-                layer_costs.append(LayerCost(name, ahead, back, sends=round(sends[-1] * UNIT), returns=round(returns[-1] * UNIT)))
+            backward = [
+                sum(each)
+                for each in zip(
+                    *(stage.dealt(kind) for kind in ("backward", "input", "weight")), strict=True
+                )
+            ]
+            for name, ahead, back in zip(
+                stage.layers, stage.dealt("forward"), backward, strict=True
+            ):
+                layer_costs.append(
+                    LayerCost(
+                        name,
+                        ahead,
+                        back,
+                        sends=round(sends[-1] * UNIT),
+                        returns=round(returns[-1] * UNIT),
+                    )
+                )
             # Only the boundary behind a stage was measured. Other layers get the usual transfer.
             if stage_index < len(self.sends):
                 layer_costs[-1] = replace(
@@ -205,11 +229,16 @@ class _Step:
 
     def __init__(self, schedule: PipelineSchedule, rows: Sequence[Sequence[_Times]]) -> None:
         self._schedule = schedule
-        self.at = {action: time for row, times in zip(schedule.rows, rows, strict=True) for action, time in zip(row, times, strict=True)}
+        self.at = {
+            action: time
+            for row, times in zip(schedule.rows, rows, strict=True)
+            for action, time in zip(row, times, strict=True)
+        }
         first = min(row[0].ready for row in rows)
         self.spans = tuple(
             tuple(
-                ActionSpan(action, (time.ready - first) / 1e9, (time.ended - first) / 1e9) for action, time in zip(row, times, strict=True)
+                ActionSpan(action, (time.ready - first) / 1e9, (time.ended - first) / 1e9)
+                for action, time in zip(row, times, strict=True)
             )
             for row, times in zip(schedule.rows, rows, strict=True)
         )
@@ -228,7 +257,11 @@ class _Step:
         for action, time in self.at.items():
             # A weight action receives nothing. Forwards receive from the stage before, backwards
             # from the one after.
-            if action.kind == "weight" or action.stage != target or (action.kind == "forward") != (source < target):
+            if (
+                action.kind == "weight"
+                or action.stage != target
+                or (action.kind == "forward") != (source < target)
+            ):
                 continue
             sent = self.at.get(Action(action.kind, source, action.micro_batch))
             if sent is not None and time.ready - time.began > WAITED:
@@ -237,10 +270,17 @@ class _Step:
 
     def waited(self, stage: int) -> float:
         """Return the seconds that a stage waited in this step."""
-        return sum(time.ready - time.began for action, time in self.at.items() if action.stage == stage) / 1e9
+        return (
+            sum(
+                time.ready - time.began for action, time in self.at.items() if action.stage == stage
+            )
+            / 1e9
+        )
 
 
-def combine(workers: Sequence[Mapping[str, Any]], ranks: Sequence[int], offsets: Sequence[ClockOffset]) -> PipelineProfile | None:
+def combine(
+    workers: Sequence[Mapping[str, Any]], ranks: Sequence[int], offsets: Sequence[ClockOffset]
+) -> PipelineProfile | None:
     """Combine the measurements of the workers of one pipeline; None if no step was kept.
 
     Args:
@@ -282,18 +322,30 @@ def combine(workers: Sequence[Mapping[str, Any]], ranks: Sequence[int], offsets:
         chunks=terms["chunks"],
         micro_batches=micro_batches,
         ranks=tuple(ranks),
-        stages=tuple(_stage(workers, schedule, steps, ranks, stage) for stage in range(schedule.stages)),
-        sends=tuple(_median(step.transfer(low, high) for step in steps) for low, high in boundaries),
-        returns=tuple(_median(step.transfer(high, low) for step in steps) for low, high in boundaries),
+        stages=tuple(
+            _stage(workers, schedule, steps, ranks, stage) for stage in range(schedule.stages)
+        ),
+        sends=tuple(
+            _median(step.transfer(low, high) for step in steps) for low, high in boundaries
+        ),
+        returns=tuple(
+            _median(step.transfer(high, low) for step in steps) for low, high in boundaries
+        ),
         steps=len(steps),
         step_seconds=statistics.median(each.makespan for each in timelines),
         bubble=statistics.median(each.bubble for each in timelines),
-        idle=tuple(statistics.median(each.idle[place] for each in timelines) for place in range(len(ranks))),
+        idle=tuple(
+            statistics.median(each.idle[place] for each in timelines) for place in range(len(ranks))
+        ),
     )
 
 
 def _stage(
-    workers: Sequence[Mapping[str, Any]], schedule: PipelineSchedule, steps: Sequence[_Step], ranks: Sequence[int], stage: int
+    workers: Sequence[Mapping[str, Any]],
+    schedule: PipelineSchedule,
+    steps: Sequence[_Step],
+    ranks: Sequence[int],
+    stage: int,
 ) -> StageProfile:
     """Return the medians of one stage."""
     place = schedule.placed[stage]
@@ -306,7 +358,9 @@ def _stage(
                 seconds_by_kind.setdefault(action.kind, []).append((time.ended - time.ready) / 1e9)
     return StageProfile(
         layers=tuple(worker["layers"][start:stop]),
-        layer_seconds=tuple(float(worker["layer_seconds"].get(layer, 0.0)) for layer in range(start, stop)),
+        layer_seconds=tuple(
+            float(worker["layer_seconds"].get(layer, 0.0)) for layer in range(start, stop)
+        ),
         rank=ranks[place],
         seconds={kind: statistics.median(seconds) for kind, seconds in seconds_by_kind.items()},
         waited=statistics.median(step.waited(stage) for step in steps),

@@ -109,7 +109,11 @@ class StatusLine:
         """Show the newest step, unless the last status is too recent."""
         now = self._clock()
         if self._unshown and now >= self._next:
-            self._next = now + (max(EVERY, self._display.pause(now - self._began)) if isinstance(self._display, PlainLines) else EVERY)
+            self._next = now + (
+                max(EVERY, self._display.pause(now - self._began))
+                if isinstance(self._display, PlainLines)
+                else EVERY
+            )
             self._show(self._total)
 
     def at(self, epoch: tuple[int, int] | None) -> None:
@@ -154,7 +158,9 @@ class StatusLine:
         assert self._last is not None
         self._marks.append((self._last.step, self._last.time))
         finished = self._last._replace(samples=self._samples, seconds=self._seconds)
-        curve = self._curves.get("loss" if "loss" in finished.values else min(finished.values, default=""))
+        curve = self._curves.get(
+            "loss" if "loss" in finished.values else min(finished.values, default="")
+        )
         seconds_left = time_left(self._marks, total)
         self._display.show(
             summary(
@@ -201,7 +207,9 @@ def summary(
         values={name: beat.values[name] for name in names},
         curve=() if curve is None else curve.points(),
         rate=beat.samples / step_seconds if step_seconds > 0 else None,
-        parts={part: beat.seconds.get(part, 0.0) / step_seconds for part in PARTS} if step_seconds > 0 else {},
+        parts={part: beat.seconds.get(part, 0.0) / step_seconds for part in PARTS}
+        if step_seconds > 0
+        else {},
         left=left if left is not None and (total is None or beat.step < total) else None,
         late=late,
         remark=remark,
@@ -215,7 +223,9 @@ def late_words(latest: RankLateness, host: str, step: float) -> str:
     """
     seconds = latest.seconds
     matters = seconds >= LEAST and seconds >= LATE * step
-    return f"rank {latest.rank} on {host} late {seconds / step:.0%}: {latest.cause}" if matters else ""
+    return (
+        f"rank {latest.rank} on {host} late {seconds / step:.0%}: {latest.cause}" if matters else ""
+    )
 
 
 def time_left(marks: Sequence[tuple[int, float]], total: int | None) -> float | None:
@@ -231,4 +241,6 @@ def time_left(marks: Sequence[tuple[int, float]], total: int | None) -> float | 
 
 def beside_words(step: int, values: Mapping[str, float]) -> str:
     """Format values that were logged after their step had ended."""
-    return "  ".join([f"step {step}", *(f"{name} {values[name]:.4g}" for name in sorted(values)[:_BESIDE])])
+    return "  ".join(
+        [f"step {step}", *(f"{name} {values[name]:.4g}" for name in sorted(values)[:_BESIDE])]
+    )

@@ -98,7 +98,9 @@ def _gather(outcome: RunOutcome, axes: RunAxes) -> GatheredEnds:
     bytes_sent = [outcome.sent.within, outcome.sent.between]
     heads = [
         msgpack.unpackb(body)
-        for body in agreement.meet("bytes sent", msgpack.packb([bytes_sent, outcome.along, outcome.memory, outcome.untold]))
+        for body in agreement.meet(
+            "bytes sent", msgpack.packb([bytes_sent, outcome.along, outcome.memory, outcome.untold])
+        )
     ]
     sent, along, memory, untold = ([head[at] for head in heads] for at in range(4))
     ahead = timeline.compare(agreement, cluster.where())
@@ -106,25 +108,57 @@ def _gather(outcome: RunOutcome, axes: RunAxes) -> GatheredEnds:
     pipelines = _pipelines(outcome.prepared, axes, ahead)
     # Replicas must have equal parameters. A rank is compared with the first rank that holds the
     # same part of the model.
-    own_digest = outcome.prepared.tables.fingerprint(fingerprint(model for _, model in outcome.prepared.models))
+    own_digest = outcome.prepared.tables.fingerprint(
+        fingerprint(model for _, model in outcome.prepared.models)
+    )
     digests = [body.decode() for body in agreement.meet("parameters", own_digest.encode())]
     reference_ranks = [axes.twin(rank) for rank in range(len(digests))]
-    different = {rank: twin for rank, twin in enumerate(reference_ranks) if digests[rank] != digests[twin]}
+    different = {
+        rank: twin for rank, twin in enumerate(reference_ranks) if digests[rank] != digests[twin]
+    }
     # One digest for the whole model: of all its different parts in rank order.
     part_digests = [digests[rank] for rank in dict.fromkeys(reference_ranks)]
-    digest = part_digests[0] if len(part_digests) == 1 else hashlib.sha256("".join(part_digests).encode()).hexdigest()
-    codecs = [msgpack.unpackb(body) for body in agreement.meet("codecs", msgpack.packb([account.facts() for account in context.accounts]))]
-    return GatheredEnds(sent, along, memory, sorted(set(itertools.chain(*untold))), ahead, pipelines, spans, digest, different, codecs)
+    digest = (
+        part_digests[0]
+        if len(part_digests) == 1
+        else hashlib.sha256("".join(part_digests).encode()).hexdigest()
+    )
+    codecs = [
+        msgpack.unpackb(body)
+        for body in agreement.meet(
+            "codecs", msgpack.packb([account.facts() for account in context.accounts])
+        )
+    ]
+    return GatheredEnds(
+        sent,
+        along,
+        memory,
+        sorted(set(itertools.chain(*untold))),
+        ahead,
+        pipelines,
+        spans,
+        digest,
+        different,
+        codecs,
+    )
 
 
-def _write(outcome: RunOutcome, axes: RunAxes, folder: RunFolder, log: MetricsLog, ends: GatheredEnds) -> bytes:
+def _write(
+    outcome: RunOutcome, axes: RunAxes, folder: RunFolder, log: MetricsLog, ends: GatheredEnds
+) -> bytes:
     """Write both files on the first worker."""
     totals = log.totals()
     assert totals is not None, "the first worker keeps the book"
     cluster, context = outcome.cluster, axes.slice
     if ends.different:
-        different, reference = (", ".join(map(str, dict.fromkeys(ranks))) for ranks in (ends.different, ends.different.values()))
-        text = f"replicas have parted: the parameters of rank {different} are not those of rank {reference}"
+        different, reference = (
+            ", ".join(map(str, dict.fromkeys(ranks)))
+            for ranks in (ends.different, ends.different.values())
+        )
+        text = (
+            f"replicas have parted: the parameters of rank {different} are not those of rank "
+            f"{reference}"
+        )
         outcome.event(text)
         context.announce(f"{text} at the end; was something changed on some workers only?")
     steps = max(totals.steps, 1)
@@ -135,7 +169,10 @@ def _write(outcome: RunOutcome, axes: RunAxes, folder: RunFolder, log: MetricsLo
         workers=axes.everyone.group.size,
         hosts=len(cluster.hosts),
         totals=totals,
-        bytes_sent={"within": sum(s[0] for s in ends.sent) / steps, "between": sum(s[1] for s in ends.sent) / steps},
+        bytes_sent={
+            "within": sum(s[0] for s in ends.sent) / steps,
+            "between": sum(s[1] for s in ends.sent) / steps,
+        },
         codecs=[asdict(verdict) for verdict in verdicts if verdict is not None],
         parameters_sha256=ends.digest,
         events=outcome.events,
@@ -162,7 +199,9 @@ def _write(outcome: RunOutcome, axes: RunAxes, folder: RunFolder, log: MetricsLo
     if any(ends.spans.values()):
         mesh = axes.mesh if axes.cut else None
         spans = timeline.mark_late(ends.spans, log.lateness.recent())
-        events = timeline.merge(spans, names=cluster.names(), offsets=ends.ahead, servers=outcome.served, mesh=mesh)
+        events = timeline.merge(
+            spans, names=cluster.names(), offsets=ends.ahead, servers=outcome.served, mesh=mesh
+        )
         timeline.write(folder.trace, events, offsets=ends.ahead)
     # A run in the temporary folder is removed by the tool that started it, so its path is useless.
     is_temporary = folder.path.is_absolute() and folder.path.is_relative_to(tempfile.gettempdir())
@@ -175,10 +214,15 @@ def told(path: Path, totals: RunTotals) -> str:
     """Describe in one line where the run's folder is, its result, and how to learn more."""
     loss = "" if totals.final_loss is None else f", loss {totals.final_loss:.4g}"
     duration = f"{totals.seconds:.1f} s" if totals.seconds < 60 else spoken(totals.seconds)
-    return f"{path}: {counted(totals.steps, 'step')}{loss}, {duration}; paceline report {shlex.quote(str(path))}"
+    return (
+        f"{path}: {counted(totals.steps, 'step')}{loss}, {duration}; "
+        f"paceline report {shlex.quote(str(path))}"
+    )
 
 
-def _by_axis(along: Sequence[Mapping[str, Sequence[float]]], axes: RunAxes, steps: int) -> dict[str, dict[str, float]]:
+def _by_axis(
+    along: Sequence[Mapping[str, Sequence[float]]], axes: RunAxes, steps: int
+) -> dict[str, dict[str, float]]:
     """Return the exchange of a step along each axis.
 
     It has the mean seconds of a worker, and the bytes of all workers.
@@ -195,7 +239,9 @@ def _by_axis(along: Sequence[Mapping[str, Sequence[float]]], axes: RunAxes, step
     return totals_by_axis
 
 
-def _pipelines(prepared: Prepared, axes: RunAxes, ahead: Sequence[timeline.ClockOffset]) -> list[PipelineProfile]:
+def _pipelines(
+    prepared: Prepared, axes: RunAxes, ahead: Sequence[timeline.ClockOffset]
+) -> list[PipelineProfile]:
     """Return the profile of each pipeline: of each model, and of each replica. Collective."""
     own_profiles = [pipeline.profile() for _, pipeline in prepared.cuts.pipelines]
     if not own_profiles:
@@ -211,11 +257,21 @@ def _pipelines(prepared: Prepared, axes: RunAxes, ahead: Sequence[timeline.Clock
 
 def dealt(loaders: Iterable[ShareLoader]) -> dict[str, Any] | None:
     """Describe how the first training loader is dealt; None if there is none."""
-    terms = next((loader.terms for loader in loaders if loader.terms.train is not False and loader.terms.training), None)
+    terms = next(
+        (
+            loader.terms
+            for loader in loaders
+            if loader.terms.train is not False and loader.terms.training
+        ),
+        None,
+    )
     if terms is None:
         return None
     batch = terms.loader.batch_size
-    return {"num_workers": terms.loader.num_workers, "shares": [] if batch is None else list(terms.shares(batch))}
+    return {
+        "num_workers": terms.loader.num_workers,
+        "shares": [] if batch is None else list(terms.shares(batch)),
+    }
 
 
 def fingerprint(models: Iterable[nn.Module]) -> str:

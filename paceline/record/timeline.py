@@ -97,7 +97,9 @@ def _middle(low: int, high: int) -> ClockOffset:
     return ClockOffset((low + high) // 2, -((low - high) // 2))
 
 
-def compare(agreement: Agreement, hosts: Sequence[int], *, clock: Callable[[], int] = time.perf_counter_ns) -> list[ClockOffset]:
+def compare(
+    agreement: Agreement, hosts: Sequence[int], *, clock: Callable[[], int] = time.perf_counter_ns
+) -> list[ClockOffset]:
     """Estimate the offsets of all ranks; takes no time on a single host. Collective."""
     if len(set(hosts)) == 1:
         return [ClockOffset()] * len(hosts)
@@ -106,16 +108,26 @@ def compare(agreement: Agreement, hosts: Sequence[int], *, clock: Callable[[], i
         entered = clock()
         agreement.meet("comparing clocks")
         own_meetings.append((entered, clock()))
-    return offsets([msgpack.unpackb(body) for body in agreement.meet("compared clocks", msgpack.packb(own_meetings))], hosts)
+    return offsets(
+        [
+            msgpack.unpackb(body)
+            for body in agreement.meet("compared clocks", msgpack.packb(own_meetings))
+        ],
+        hosts,
+    )
 
 
 def gather(agreement: Agreement, spans: Sequence[Span]) -> dict[int, list[Span]]:
     """Return the spans of every rank. Collective."""
     bodies = agreement.meet("the timeline", msgpack.packb([list(span) for span in spans]))
-    return {rank: [Span(*span) for span in msgpack.unpackb(body)] for rank, body in enumerate(bodies)}
+    return {
+        rank: [Span(*span) for span in msgpack.unpackb(body)] for rank, body in enumerate(bodies)
+    }
 
 
-def mark_late(spans: Mapping[int, Sequence[Span]], late: Mapping[int, Sequence[RankLateness]]) -> dict[int, list[Span]]:
+def mark_late(
+    spans: Mapping[int, Sequence[Span]], late: Mapping[int, Sequence[RankLateness]]
+) -> dict[int, list[Span]]:
     """Return the spans of each rank, with a further one for each turn in which it was late.
 
     That span ends with the turn, is as long as the rank was late, and has the name of the cause.
@@ -127,7 +139,13 @@ def mark_late(spans: Mapping[int, Sequence[Span]], late: Mapping[int, Sequence[R
         for turn in turns.values():
             least = max(LATE_LEAST * 1e9, LATE_SHARE * (turn.end - turn.start))
             marked[rank] += [
-                Span(lateness.cause, "late", turn.end - int(lateness.seconds * 1e9), turn.end, turn.step)
+                Span(
+                    lateness.cause,
+                    "late",
+                    turn.end - int(lateness.seconds * 1e9),
+                    turn.end,
+                    turn.step,
+                )
                 # A span has the number of steps that have ended, so its own step is the next one.
                 for lateness in late.get(turn.step + 1, ())
                 if lateness.rank == rank and lateness.seconds * 1e9 >= least
@@ -154,28 +172,56 @@ def merge(
     """
     shift = {rank: offsets[rank].ahead if rank < len(offsets) else 0 for rank in spans}
     starts = [span.start - shift[rank] for rank, rank_spans in spans.items() for span in rank_spans]
-    origin = min([*starts, *(span.start - server.ahead for server in servers for span in server.spans)], default=0)
+    origin = min(
+        [*starts, *(span.start - server.ahead for server in servers for span in server.spans)],
+        default=0,
+    )
     for rank, rank_spans in sorted(spans.items()):
         name = f"rank {rank} on {names[rank]}" if rank < len(names) else f"rank {rank}"
-        place, axis = ("", "") if mesh is None else (f" ({mesh.place(rank)})", "data" * (mesh.extent("data") > 1))
+        place, axis = (
+            ("", "")
+            if mesh is None
+            else (f" ({mesh.place(rank)})", "data" * (mesh.extent("data") > 1))
+        )
         yield from _process(rank, name + place, rank_spans, shift[rank] + origin, axis)
     for process_number, server in enumerate(servers, SERVERS):
         zero = server.ahead + origin
         yield from _process(process_number, server.name, server.spans, zero)
         for moment, count in server.waiting:
-            yield {"ph": "C", "name": "put off", "pid": process_number, "tid": 0, "ts": (moment - zero) / 1000, "args": {"messages": count}}
+            yield {
+                "ph": "C",
+                "name": "put off",
+                "pid": process_number,
+                "tid": 0,
+                "ts": (moment - zero) / 1000,
+                "args": {"messages": count},
+            }
 
 
-def _process(process_number: int, name: str, spans: Sequence[Span], zero: int, axis: str = "") -> Iterator[dict[str, Any]]:
+def _process(
+    process_number: int, name: str, spans: Sequence[Span], zero: int, axis: str = ""
+) -> Iterator[dict[str, Any]]:
     """Yield the events of one process.
 
     `axis` is the axis along which strategies exchange, if a model is cut.
     """
     yield _named("process", process_number, 0, name)
-    yield {"ph": "M", "name": "process_sort_index", "pid": process_number, "tid": 0, "args": {"sort_index": process_number}}
+    yield {
+        "ph": "M",
+        "name": "process_sort_index",
+        "pid": process_number,
+        "tid": 0,
+        "args": {"sort_index": process_number},
+    }
     for row, (title, lane) in enumerate(_rows(spans)):
         yield _named("thread", process_number, row, title)
-        yield {"ph": "M", "name": "thread_sort_index", "pid": process_number, "tid": row, "args": {"sort_index": row}}
+        yield {
+            "ph": "M",
+            "name": "thread_sort_index",
+            "pid": process_number,
+            "tid": row,
+            "args": {"sort_index": row},
+        }
         for span in lane:
             along = span.axis or (axis if span.kind in OF_STRATEGIES else "")
             yield {
@@ -190,15 +236,22 @@ def _process(process_number: int, name: str, spans: Sequence[Span], zero: int, a
             }
 
 
-def write(path: Path, events: Iterator[dict[str, Any]], *, offsets: Sequence[ClockOffset] = ()) -> None:
+def write(
+    path: Path, events: Iterator[dict[str, Any]], *, offsets: Sequence[ClockOffset] = ()
+) -> None:
     """Write the events as a trace for Perfetto and chrome://tracing.
 
     The estimated clock offsets are written, too.
     """
     lines = ",\n".join(json.dumps(event) for event in events)
-    clocks = {"clock_ahead_us": [each.ahead / 1000 for each in offsets], "clock_within_us": [each.within / 1000 for each in offsets]}
+    clocks = {
+        "clock_ahead_us": [each.ahead / 1000 for each in offsets],
+        "clock_within_us": [each.within / 1000 for each in offsets],
+    }
     about = json.dumps(clocks)
-    write_whole(path, f'{{"displayTimeUnit": "ms", "otherData": {about}, "traceEvents": [\n{lines}\n]}}\n')
+    write_whole(
+        path, f'{{"displayTimeUnit": "ms", "otherData": {about}, "traceEvents": [\n{lines}\n]}}\n'
+    )
 
 
 def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
@@ -208,7 +261,10 @@ def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 
 def _rows(spans: Sequence[Span]) -> Iterator[tuple[str, list[Span]]]:
     """Yield the rows of the picture with their titles, kinds in the order of `SPAN_KINDS`."""
-    kinds = sorted({span.kind for span in spans}, key=lambda kind: (KINDS.index(kind) if kind in KINDS else len(KINDS), kind))
+    kinds = sorted(
+        {span.kind for span in spans},
+        key=lambda kind: (KINDS.index(kind) if kind in KINDS else len(KINDS), kind),
+    )
     for kind in kinds:
         for row_number, lane in enumerate(_lanes([span for span in spans if span.kind == kind]), 1):
             yield kind if row_number == 1 else f"{kind} {row_number}", lane

@@ -18,7 +18,9 @@ class TotalSteps:
     two that take turns), each is known from its first step on.
     """
 
-    def __init__(self, given: int | None, tell: Callable[[int | None, tuple[int, int] | None], None]) -> None:
+    def __init__(
+        self, given: int | None, tell: Callable[[int | None, tuple[int, int] | None], None]
+    ) -> None:
         self._given, self._tell = given, tell
         self._epochs = 0
         self._known, self._epoch = given, 0

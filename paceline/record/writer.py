@@ -16,7 +16,13 @@ from paceline.record.outcome.members import RunMembers
 from paceline.record.status_line import FinishedStep, StatusDisplay
 from paceline.record.trackers.feed import TrackerFeed
 from paceline.trace import PARTS, SENT
-from paceline.unequal.stragglers.lateness import LatenessTotals, RankLateness, lateness, stacked, worst
+from paceline.unequal.stragglers.lateness import (
+    LatenessTotals,
+    RankLateness,
+    lateness,
+    stacked,
+    worst,
+)
 from paceline.unequal.stragglers.stragglers import WORK, unequal
 
 # Fields that say nothing new when a step is taken again after a resume.
@@ -108,7 +114,9 @@ class MetricsWriter:
         if self.feed is not None and not self.stands_by:
             self.feed.rewind(step)
         for line in self._lines.cut(step):
-            self._logged |= {name: float(value) for name, value in line.items() if name not in RESERVED}
+            self._logged |= {
+                name: float(value) for name, value in line.items() if name not in RESERVED
+            }
             if line["step"] > step - LAST:
                 self._there.setdefault(line["step"], set()).update(line)
 
@@ -145,23 +153,40 @@ class MetricsWriter:
         # A step is complete once every rank has handed over all records up to it.
         complete = min(upto for upto, _ in parts)
         ready = sorted(key for key in self._groups if key[0] <= complete)
-        self._find_late({key[1]: self._groups[key] for key in ready}, list(names or range(len(parts))), hosts)
+        self._find_late(
+            {key[1]: self._groups[key] for key in ready}, list(names or range(len(parts))), hosts
+        )
         lines = [self._merge(key[1], self._groups.pop(key), total) for key in ready]
         if step_lines := [line for line in lines if "seconds" in line]:
-            means = {part: sum(line["seconds"][part] for line in step_lines) / len(step_lines) for part in PARTS}
-            self.recent = {"steps": len(step_lines), "samples": sum(line["samples"] for line in step_lines), **means}
+            means = {
+                part: sum(line["seconds"][part] for line in step_lines) / len(step_lines)
+                for part in PARTS
+            }
+            self.recent = {
+                "steps": len(step_lines),
+                "samples": sum(line["samples"] for line in step_lines),
+                **means,
+            }
             if (looks := self.members.look(step_lines[-1]["time"])) is not None:
                 step_lines[-1]["ranks"] = looks
         if self._line is not None:
             self._line.show()
-        self._write([line for line in lines if line.keys() - REPEATED - self._there.get(line["step"], set())])
+        self._write(
+            [
+                line
+                for line in lines
+                if line.keys() - REPEATED - self._there.get(line["step"], set())
+            ]
+        )
 
     def show(self, items: Sequence[MediaItem]) -> None:
         """Report histograms and images of this worker."""
         if self.feed is not None and not self.stands_by:
             self.feed.show(items)
 
-    def _find_late(self, steps: dict[int, dict[int, LogRecord]], ranks: list[int], hosts: Sequence[str]) -> None:
+    def _find_late(
+        self, steps: dict[int, dict[int, LogRecord]], ranks: list[int], hosts: Sequence[str]
+    ) -> None:
         """Find out which rank was latest in these steps, and why."""
         # Lateness compares ranks, so only steps that all of them took count.
         complete_steps = {
@@ -196,15 +221,23 @@ class MetricsWriter:
         step_seconds = sum(self._seconds.values())
         # Workers have taken different numbers of steps: the one that trained longest sets the time.
         if self.adds:
-            step_seconds = max((sum(ranks[part] for part in PARTS) for ranks in self._ranks.values()), default=0.0)
+            step_seconds = max(
+                (sum(ranks[part] for part in PARTS) for ranks in self._ranks.values()), default=0.0
+            )
         return RunTotals(
             steps=self._steps,
             samples=self._samples,
             seconds=seconds,
             samples_per_second=self._samples / step_seconds if step_seconds > 0 else None,
             final_loss=self._final_loss,
-            step_seconds={part: seconds_of_part / max(self._steps, 1) for part, seconds_of_part in self._seconds.items()},
-            rank_seconds=[{part: ranks[part] / ranks["steps"] for part in PARTS} for _, ranks in sorted(self._ranks.items())],
+            step_seconds={
+                part: seconds_of_part / max(self._steps, 1)
+                for part, seconds_of_part in self._seconds.items()
+            },
+            rank_seconds=[
+                {part: ranks[part] / ranks["steps"] for part in PARTS}
+                for _, ranks in sorted(self._ranks.items())
+            ],
             rank_work=unequal(self._work) if work else [],
             rank_late=self.lateness.means(),
             members=self.members.fields(),
@@ -228,12 +261,16 @@ class MetricsWriter:
                 weighted_sum = sums.setdefault(name, [0.0, 0.0])
                 weighted_sum[0] += value
                 weighted_sum[1] += weight
-        values = {name: value / weight for name, (value, weight) in sums.items()} | self._measured(records)
+        values = {name: value / weight for name, (value, weight) in sums.items()} | self._measured(
+            records
+        )
         self._final_loss = values.get("loss", self._final_loss)
         self._logged |= values
         first = records[min(records)]
         line: dict[str, Any] = {"step": step, "time": round(first.time, 6), **values}
-        timed = {rank: record.seconds for rank, record in records.items() if record.seconds is not None}
+        timed = {
+            rank: record.seconds for rank, record in records.items() if record.seconds is not None
+        }
         # No rank reports seconds: the step had ended before, and these are later values.
         if not timed:
             if self._line is not None and values:
@@ -246,7 +283,10 @@ class MetricsWriter:
         seconds = self._count(samples, timed)
         if self._line is not None:
             self._line.step(FinishedStep(step, first.time, samples, values, seconds), total)
-        line |= {"samples": samples, "seconds": {part: round(mean, 6) for part, mean in seconds.items()}}
+        line |= {
+            "samples": samples,
+            "seconds": {part: round(mean, 6) for part, mean in seconds.items()},
+        }
         nbytes = [sum(column) for column in zip(*sent.values(), strict=True)]
         return {**line, "bytes_sent": dict(zip(SENT, nbytes, strict=True))} if any(nbytes) else line
 
@@ -256,13 +296,19 @@ class MetricsWriter:
         for rank in sorted(records):
             for name, state in records[rank].states.items():
                 states[name].append(state)
-        return {key: value for name, rank_states in states.items() for key, value in self.metrics.of(name, rank_states).items()}
+        return {
+            key: value
+            for name, rank_states in states.items()
+            for key, value in self.metrics.of(name, rank_states).items()
+        }
 
     def _count(self, samples: int, seconds_by_rank: dict[int, list[float]]) -> dict[str, float]:
         """Add a step to the totals, and return its seconds of PARTS, means over ranks."""
         self._steps += 1
         self._samples += samples
-        self._work.append({rank: seconds[WORK[0]] + seconds[WORK[1]] for rank, seconds in seconds_by_rank.items()})
+        self._work.append(
+            {rank: seconds[WORK[0]] + seconds[WORK[1]] for rank, seconds in seconds_by_rank.items()}
+        )
         for rank, seconds in seconds_by_rank.items():
             self._ranks[rank].update({"steps": 1})
             for part, value in zip(PARTS, seconds, strict=True):

@@ -59,12 +59,17 @@ def values(metrics: MetricsReader, usual: Mapping[str, float] | None) -> dict[st
             "low": numbers(stretch_values.low),
             "high": numbers(stretch_values.high),
             "bad": stretch_values.bad.tolist(),
-            **{to: numbers(np.interp(step, *totals[to])) if len(totals[to][0]) else [] for to in SENT},
+            **{
+                to: numbers(np.interp(step, *totals[to])) if len(totals[to][0]) else []
+                for to in SENT
+            },
         }
     return curves
 
 
-def _totals(columns: StepColumns, usual: Mapping[str, float] | None) -> dict[str, tuple[Floats, Floats]]:
+def _totals(
+    columns: StepColumns, usual: Mapping[str, float] | None
+) -> dict[str, tuple[Floats, Floats]]:
     """Return the bytes that were sent up to each step."""
     if columns.sent.any() or usual is None:
         return {to: (columns.step, columns.sent[:, at].cumsum()) for at, to in enumerate(SENT)}
@@ -96,9 +101,13 @@ def _share(piece: Sequence[Look], name: str) -> list[float] | None:
     None if the worker was absent.
     """
     rows = [look.workers[name] for look in piece if name in look.workers]
-    _, *part_seconds, late_seconds = [sum(column) for column in zip(*rows, strict=True)] if rows else [0.0] * (len(PARTS) + 2)
+    _, *part_seconds, late_seconds = (
+        [sum(column) for column in zip(*rows, strict=True)] if rows else [0.0] * (len(PARTS) + 2)
+    )
     total = sum(part_seconds)
-    return [round(value / total, 4) for value in (*part_seconds, late_seconds)] if total > 0 else None
+    return (
+        [round(value / total, 4) for value in (*part_seconds, late_seconds)] if total > 0 else None
+    )
 
 
 def numbers(column: Any) -> list[float | None]:

@@ -84,7 +84,9 @@ def _so_far(folder: RunFolder, facts: RunFacts, metrics: MetricsReader) -> dict[
     }
     # The summary has the bytes of a mean step. Until there is one, the metrics give them.
     if facts.steps:
-        fields["bytes_sent"] = dict(zip(SENT, metrics.steps.sent.mean(axis=0).tolist(), strict=True))
+        fields["bytes_sent"] = dict(
+            zip(SENT, metrics.steps.sent.mean(axis=0).tolist(), strict=True)
+        )
     known_fields: dict[str, Any] = plain({**so_far(folder), **fields})
     return known_fields
 
@@ -111,7 +113,13 @@ def _spans(profile: PipelineProfile) -> dict[str, Any]:
     Each worker has a row of actions: [kind, stage, micro-batch, start, end].
     """
     timeline = profile.timeline
-    rows = [[[span.action.kind, span.action.stage, span.action.micro_batch, span.start, span.end] for span in row] for row in timeline.rows]
+    rows = [
+        [
+            [span.action.kind, span.action.stage, span.action.micro_batch, span.start, span.end]
+            for span in row
+        ]
+        for row in timeline.rows
+    ]
     # A pipeline with very many actions would make the page large, and its boxes invisible.
     fits = sum(map(len, rows)) <= SPANS
     return {

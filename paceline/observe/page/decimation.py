@@ -52,7 +52,12 @@ def stretches(values: Floats, begins: NDArray[np.int64]) -> Stretches:
     is_empty = finite_count == 0
     lengths = np.diff(np.append(begins, len(values)))
     mean = np.divide(sums, finite_count, out=np.full(len(begins), np.nan), where=~is_empty)
-    return Stretches(mean, np.where(is_empty, np.nan, low), np.where(is_empty, np.nan, high), lengths - finite_count)
+    return Stretches(
+        mean,
+        np.where(is_empty, np.nan, low),
+        np.where(is_empty, np.nan, high),
+        lengths - finite_count,
+    )
 
 
 def lasts(values: Floats, begins: NDArray[np.int64]) -> Floats:

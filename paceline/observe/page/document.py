@@ -11,7 +11,10 @@ from paceline.observe.page.markup import Markup, element, join
 from paceline.observe.page.sections import sections, titles
 
 # Content-Security-Policy of the page: nothing may be loaded, not even by text that a run has named.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'"
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
+    "connect-src 'self'"
+)
 
 
 def page(datas: Sequence[Mapping[str, Any]], *, head: str = "", script: str = "") -> str:
@@ -28,7 +31,9 @@ def page(datas: Sequence[Mapping[str, Any]], *, head: str = "", script: str = ""
         hatchings(),
         _links(datas, drawn_sections),
         element("main", None, Markup("\n".join(drawn_sections.values()))),
-        element("footer", None, "Made by paceline. Where the pointer is, curves tell their values."),
+        element(
+            "footer", None, "Made by paceline. Where the pointer is, curves tell their values."
+        ),
     )
     return "\n".join(
         [
@@ -52,7 +57,11 @@ def page(datas: Sequence[Mapping[str, Any]], *, head: str = "", script: str = ""
 
 def _links(datas: Sequence[Mapping[str, Any]], drawn_sections: Mapping[str, str]) -> Markup:
     """Return links to the sections of the page."""
-    links = (element("a", {"href": f"#{name}"}, title) for name, title in titles(datas).items() if title and name in drawn_sections)
+    links = (
+        element("a", {"href": f"#{name}"}, title)
+        for name, title in titles(datas).items()
+        if title and name in drawn_sections
+    )
     return element("nav", {"aria-label": "sections"}, links)
 
 

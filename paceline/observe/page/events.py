@@ -20,7 +20,12 @@ KINDS: Final[Mapping[str, str]] = {
 }
 # Patterns of the words of an event, for events that don't say their kind. The first match counts.
 _SIGNS: Final = (
-    ("lost", re.compile(r"\b(was|were) lost\b|waiting for others|replicas have parted|has other parameters")),
+    (
+        "lost",
+        re.compile(
+            r"\b(was|were) lost\b|waiting for others|replicas have parted|has other parameters"
+        ),
+    ),
     ("came", re.compile(r"\bhas come\b|new worker")),
     ("evicted", re.compile(r"\blate in\b|the others wait\b|it leaves\b")),
     ("shares", re.compile(r"\bshares\b|split\b")),

@@ -27,7 +27,9 @@ Child = Markup | str | float | None
 Attributes = Mapping[str, str | float | None]
 
 
-def element(tag: str, attributes: Attributes | None = None, *children: Child | Iterable[Child]) -> Markup:
+def element(
+    tag: str, attributes: Attributes | None = None, *children: Child | Iterable[Child]
+) -> Markup:
     """Return an element of HTML or SVG.
 
     Args:
@@ -35,9 +37,17 @@ def element(tag: str, attributes: Attributes | None = None, *children: Child | I
         attributes: Attributes by name. Those that are None are left out.
         children: Markup, text or numbers, or several of them; None is left out.
     """
-    attribute_text = "".join(f' {name}="{_escaped(value)}"' for name, value in (attributes or {}).items() if value is not None)
+    attribute_text = "".join(
+        f' {name}="{_escaped(value)}"'
+        for name, value in (attributes or {}).items()
+        if value is not None
+    )
     content = join(*children)
-    return Markup(f"<{tag}{attribute_text}/>" if tag in EMPTY and not content else f"<{tag}{attribute_text}>{content}</{tag}>")
+    return Markup(
+        f"<{tag}{attribute_text}/>"
+        if tag in EMPTY and not content
+        else f"<{tag}{attribute_text}>{content}</{tag}>"
+    )
 
 
 def join(*children: Child | Iterable[Child]) -> Markup:

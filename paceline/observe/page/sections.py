@@ -7,7 +7,19 @@ from typing import Any, Final
 
 from paceline.errors import UsageError
 from paceline.observe.page.markup import Markup, element
-from paceline.observe.page.subjects import checkpoints, compare, loss, memory, overview, pipelines, setup, time, timeline, traffic, workers
+from paceline.observe.page.subjects import (
+    checkpoints,
+    compare,
+    loss,
+    memory,
+    overview,
+    pipelines,
+    setup,
+    time,
+    timeline,
+    traffic,
+    workers,
+)
 
 Data = Mapping[str, Any]
 
@@ -47,7 +59,9 @@ def sections(datas: Sequence[Data]) -> dict[str, str]:
     for name, title in titles(datas).items():
         content = _drawn(datas, name)
         if content is not None:
-            drawn[name] = element("section", {"id": name}, element("h2", None, title) if title else None, content)
+            drawn[name] = element(
+                "section", {"id": name}, element("h2", None, title) if title else None, content
+            )
     return drawn
 
 

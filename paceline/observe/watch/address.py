@@ -32,7 +32,10 @@ class WatchAddress:
         host, _, port = text.rpartition(":")
         port_number = network.port(port)
         if port_number is None:
-            raise UsageError(f"{option} {text} isn't [HOST:]PORT, such as 8080 or 0.0.0.0:8080 (port 0 is any that is free)")
+            raise UsageError(
+                f"{option} {text} isn't [HOST:]PORT, such as 8080 or 0.0.0.0:8080 (port 0 is any "
+                "that is free)"
+            )
         return cls(host.removeprefix("[").removesuffix("]") or HOME, port_number, option)
 
     def listen(self) -> socket.socket:
@@ -44,8 +47,15 @@ class WatchAddress:
         try:
             return network.listen(network.resolve(self.host)[0], self.port)
         except OSError as error:
-            port_in_use = f"port {self.port} is in use on {self.host}: give another one, or 0 for any that is free"
-            why = port_in_use if error.errno == errno.EADDRINUSE else f"{self.host}, port {self.port}: {os.strerror(error.errno or 0)}"
+            port_in_use = (
+                f"port {self.port} is in use on {self.host}: give another one, or 0 for any that "
+                "is free"
+            )
+            why = (
+                port_in_use
+                if error.errno == errno.EADDRINUSE
+                else f"{self.host}, port {self.port}: {os.strerror(error.errno or 0)}"
+            )
             raise UsageError(f"no page can be served for {self.option}: {why}") from error
 
 
@@ -65,17 +75,29 @@ class PageGuard:
         Unless only this machine reaches it, the guard has a token, which is derived from the job's
         secret.
         """
-        return cls() if network.loopback(listening.getsockname()[0]) else cls(secret.derive(key, "paceline watch", 16).hex())
+        return (
+            cls()
+            if network.loopback(listening.getsockname()[0])
+            else cls(secret.derive(key, "paceline watch", 16).hex())
+        )
 
 
 def url(listening: socket.socket, guard: PageGuard) -> str:
     """Return the address to open in a browser."""
     address, port = listening.getsockname()[:2]
-    host = socket.gethostname() if address in ("0.0.0.0", "::") else f"[{address}]" if ":" in address else address
+    host = (
+        socket.gethostname()
+        if address in ("0.0.0.0", "::")
+        else f"[{address}]"
+        if ":" in address
+        else address
+    )
     return f"http://{host}:{port}/{f'?token={guard.token}' if guard.token else ''}"
 
 
 def check_installed() -> None:
     """Raise `UsageError` if aiohttp, which serves pages, isn't installed."""
     if find_spec("aiohttp") is None:
-        raise UsageError("a live page needs aiohttp, which is not installed: pip install 'paceline[watch]'")
+        raise UsageError(
+            "a live page needs aiohttp, which is not installed: pip install 'paceline[watch]'"
+        )

@@ -31,7 +31,9 @@ _LATER = 10
 async def _lines() -> asyncio.StreamReader:
     """Open standard input as a stream of lines."""
     reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
     return reader
 
 

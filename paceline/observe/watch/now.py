@@ -137,7 +137,10 @@ def _of(name: str, fields: Mapping[str, Any], *, ended: bool) -> RunNow:
     live = {} if ended else fields["live"]
     recent = live.get("recent") or {}
     parts = {part: float(recent.get(part, fields["step_seconds"][part])) for part in PARTS}
-    late_fields, recent_seconds = live.get("late"), sum(parts.values()) * float(recent.get("steps", 0))
+    late_fields, recent_seconds = (
+        live.get("late"),
+        sum(parts.values()) * float(recent.get("steps", 0)),
+    )
     late = None
     if late_fields is not None:
         details = (late_fields[key] for key in ("host", "seconds", "step", "cause"))
@@ -148,18 +151,28 @@ def _of(name: str, fields: Mapping[str, Any], *, ended: bool) -> RunNow:
         why=str(live.get("why", "")),
         sync=str(fields["sync"]),
         workers=int(fields["workers"]),
-        cluster=tuple((str(host["host"]), tuple(map(int, host["ranks"]))) for host in live.get("cluster", ())),
+        cluster=tuple(
+            (str(host["host"]), tuple(map(int, host["ranks"]))) for host in live.get("cluster", ())
+        ),
         step=int(live.get("step", fields["steps"])),
         total_steps=None if live.get("total_steps") is None else int(live["total_steps"]),
         loss=_loss(fields.get("final_loss")),
         seconds=float(fields["seconds"]),
-        samples_per_second=float(recent["samples"]) / recent_seconds if recent_seconds > 0 else _number(fields.get("samples_per_second")),
+        samples_per_second=float(recent["samples"]) / recent_seconds
+        if recent_seconds > 0
+        else _number(fields.get("samples_per_second")),
         parts=parts,
         late=late,
         link=str(live.get("link", "")),
         shares=tuple(map(int, (fields.get("loader") or {}).get("shares", ()))),
         checkpoints=int((fields.get("checkpoints") or {}).get("count", 0)),
-        events=tuple(sorted((float(event["time"]), str(event["what"])) for key in ("events", "saves") for event in fields.get(key, ()))),
+        events=tuple(
+            sorted(
+                (float(event["time"]), str(event["what"]))
+                for key in ("events", "saves")
+                for event in fields.get(key, ())
+            )
+        ),
     )
 
 

@@ -37,7 +37,14 @@ class WatchedJob:
         UsageError: The page can't be served.
     """
 
-    def __init__(self, address: WatchAddress, key: bytes, *, elsewhere: bool = False, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        address: WatchAddress,
+        key: bytes,
+        *,
+        elsewhere: bool = False,
+        say: Callable[[str], None],
+    ) -> None:
         check_installed()
         self._address, self._key, self._say = address, key, say
         self._process: subprocess.Popen[bytes] | None = None
@@ -117,5 +124,10 @@ class WatchedJob:
     def __enter__(self) -> WatchedJob:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()

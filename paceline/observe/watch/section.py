@@ -46,8 +46,17 @@ def _state(now: RunNow) -> Markup:
     """Draw the state of the run."""
     words = f"failed at step {now.step}: {now.why}" if now.state == "failed" else _STATES[now.state]
     if now.state == "silent":
-        words = "no word from it for a minute or more: its steps take long, it evaluates, or its folder isn't reached"
-    return element("p", {"class": f"moment {now.state}"}, element("strong", None, now.name or "a run"), " ", words)
+        words = (
+            "no word from it for a minute or more: its steps take long, it evaluates, or its "
+            "folder isn't reached"
+        )
+    return element(
+        "p",
+        {"class": f"moment {now.state}"},
+        element("strong", None, now.name or "a run"),
+        " ",
+        words,
+    )
 
 
 def _numbers(now: RunNow) -> Markup | None:
@@ -86,9 +95,17 @@ def _parts(now: RunNow) -> Markup | None:
     shares = {part: now.parts[part] / step_seconds for part in PARTS}
     subject = "a mean step" if now.state == "ended" else "the last steps"
     # `flex-grow` divides the width among the parts.
-    bar = [element("span", {"class": f"part {part}", "style": f"flex-grow:{share:.4f}"}) for part, share in shares.items()]
+    bar = [
+        element("span", {"class": f"part {part}", "style": f"flex-grow:{share:.4f}"})
+        for part, share in shares.items()
+    ]
     legend = [
-        element("span", None, element("i", {"class": f"part {part}"}), f" {part} {share:.0%}, {seconds(now.parts[part])}")
+        element(
+            "span",
+            None,
+            element("i", {"class": f"part {part}"}),
+            f" {part} {share:.0%}, {seconds(now.parts[part])}",
+        )
         for part, share in shares.items()
     ]
     description = ", ".join(f"{part} {share:.0%}" for part, share in shares.items())
@@ -109,7 +126,11 @@ def _late(now: RunNow) -> Markup | None:
     if not matters(late):
         return element("p", None, "No worker makes the others wait.")
     share = late.seconds / late.step
-    return element("p", {"class": "warning"}, f"rank {late.rank} on {late.host} is late by {share:.0%} of a step: {late.cause}")
+    return element(
+        "p",
+        {"class": "warning"},
+        f"rank {late.rank} on {late.host} is late by {share:.0%} of a step: {late.cause}",
+    )
 
 
 def matters(late: LateRank) -> bool:
@@ -123,24 +144,39 @@ def _hosts(now: RunNow) -> Markup | None:
         return None
     late_rank = now.late.rank if now.late is not None and matters(now.late) else None
     # Shares of another number of workers are from before a change.
-    shares_by_rank = {rank: str(shares_by_rank) for rank, shares_by_rank in enumerate(now.shares)} if len(now.shares) == now.workers else {}
+    shares_by_rank = (
+        {rank: str(shares_by_rank) for rank, shares_by_rank in enumerate(now.shares)}
+        if len(now.shares) == now.workers
+        else {}
+    )
     rows = [
         element(
             "tr",
             None,
             element("th", {"scope": "row"}, host),
-            element("td", None, *(_worker(rank, shares_by_rank.get(rank), late=rank == late_rank) for rank in ranks)),
+            element(
+                "td",
+                None,
+                *(
+                    _worker(rank, shares_by_rank.get(rank), late=rank == late_rank)
+                    for rank in ranks
+                ),
+            ),
         )
         for host, ranks in now.cluster
     ]
     note = f"; samples of each in a batch of {sum(now.shares):,}" if shares_by_rank else ""
     title = f"{counted(now.workers, 'worker')} on {counted(len(now.cluster), 'host')}{note}"
-    return element("table", {"class": "hosts"}, element("caption", None, title), element("tbody", None, *rows))
+    return element(
+        "table", {"class": "hosts"}, element("caption", None, title), element("tbody", None, *rows)
+    )
 
 
 def _worker(rank: int, share: str | None, *, late: bool) -> Markup:
     """Draw a worker with its share of the batch."""
-    words = f"rank {rank}" + (f": {share}" if share is not None else "") + (", late" if late else "")
+    words = (
+        f"rank {rank}" + (f": {share}" if share is not None else "") + (", late" if late else "")
+    )
     return join(element("span", {"class": "worker late" if late else "worker"}, words), " ")
 
 
@@ -148,5 +184,10 @@ def _events(now: RunNow) -> Markup | None:
     """Draw the last events, the newest first."""
     if not now.events:
         return None
-    rows = [element("li", None, element("time", None, spoken(max(time, 0.0))), " ", what) for time, what in reversed(now.events[-SHOWN:])]
-    return element("div", {"class": "events"}, element("h3", None, "Last events"), element("ol", None, *rows))
+    rows = [
+        element("li", None, element("time", None, spoken(max(time, 0.0))), " ", what)
+        for time, what in reversed(now.events[-SHOWN:])
+    ]
+    return element(
+        "div", {"class": "events"}, element("h3", None, "Last events"), element("ol", None, *rows)
+    )

@@ -85,7 +85,9 @@ class PageServer:
         stalled: Seconds in which a reader has to take something. Default: 30.
     """
 
-    def __init__(self, source: LiveSource, guard: PageGuard, *, every: float = LOOK, stalled: float = STALLED) -> None:
+    def __init__(
+        self, source: LiveSource, guard: PageGuard, *, every: float = LOOK, stalled: float = STALLED
+    ) -> None:
         self._source, self._guard, self._every, self._stalled = source, guard, every, stalled
         self._looks = 0
         self._sections: dict[str, tuple[int, str]] = {}
@@ -110,13 +112,20 @@ class PageServer:
         return app
 
     @web.middleware
-    async def _admit(self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+    async def _admit(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
         """Answer a request only if its reader is admitted."""
         token = self._guard.token
         if token:
-            given_token = request.query.get("token") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+            given_token = request.query.get("token") or request.headers.get(
+                "Authorization", ""
+            ).removeprefix("Bearer ")
             if not hmac.compare_digest(given_token.encode(errors="replace"), token.encode()):
-                return web.Response(status=401, text="open the address that the command has printed, with its token\n")
+                return web.Response(
+                    status=401,
+                    text="open the address that the command has printed, with its token\n",
+                )
         # On loopback there is no token, so DNS rebinding has to be prevented: another site could
         # point its own name at this address, and its pages could then read this one.
         elif not network.literal(_name(request.host)):
@@ -131,13 +140,19 @@ class PageServer:
         # Only the script of this page may run, whatever a run has named. The policy contains its
         # hash.
         policy = f"script-src {_script(text)}; {HEADERS['Content-Security-Policy']}"
-        return web.Response(text=text, content_type="text/html", headers={"Content-Security-Policy": policy})
+        return web.Response(
+            text=text, content_type="text/html", headers={"Content-Security-Policy": policy}
+        )
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         """Serve events to a reader until it leaves, stalls, or nothing more will come."""
         if self.readers >= READERS:
-            return web.Response(status=503, text=f"{READERS} readers are connected, and no more are let in\n")
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8", "X-Accel-Buffering": "no"})
+            return web.Response(
+                status=503, text=f"{READERS} readers are connected, and no more are let in\n"
+            )
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream; charset=utf-8", "X-Accel-Buffering": "no"}
+        )
         self.readers += 1
         self._poked.set()
         try:
@@ -157,18 +172,26 @@ class PageServer:
         while True:
             text = self._new_since(seen)
             seen = self._looks
-            await asyncio.wait_for(response.write((text or ": nothing new\n\n").encode()), self._stalled)
+            await asyncio.wait_for(
+                response.write((text or ": nothing new\n\n").encode()), self._stalled
+            )
             async with self._news:
                 if self._looks == seen and self._end is None:
                     await _wait(self._news, ALIVE)
             if self._looks == seen and self._end is not None:
-                await asyncio.wait_for(response.write(_event("end", {"words": self._end}).encode()), self._stalled)
+                await asyncio.wait_for(
+                    response.write(_event("end", {"words": self._end}).encode()), self._stalled
+                )
                 return
 
     def _new_since(self, seen: int) -> str:
         """Format the sections that have changed since the look number `seen`; empty if none."""
         changed = {name: html for name, (look, html) in self._sections.items() if look > seen}
-        return _event("sections", {"key": self._key, "changed": changed}) if changed or not seen else ""
+        return (
+            _event("sections", {"key": self._key, "changed": changed})
+            if changed or not seen
+            else ""
+        )
 
     # ---- what is looked at
 
@@ -225,7 +248,9 @@ class PageServer:
             self._news.notify_all()
 
 
-async def serve(server: PageServer, listening: socket.socket, until: Callable[[], Awaitable[str]]) -> None:
+async def serve(
+    server: PageServer, listening: socket.socket, until: Callable[[], Awaitable[str]]
+) -> None:
     """Serve a page until `until` returns the last words, which readers still get.
 
     Args:
@@ -233,7 +258,13 @@ async def serve(server: PageServer, listening: socket.socket, until: Callable[[]
         listening: Socket to serve on.
         until: Returns the last words when the page ends.
     """
-    runner = web.AppRunner(server.application(), access_log=None, handle_signals=False, handler_cancellation=True, shutdown_timeout=1.0)
+    runner = web.AppRunner(
+        server.application(),
+        access_log=None,
+        handle_signals=False,
+        handler_cancellation=True,
+        shutdown_timeout=1.0,
+    )
     await runner.setup()
     try:
         await web.SockSite(runner, listening, backlog=128).start()

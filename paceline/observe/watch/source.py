@@ -49,7 +49,11 @@ class _Followed:
             self.drawn = dict(sections([self.data]))
         # A file of the run is damaged, or has just been replaced.
         except (UsageError, OSError) as error:
-            self.drawn = {"problem": element("section", {"id": "problem"}, element("p", {"class": "warning"}, str(error)))}
+            self.drawn = {
+                "problem": element(
+                    "section", {"id": "problem"}, element("p", {"class": "warning"}, str(error))
+                )
+            }
         self._state, self._due = state, clock() + min((spent() - began) / PART, LONGEST)
 
 
@@ -62,7 +66,13 @@ class RunPage:
         spent: Processor seconds of the calling thread, to measure the cost of drawing.
     """
 
-    def __init__(self, folder: Path | None = None, *, clock: Clock = time.monotonic, spent: Clock = time.thread_time) -> None:
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        clock: Clock = time.monotonic,
+        spent: Clock = time.thread_time,
+    ) -> None:
         self._clock, self._spent = clock, spent
         self._run = None if folder is None else _Followed(RunFolder(folder))
         self._told: tuple[str, ...] = ()

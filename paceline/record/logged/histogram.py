@@ -19,7 +19,6 @@ from paceline.errors import UsageError
 MOST: Final = 512
 
 
-
 @dataclass(frozen=True)
 class Histogram:
     """A tensor whose histogram is logged, and the number of intervals.
@@ -48,10 +47,21 @@ class Histogram:
         clamped = values.where(finite, low)
         # If all elements are equal, the width is 0, and the division must not be by 0.
         width = (high - low).clamp_min(torch.finfo(values.dtype).tiny)
-        interval = ((clamped - low) / width * self.bins).nan_to_num().long().clamp_(0, self.bins - 1)
-        counts = torch.zeros(self.bins, dtype=torch.float64, device=values.device).index_add_(0, interval, weights.to(torch.float64))
+        interval = (
+            ((clamped - low) / width * self.bins).nan_to_num().long().clamp_(0, self.bins - 1)
+        )
+        counts = torch.zeros(self.bins, dtype=torch.float64, device=values.device).index_add_(
+            0, interval, weights.to(torch.float64)
+        )
         finite_values = values.where(finite, 0).to(torch.float64)
-        facts = [low, high, finite.sum(), (~finite).sum(), finite_values.sum(), finite_values.square().sum()]
+        facts = [
+            low,
+            high,
+            finite.sum(),
+            (~finite).sum(),
+            finite_values.sum(),
+            finite_values.square().sum(),
+        ]
         return torch.cat([torch.stack([fact.to(torch.float64) for fact in facts]), counts])
 
 
@@ -83,7 +93,9 @@ class HistogramCounts:
         low, high, count, other, total, squares, *counts = vector.tolist()
         if not count:
             low = high = 0.0
-        return HistogramCounts(low, high, int(count), int(other), total, squares, tuple(map(int, counts)))
+        return HistogramCounts(
+            low, high, int(count), int(other), total, squares, tuple(map(int, counts))
+        )
 
     @property
     def edges(self) -> list[float]:
@@ -97,7 +109,14 @@ class HistogramCounts:
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of a line in media.jsonl."""
-        facts = {"low": self.low, "high": self.high, "count": self.count, "other": self.other, "sum": self.total, "squares": self.squares}
+        facts = {
+            "low": self.low,
+            "high": self.high,
+            "count": self.count,
+            "other": self.other,
+            "sum": self.total,
+            "squares": self.squares,
+        }
         return {"kind": "histogram", **facts, "counts": list(self.counts)}
 
 
@@ -120,8 +139,14 @@ def histogram(values: Tensor, bins: int = 64) -> Histogram:
         UsageError: The tensor is complex or empty, or the number of intervals is out of range.
     """
     if not isinstance(values, Tensor) or values.is_complex() or not values.numel():
-        description = f"{values.dtype}, {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__qualname__
-        raise UsageError(f"pl.histogram got {description}: give a real tensor with at least one number")
+        description = (
+            f"{values.dtype}, {tuple(values.shape)}"
+            if isinstance(values, Tensor)
+            else type(values).__qualname__
+        )
+        raise UsageError(
+            f"pl.histogram got {description}: give a real tensor with at least one number"
+        )
     if not 1 <= bins <= MOST:
         raise UsageError(f"pl.histogram(..., bins={bins}): give 1 to {MOST}")
     return Histogram(values, bins)

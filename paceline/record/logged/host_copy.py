@@ -17,7 +17,9 @@ class HostCopy:
         self._event: torch.cuda.Event | None = None
         if tensor.is_cuda:
             # Only a copy into pinned memory is asynchronous. The event tells when it is done.
-            self._here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+            self._here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
+                tensor, non_blocking=True
+            )
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(tensor.device))
         else:

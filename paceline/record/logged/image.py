@@ -40,7 +40,13 @@ class Image:
             pixels = pixels.to(torch.uint8) * 255
         elif pixels.is_floating_point():
             low, high = self.span
-            pixels = ((pixels.to(torch.float32) - low) / (high - low)).nan_to_num().clamp(0, 1).mul(255).round()
+            pixels = (
+                ((pixels.to(torch.float32) - low) / (high - low))
+                .nan_to_num()
+                .clamp(0, 1)
+                .mul(255)
+                .round()
+            )
         elif pixels.dtype != torch.uint8:
             pixels = pixels.clamp(0, 255)
         pixels = pixels.to(torch.uint8)
@@ -55,7 +61,9 @@ def _side_by_side(images: Tensor) -> Tensor:
     count, channels, height, width = images.shape
     across = math.ceil(math.sqrt(count))
     down = math.ceil(count / across)
-    sheet = images.new_zeros(channels, down * (height + _GAP) - _GAP, across * (width + _GAP) - _GAP)
+    sheet = images.new_zeros(
+        channels, down * (height + _GAP) - _GAP, across * (width + _GAP) - _GAP
+    )
     for index, pixels in enumerate(images):
         top, left = index // across * (height + _GAP), index % across * (width + _GAP)
         sheet[:, top : top + height, left : left + width] = pixels
@@ -124,13 +132,20 @@ def image(pixels: Tensor, span: tuple[float, float] = (0.0, 1.0)) -> Image:
         UsageError: The tensor has another shape, is complex or empty, or `span` is not increasing.
     """
     if not isinstance(pixels, Tensor) or pixels.is_complex():
-        raise UsageError(f"pl.image got a {type(pixels).__qualname__}; give a real tensor, such as one of shape (3, height, width)")
+        raise UsageError(
+            f"pl.image got a {type(pixels).__qualname__}; give a real tensor, such as one of shape "
+            "(3, height, width)"
+        )
     channels = 1 if pixels.dim() == 2 else pixels.shape[-3] if pixels.dim() in (3, 4) else 0
     if channels not in _CHANNELS or not pixels.numel():
         raise UsageError(
-            f"pl.image got a tensor of shape {tuple(pixels.shape)}; give (height, width), (channels, height, width) or (images, channels, "
+            f"pl.image got a tensor of shape {tuple(pixels.shape)}; "
+            "give (height, width), (channels, height, width) or (images, channels, "
             "height, width) with 1, 3 or 4 channels: x.permute(2, 0, 1) puts channels first"
         )
     if not span[0] < span[1]:
-        raise UsageError(f"pl.image(..., span={span}): give the numbers that are black and white, the smaller first")
+        raise UsageError(
+            f"pl.image(..., span={span}): give the numbers that are black and white, the smaller "
+            "first"
+        )
     return Image(pixels, span)

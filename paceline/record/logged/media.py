@@ -13,7 +13,10 @@ from paceline.record.logged.host_copy import HostCopy
 from paceline.record.logged.image import Image, Pixels
 
 Content = HistogramCounts | Pixels
-_READ: Final[dict[str, Callable[[Tensor], Content]]] = {"histogram": HistogramCounts.of, "image": Pixels.of}
+_READ: Final[dict[str, Callable[[Tensor], Content]]] = {
+    "histogram": HistogramCounts.of,
+    "image": Pixels.of,
+}
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,10 @@ class HeldMedia:
     @staticmethod
     def hold(media: Histogram | Image) -> HeldMedia:
         """Copy what is to be shown out of the tensor, as it is now. Never waits for a device."""
-        return HeldMedia("histogram" if isinstance(media, Histogram) else "image", HostCopy(media.compact(), shared=True))
+        return HeldMedia(
+            "histogram" if isinstance(media, Histogram) else "image",
+            HostCopy(media.compact(), shared=True),
+        )
 
     def content(self) -> Content:
         """Return the content. Waits for the device if necessary."""

@@ -33,14 +33,18 @@ _MOST: Final = 100  # numbers in one value
 def is_metric(value: Any) -> bool:
     """Whether `value` is a metric, a collection of metrics, or a tracker of metrics."""
     home = sys.modules.get(HOME)
-    return home is not None and isinstance(value, (home.Metric, home.MetricCollection, home.MetricTracker))
+    return home is not None and isinstance(
+        value, (home.Metric, home.MetricCollection, home.MetricTracker)
+    )
 
 
 def parts(metric: nn.Module) -> list[Any]:
     """Return all metrics inside a metric, itself included, in the same order on all workers."""
     torchmetrics = sys.modules[HOME]
     modules = list(metric.modules())
-    for collection in (module for module in modules if isinstance(module, torchmetrics.MetricCollection)):
+    for collection in (
+        module for module in modules if isinstance(module, torchmetrics.MetricCollection)
+    ):
         # Metrics of a compute group share the state of one of them. This gives it to the others.
         collection.values(copy_state=False)
     return [module for module in modules if isinstance(module, torchmetrics.Metric)]
@@ -50,21 +54,39 @@ class HeldState:
     """The current state of a worker's metric, on its way to the host."""
 
     def __init__(self, metric: nn.Module) -> None:
-        self._parts = [(part.update_count, {name: _held(state) for name, state in part.metric_state.items()}) for part in parts(metric)]
+        self._parts = [
+            (part.update_count, {name: _held(state) for name, state in part.metric_state.items()})
+            for part in parts(metric)
+        ]
 
     def done(self) -> bool:
         """Whether all copies have arrived, so that packing would not wait."""
-        held = (copy for _, states in self._parts for state in states.values() for copy in (state if isinstance(state, list) else [state]))
+        held = (
+            copy
+            for _, states in self._parts
+            for state in states.values()
+            for copy in (state if isinstance(state, list) else [state])
+        )
         return all(copy.done() for copy in held)
 
     def packed(self) -> bytes:
         """Return the bytes that the first worker needs."""
-        return pack([[count, {name: _read(state) for name, state in states.items()}] for count, states in self._parts], copy=False).dumps()
+        return pack(
+            [
+                [count, {name: _read(state) for name, state in states.items()}]
+                for count, states in self._parts
+            ],
+            copy=False,
+        ).dumps()
 
 
 def _held(state: Tensor | list[Tensor]) -> HostCopy | list[HostCopy]:
     """Start to copy a state, which is a tensor or a list of tensors, to the host."""
-    return HostCopy(state.detach()) if isinstance(state, Tensor) else [HostCopy(each.detach()) for each in state]
+    return (
+        HostCopy(state.detach())
+        if isinstance(state, Tensor)
+        else [HostCopy(each.detach()) for each in state]
+    )
 
 
 def _read(state: HostCopy | list[HostCopy]) -> Tensor | list[Tensor]:
@@ -99,7 +121,8 @@ class MetricValues:
         metric = self._metrics.get(name)
         if metric is None:
             raise UsageError(
-                f"run.log({name}=...) got a metric on other workers but not on the first one, which "
+                f"run.log({name}=...) got a metric on other workers but not on the first one, "
+                "which "
                 "combines them; log it on all workers"
             )
         workers = [loads(state).unpack() for state in states]
@@ -122,17 +145,29 @@ def _put_together(metrics: Sequence[Any], workers: Sequence[Any]) -> Iterator[No
 
     Their own states are put back at the end.
     """
-    saved = [{**part.metric_state, **{name: getattr(part, name) for name in _BESIDE}} for part in metrics]
+    saved = [
+        {**part.metric_state, **{name: getattr(part, name) for name in _BESIDE}} for part in metrics
+    ]
     try:
         for index, part in enumerate(metrics):
             worker_states = [worker[index] for worker in workers]
             # A worker without updates still has the initial state, which would distort a mean.
-            updated_states = [states for count, states in worker_states if count] or [worker_states[0][1]]
+            updated_states = [states for count, states in worker_states if count] or [
+                worker_states[0][1]
+            ]
             # `_reductions` is private: the function of each state as given to `add_state`. If
             # torchmetrics renames it, this raises AttributeError.
-            states = {name: _reduced(reduction, [each[name] for each in updated_states]) for name, reduction in part._reductions.items()}
-            attributes = dict(zip(_BESIDE, (sum(count for count, _ in worker_states), None, False), strict=True))
-            _set(part, {name: _moved(state, part.device) for name, state in states.items()} | attributes)
+            states = {
+                name: _reduced(reduction, [each[name] for each in updated_states])
+                for name, reduction in part._reductions.items()
+            }
+            attributes = dict(
+                zip(_BESIDE, (sum(count for count, _ in worker_states), None, False), strict=True)
+            )
+            _set(
+                part,
+                {name: _moved(state, part.device) for name, state in states.items()} | attributes,
+            )
         yield
     finally:
         for part, saved_values in zip(metrics, saved, strict=True):
@@ -151,13 +186,23 @@ def _reduced(reduction: Callable[[Any], Any] | None, states: Sequence[Any]) -> A
         return states[0]
     # List states are concatenated, and tensors are stacked along a new first dim. `None` means no
     # reduction.
-    joined = [each for state in states for each in state] if isinstance(states[0], list) else torch.stack(list(states))
-    return joined if reduction is None or (isinstance(joined, list) and not joined) else reduction(joined)
+    joined = (
+        [each for state in states for each in state]
+        if isinstance(states[0], list)
+        else torch.stack(list(states))
+    )
+    return (
+        joined
+        if reduction is None or (isinstance(joined, list) and not joined)
+        else reduction(joined)
+    )
 
 
 def _moved(state: Any, device: torch.device) -> Any:
     """Move a state to a device."""
-    return [each.to(device) for each in state] if isinstance(state, list | tuple) else state.to(device)
+    return (
+        [each.to(device) for each in state] if isinstance(state, list | tuple) else state.to(device)
+    )
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:

@@ -31,7 +31,11 @@ class WeightedSum:
         self.weight += weight
         if isinstance(value, Tensor):
             # Values of one name may come from several devices. They are added up on the first one.
-            self.device = value * weight if self.device is None else self.device + value.to(self.device.device) * weight
+            self.device = (
+                value * weight
+                if self.device is None
+                else self.device + value.to(self.device.device) * weight
+            )
         else:
             self.total += value * weight
 
@@ -56,7 +60,12 @@ class SumsOnTheirWay:
     def __init__(self, sums: list[WeightedSum]) -> None:
         self._sums = sums
         # One copy for all sums of the device.
-        self._copy = HostCopy(torch.stack([weighted_sum.device for weighted_sum in sums if weighted_sum.device is not None]), shared=True)
+        self._copy = HostCopy(
+            torch.stack(
+                [weighted_sum.device for weighted_sum in sums if weighted_sum.device is not None]
+            ),
+            shared=True,
+        )
 
     def done(self) -> bool:
         """Whether the copy has arrived, so that reading it would not wait."""
@@ -88,11 +97,15 @@ def number(name: str, value: Any) -> float | Tensor:
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_complex():
             raise UsageError(
-                f"run.log({name}=...) got a {value.dtype} tensor of shape {tuple(value.shape)}; give one real number, e.g. its mean, "
+                f"run.log({name}=...) got a {value.dtype} tensor of shape {tuple(value.shape)}; "
+                "give one real number, e.g. its mean, "
                 "or pl.histogram(tensor), or pl.image(tensor)"
             )
         value = value.detach()
         return float(value) if value.device.type == "cpu" else value.reshape(()).to(torch.float64)
     if isinstance(value, numbers.Real | np.bool_):
         return float(value)
-    raise UsageError(f"run.log({name}=...) got a {type(value).__qualname__}; give a number or a tensor of one element")
+    raise UsageError(
+        f"run.log({name}=...) got a {type(value).__qualname__}; give a number or a tensor of one "
+        "element"
+    )

@@ -80,8 +80,13 @@ class LoggedValues:
 
     def done(self) -> bool:
         """Whether all copies have arrived on the host."""
-        copies: list[HostCopy | SumsOnTheirWay | HeldState] = [*self._on_their_way, *self.states.values()]
-        return all(copy.done() for copy in [*copies, *(media.copy for media in self.media.values())])
+        copies: list[HostCopy | SumsOnTheirWay | HeldState] = [
+            *self._on_their_way,
+            *self.states.values(),
+        ]
+        return all(
+            copy.done() for copy in [*copies, *(media.copy for media in self.media.values())]
+        )
 
     def means(self) -> dict[str, list[float]]:
         """Return each sum and its weight. Waits for devices if necessary."""
@@ -104,24 +109,34 @@ class LoggedValues:
 
         Metrics are not included, because the script saves their states itself.
         """
-        return {name: sums.packed() for name, sums in self.sums.items()}, {name: media.state() for name, media in self.media.items()}
+        return {name: sums.packed() for name, sums in self.sums.items()}, {
+            name: media.state() for name, media in self.media.items()
+        }
 
     @staticmethod
     def load(sums: Mapping[str, list[float]], media: Mapping[str, list[Any]]) -> LoggedValues:
         """Restore the output of `to_state`."""
         # Metrics keep their own states, so there is nothing to restore for them.
         held = {name: HeldMedia.load(state) for name, state in media.items()}
-        return LoggedValues({name: WeightedSum(total, weight) for name, (total, weight) in sums.items()}, media=held)
+        return LoggedValues(
+            {name: WeightedSum(total, weight) for name, (total, weight) in sums.items()}, media=held
+        )
 
 
 def check_name(name: str) -> None:
     """Raise `UsageError` if nothing can be logged under this name."""
     if name in RESERVED:
-        raise UsageError(f"run.log({name}=...): a line of metrics.jsonl has a field {name!r} of its own; give it another name")
+        raise UsageError(
+            f"run.log({name}=...): a line of metrics.jsonl has a field {name!r} of its own; "
+            "give it another name"
+        )
     if not name.isprintable():
         raise UsageError(
             f"run.log(**{{{name!r}: ...}}): names appear on terminals and in files; leave out "
             "characters that can't be printed"
         )
     if not name or name.startswith(PREFIX):
-        raise UsageError(f"run.log(**{{{name!r}: ...}}): give a name that isn't empty and doesn't begin with {PREFIX!r}")
+        raise UsageError(
+            f"run.log(**{{{name!r}: ...}}): give a name that isn't empty and doesn't begin with "
+            f"{PREFIX!r}"
+        )

@@ -104,7 +104,10 @@ class RunMembers:
             return None
         self._next = time + max(EVERY, PART * time)
         return {
-            str(worker): [totals.steps, *(round(value, 6) for value in (*totals.seconds, totals.late))]
+            str(worker): [
+                totals.steps,
+                *(round(value, 6) for value in (*totals.seconds, totals.late)),
+            ]
             for worker, totals in sorted(self._gather().items())
         }
 
@@ -127,9 +130,15 @@ class RunMembers:
                 "steps": totals.steps,
                 "first_step": totals.first,
                 "last_step": totals.last,
-                "seconds": {part: value / max(totals.steps, 1) for part, value in zip(PARTS, totals.seconds, strict=True)},
+                "seconds": {
+                    part: value / max(totals.steps, 1)
+                    for part, value in zip(PARTS, totals.seconds, strict=True)
+                },
                 "late": totals.late / max(totals.steps, 1),
-                "bytes_sent": {where: value / max(totals.steps, 1) for where, value in zip(SENT, totals.sent, strict=True)},
+                "bytes_sent": {
+                    where: value / max(totals.steps, 1)
+                    for where, value in zip(SENT, totals.sent, strict=True)
+                },
             }
             for worker, totals in totals_by_worker.items()
         ]

@@ -38,7 +38,9 @@ def settings(place: Place, device: torch.device, seed: int, prepared: Prepared) 
         "seed": seed,
         "cut": [spell(cut) for cut in prepared.cuts.applied],
         "optimizers": [hyperparameters(optimizer) for optimizer in prepared.optimizers],
-        "parameters": None if prepared.cuts.applied else sum(parameter.numel() for parameter in parameters),
+        "parameters": None
+        if prepared.cuts.applied
+        else sum(parameter.numel() for parameter in parameters),
         "dtypes": sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters}),
         "device": device.type,
         "threads": torch.get_num_threads(),
@@ -79,16 +81,29 @@ def _numbers(defaults: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
     """Yield the defaults that are one number, or several."""
     for name, value in defaults.items():
         # Booleans are numbers in Python, but no hyperparameters here.
-        is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, numbers.Real) and not isinstance(value, bool)
+        is_number = (
+            value.numel() == 1
+            if isinstance(value, Tensor)
+            else isinstance(value, numbers.Real) and not isinstance(value, bool)
+        )
         if is_number:
             yield name, float(value)
-        elif isinstance(value, tuple | list) and all(isinstance(each, numbers.Real) for each in value):
+        elif isinstance(value, tuple | list) and all(
+            isinstance(each, numbers.Real) for each in value
+        ):
             yield name, [float(each) for each in value]
 
 
 def _dealt(loaders: Iterable[ShareLoader]) -> dict[str, Any]:
     """Describe how batches of the first training loader are shared out."""
-    terms = next((loader.terms for loader in loaders if loader.terms.train is not False and loader.terms.training), None)
+    terms = next(
+        (
+            loader.terms
+            for loader in loaders
+            if loader.terms.train is not False and loader.terms.training
+        ),
+        None,
+    )
     if terms is None:
         return {}
     shares = terms.asked if isinstance(terms.asked, str) else None

@@ -52,16 +52,24 @@ def read(asked: str | Sequence[str] | None) -> tuple[TrackerSpec, ...]:
     """
     texts = asked.split(",") if isinstance(asked, str) else [] if asked is None else asked
     if not isinstance(texts, list | tuple) or not all(isinstance(word, str) for word in texts):
-        raise UsageError(f"report_to={asked!r} is neither a name nor a list of names; possible are {', '.join(NEEDS)}")
+        raise UsageError(
+            f"report_to={asked!r} is neither a name nor a list of names; "
+            f"possible are {', '.join(NEEDS)}"
+        )
     specs = tuple(TrackerSpec(*map(str.strip, word.split(":", 1))) for word in texts)
     if specs == (TrackerSpec(NOWHERE),):
         return ()
     for spec in specs:
         if spec.name not in NEEDS:
-            raise UsageError(f"report_to={str(spec)!r} is unknown; {choices(spec.name, list(NEEDS))}")
+            raise UsageError(
+                f"report_to={str(spec)!r} is unknown; {choices(spec.name, list(NEEDS))}"
+            )
     names = [spec.name for spec in specs]
     if len(set(names)) < len(names):
-        raise UsageError(f"report_to names {Counter(names).most_common(1)[0][0]} twice; a run goes to each tracker once")
+        raise UsageError(
+            f"report_to names {Counter(names).most_common(1)[0][0]} twice; "
+            "a run goes to each tracker once"
+        )
     return specs
 
 
@@ -69,7 +77,10 @@ def check_installed(specs: Sequence[TrackerSpec]) -> None:
     """Raise `UsageError` if a module that a tracker needs isn't installed."""
     absent = [spec.name for spec in specs if importlib.util.find_spec(NEEDS[spec.name]) is None]
     if absent:
-        raise UsageError(f"report_to needs packages that are not installed: pip install 'paceline[{','.join(absent)}]'")
+        raise UsageError(
+            "report_to needs packages that are not installed: "
+            f"pip install 'paceline[{','.join(absent)}]'"
+        )
 
 
 def make(specs: Sequence[TrackerSpec]) -> list[Tracker]:

@@ -84,7 +84,10 @@ class TrackerDelivery:
             was_behind, self._behind = self._behind, self._behind or overflows
         # Outside of the lock: `say` may write to a terminal, which may be slow.
         if overflows and not was_behind:
-            self._say(f"{self.tracker.name} is too slow for all steps of this run, and gets only some of them; metrics.jsonl has all")
+            self._say(
+                f"{self.tracker.name} is too slow for all steps of this run, and gets only some of "
+                "them; metrics.jsonl has all"
+            )
 
     def _thin_out(self) -> None:
         """Drop every second step that waits.
@@ -103,7 +106,9 @@ class TrackerDelivery:
     def _start(self) -> None:
         """Start the thread, unless it runs."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._deliver, name=f"paceline-{self.tracker.name}", daemon=True)
+            self._thread = threading.Thread(
+                target=self._deliver, name=f"paceline-{self.tracker.name}", daemon=True
+            )
             self._thread.start()
 
     def _deliver(self) -> None:
@@ -143,7 +148,10 @@ class TrackerDelivery:
             self.failed = self._ended = True
             self._waiting.clear()
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        self._say(f"{self.tracker.name} gets nothing more of this run ({reason}); training goes on, and the run's folder has everything")
+        self._say(
+            f"{self.tracker.name} gets nothing more of this run ({reason}); "
+            "training goes on, and the run's folder has everything"
+        )
         # Its failure is announced already.
         with contextlib.suppress(Exception):
             self.tracker.close(failed=True)

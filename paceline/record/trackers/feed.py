@@ -23,7 +23,14 @@ from paceline.record.history import RunHistory
 from paceline.record.logged.media import MediaItem
 from paceline.record.trackers.delivery import TrackerDelivery
 from paceline.record.trackers.media_folder import MediaFolder
-from paceline.record.trackers.tracker import Setting, TrackedEnd, TrackedEvent, TrackedRun, TrackedStep, Tracker
+from paceline.record.trackers.tracker import (
+    Setting,
+    TrackedEnd,
+    TrackedEvent,
+    TrackedRun,
+    TrackedStep,
+    Tracker,
+)
 from paceline.timings import TrackerTimings
 from paceline.unequal.stragglers.lateness import RankLateness
 
@@ -54,7 +61,13 @@ class TrackerFeed:
         events_told: int = 0,
         timings: TrackerTimings,
     ) -> None:
-        self._folder, self._history, self._settings, self._again, self._timings = folder, history, settings or {}, again, timings
+        self._folder, self._history, self._settings, self._again, self._timings = (
+            folder,
+            history,
+            settings or {},
+            again,
+            timings,
+        )
         self._trackers = [TrackerDelivery(tracker, history.tell) for tracker in trackers]
         self._media: TrackerDelivery | None = None
         self._events_told = events_told
@@ -98,7 +111,9 @@ class TrackerFeed:
         """Leave the events up to now to the first worker."""
         self._events_told = len(self._history.events)
 
-    def write(self, lines: Sequence[Mapping[str, Any]], late: Callable[[int], Sequence[RankLateness]]) -> None:
+    def write(
+        self, lines: Sequence[Mapping[str, Any]], late: Callable[[int], Sequence[RankLateness]]
+    ) -> None:
         """Report lines of the metrics, and the events since the last call.
 
         `late` returns the late workers of a step.
@@ -112,7 +127,10 @@ class TrackerFeed:
                 self._give_media(line["step"])
                 steps = []
         self._give(steps)
-        events = [TrackedEvent(event["time"], event["what"]) for event in self._history.events[self._events_told :]]
+        events = [
+            TrackedEvent(event["time"], event["what"])
+            for event in self._history.events[self._events_told :]
+        ]
         self._events_told += len(events)
         for delivery in self._trackers:
             for event in events:
@@ -159,24 +177,48 @@ class TrackerFeed:
         It waits for slow trackers, up to a limit, and announces that.
         """
         self._give_media(math.inf)
-        unfinished = [*(self._trackers if self._begun else []), *([] if self._media is None else [self._media])]
+        unfinished = [
+            *(self._trackers if self._begun else []),
+            *([] if self._media is None else [self._media]),
+        ]
         self._trackers, self._media = [], None
         began_at = time.monotonic()
         # First a short wait without a word, then an announcement and a longer one.
         patience = self._timings.leave if failed else self._timings.quiet
-        unfinished = [delivery for delivery in unfinished if not delivery.end(failed=failed, deadline=began_at + patience)]
+        unfinished = [
+            delivery
+            for delivery in unfinished
+            if not delivery.end(failed=failed, deadline=began_at + patience)
+        ]
         if unfinished and not failed:
-            self._say(f"waiting for {_named(unfinished)} to take in the rest of the run, {self._timings.close:g} s at most")
+            self._say(
+                f"waiting for {_named(unfinished)} to take in the rest of the run, "
+                f"{self._timings.close:g} s at most"
+            )
             deadline = began_at + self._timings.close
-            unfinished = [delivery for delivery in unfinished if not delivery.end(failed=failed, deadline=deadline)]
+            unfinished = [
+                delivery
+                for delivery in unfinished
+                if not delivery.end(failed=failed, deadline=deadline)
+            ]
         if unfinished:
-            self._say(f"{_named(unfinished)} did not take in all of the run; the run's folder has everything")
+            self._say(
+                f"{_named(unfinished)} did not take in all of the run; "
+                "the run's folder has everything"
+            )
 
     def _run(self, *, again: bool) -> TrackedRun:
         """Describe the run for trackers."""
         history = self._history
         settings = {**self._settings, "seed": history.seed}
-        return TrackedRun(self._folder.name, self._folder.path, history.identity(self._folder.name), history.began, settings, again)
+        return TrackedRun(
+            self._folder.name,
+            self._folder.path,
+            history.identity(self._folder.name),
+            history.began,
+            settings,
+            again,
+        )
 
 
 def _named(deliveries: Sequence[TrackerDelivery]) -> str:

@@ -42,7 +42,12 @@ class MediaFolder:
         """
         lines = []
         for item in items:
-            fields = {"step": item.step, "time": round(item.time, 6), "name": item.name, **item.content.fields()}
+            fields = {
+                "step": item.step,
+                "time": round(item.time, 6),
+                "name": item.name,
+                **item.content.fields(),
+            }
             if isinstance(item.content, Pixels):
                 file = Path("media", f"{file_name(item.name)}-{item.step}.png")
                 path = self._folder.path / file
@@ -78,4 +83,8 @@ def file_name(name: str) -> str:
     """
     name_parts = [quote(name_part, safe=" ()+,=@") for name_part in name.split("/")]
     # Parts such as "." and ".." would lead elsewhere.
-    return "/".join(name_part.replace(".", "%2E") if name_part.strip(".") == "" else name_part for name_part in name_parts if name_part)
+    return "/".join(
+        name_part.replace(".", "%2E") if name_part.strip(".") == "" else name_part
+        for name_part in name_parts
+        if name_part
+    )

@@ -15,7 +15,13 @@ from paceline.record.folder import tame
 from paceline.record.logged.histogram import HistogramCounts
 from paceline.record.logged.media import MediaItem
 from paceline.record.trackers.media_folder import file_name
-from paceline.record.trackers.tracker import Setting, TrackedEnd, TrackedEvent, TrackedRun, TrackedStep
+from paceline.record.trackers.tracker import (
+    Setting,
+    TrackedEnd,
+    TrackedEvent,
+    TrackedRun,
+    TrackedStep,
+)
 
 TAG: Final = "paceline.identity"
 # Metrics that a store accepts at once.
@@ -55,14 +61,24 @@ class MlflowTracker:
         self._client, self._began = mlflow.MlflowClient(), run.began
         name = self._experiment or MLFLOW_EXPERIMENT_NAME.get() or "Default"
         known_experiment = self._client.get_experiment_by_name(name)
-        experiment = self._client.create_experiment(name) if known_experiment is None else known_experiment.experiment_id
+        experiment = (
+            self._client.create_experiment(name)
+            if known_experiment is None
+            else known_experiment.experiment_id
+        )
         # A tag identifies our run, because names in MLflow need not be unique.
-        earlier_runs = self._client.search_runs([experiment], f"tags.`{TAG}` = '{run.identity}'") if run.again else []
+        earlier_runs = (
+            self._client.search_runs([experiment], f"tags.`{TAG}` = '{run.identity}'")
+            if run.again
+            else []
+        )
         if earlier_runs:
             self._id = earlier_runs[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
         else:
-            self._id = self._client.create_run(experiment, run_name=run.name, tags={TAG: run.identity}).info.run_id
+            self._id = self._client.create_run(
+                experiment, run_name=run.name, tags={TAG: run.identity}
+            ).info.run_id
         self._settings(run.settings)
         return f"experiment {name}, run {self._id} in {mlflow.get_tracking_uri()}"
 
@@ -87,7 +103,9 @@ class MlflowTracker:
         for item in items:
             file = Path(f"{file_name(item.name)}-{item.step}")
             if isinstance(item.content, HistogramCounts):
-                self._client.log_dict(self._id, tame(item.content.fields()), f"histograms/{file}.json")
+                self._client.log_dict(
+                    self._id, tame(item.content.fields()), f"histograms/{file}.json"
+                )
                 continue
             with tempfile.TemporaryDirectory(prefix="paceline-mlflow-") as folder:
                 path = Path(folder, f"{file.name}.png")
@@ -108,7 +126,10 @@ class MlflowTracker:
 
         self._settings(end.settings)
         when = round(1000 * (self._began + end.results.get("seconds", 0.0)))
-        results = [Metric(metric_name(f"summary/{name}"), value, when, 0) for name, value in end.results.items()]
+        results = [
+            Metric(metric_name(f"summary/{name}"), value, when, 0)
+            for name, value in end.results.items()
+        ]
         for at in range(0, len(results), _MOST):
             self._client.log_batch(self._id, metrics=results[at : at + _MOST])
         self._client.log_artifact(self._id, str(end.summary))
@@ -129,7 +150,11 @@ class MlflowTracker:
         values = {metric_name(name): str(value)[:_LONGEST] for name, value in settings.items()}
         logged_params = self._client.get_run(self._id).data.params
         new = [Param(name, value) for name, value in values.items() if name not in logged_params]
-        changed = [RunTag(f"paceline.{name}", value) for name, value in values.items() if logged_params.get(name, value) != value]
+        changed = [
+            RunTag(f"paceline.{name}", value)
+            for name, value in values.items()
+            if logged_params.get(name, value) != value
+        ]
         self._client.log_batch(self._id, params=new, tags=changed)
 
 

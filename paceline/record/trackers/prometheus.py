@@ -107,13 +107,19 @@ class PrometheusTracker:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         try:
-            server = make_server(self._host, self._port, make_wsgi_app(registry), MetricsServer, MetricsRequest)
+            server = make_server(
+                self._host, self._port, make_wsgi_app(registry), MetricsServer, MetricsRequest
+            )
         except OSError as error:
             raise UsageError(
-                f"report_to='prometheus:{self._host}:{self._port}' can't listen there ({error.strerror}); give another port, such as "
+                f"report_to='prometheus:{self._host}:{self._port}' can't listen there "
+                f"({error.strerror}); give another port, such as "
                 f"prometheus:{self._port + 1}, or prometheus:0 for any that is free"
             ) from error
-        self._server = server, threading.Thread(target=server.serve_forever, name="paceline prometheus", daemon=True)
+        self._server = (
+            server,
+            threading.Thread(target=server.serve_forever, name="paceline prometheus", daemon=True),
+        )
         self._server[1].start()
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{server.server_port}/metrics"
@@ -122,7 +128,10 @@ class PrometheusTracker:
         """Count steps."""
         # Values that were logged after their step had ended have no samples and seconds.
         finished = [step for step in steps if step.samples is not None and step.seconds is not None]
-        samples, seconds = sum(step.samples or 0 for step in finished), sum(sum((step.seconds or {}).values()) for step in finished)
+        samples, seconds = (
+            sum(step.samples or 0 for step in finished),
+            sum(sum((step.seconds or {}).values()) for step in finished),
+        )
         with self._lock:
             for step in steps:
                 self._logged |= step.values
@@ -187,18 +196,46 @@ class PrometheusTracker:
         with self._lock:
             counts, last, rate = dict(self._counts), self._last, self._rate
             seconds = {(part,): value for part, value in self._seconds.items()}
-            late_seconds = {(str(worker), cause): value for (worker, cause), value in self._late.items()}
+            late_seconds = {
+                (str(worker), cause): value for (worker, cause), value in self._late.items()
+            }
             logged = {(name,): value for name, value in self._logged.items()}
         settings = {name: printable(str(value)) for name, value in self._run.settings.items()}
-        yield gauge("paceline_run_info", "What runs here: always 1.", {tuple(settings.values()): 1.0}, *settings)
-        for name, text in (("steps", "Steps taken."), ("samples", "Samples trained on."), ("events", "Events of the run.")):
+        yield gauge(
+            "paceline_run_info",
+            "What runs here: always 1.",
+            {tuple(settings.values()): 1.0},
+            *settings,
+        )
+        for name, text in (
+            ("steps", "Steps taken."),
+            ("samples", "Samples trained on."),
+            ("events", "Events of the run."),
+        ):
             yield counter(f"paceline_{name}", text, {(): float(counts[name])})
-        yield counter("paceline_step_seconds", "Seconds of steps by part, the mean over workers.", seconds, "part")
-        yield counter("paceline_late_seconds", "Seconds by which a worker was later than usual, by cause.", late_seconds, "worker", "cause")
+        yield counter(
+            "paceline_step_seconds",
+            "Seconds of steps by part, the mean over workers.",
+            seconds,
+            "part",
+        )
+        yield counter(
+            "paceline_late_seconds",
+            "Seconds by which a worker was later than usual, by cause.",
+            late_seconds,
+            "worker",
+            "cause",
+        )
         yield gauge("paceline_step", "Number of the last step.", {(): float(last)})
         if rate is not None:
-            yield gauge("paceline_samples_per_second", "Samples per second in the last steps, those of about a second.", {(): rate})
-        yield gauge("paceline_logged", "The last value of what the script has logged.", logged, "name")
+            yield gauge(
+                "paceline_samples_per_second",
+                "Samples per second in the last steps, those of about a second.",
+                {(): rate},
+            )
+        yield gauge(
+            "paceline_logged", "The last value of what the script has logged.", logged, "name"
+        )
 
 
 def _address(detail: str) -> tuple[str, int]:
@@ -207,5 +244,8 @@ def _address(detail: str) -> tuple[str, int]:
     host = host.removeprefix("[").removesuffix("]") or LOOPBACK
     port_number = network.port(port) if detail else PORT
     if port_number is None:
-        raise UsageError(f"report_to='prometheus:{detail}' has no port; write prometheus:PORT or prometheus:HOST:PORT, such as 9464")
+        raise UsageError(
+            f"report_to='prometheus:{detail}' has no port; write prometheus:PORT or "
+            "prometheus:HOST:PORT, such as 9464"
+        )
     return host, port_number

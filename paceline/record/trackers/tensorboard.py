@@ -17,7 +17,13 @@ from typing import Any, Final
 
 from paceline.record.logged.histogram import HistogramCounts
 from paceline.record.logged.media import MediaItem
-from paceline.record.trackers.tracker import Setting, TrackedEnd, TrackedEvent, TrackedRun, TrackedStep
+from paceline.record.trackers.tracker import (
+    Setting,
+    TrackedEnd,
+    TrackedEvent,
+    TrackedRun,
+    TrackedStep,
+)
 
 EVENTS: Final = "paceline/events"
 # Prefix of the names of a run's results.
@@ -51,7 +57,10 @@ class TensorBoardTracker:
         self._file, self._began = EventFile(folder), run.began
         self._file.text("settings", _table(run.settings), 0, run.began)
         self._file.flush()
-        return f"tensorboard --logdir {shlex.quote(str(run.folder.parent if self._root is None else self._root))}"
+        return (
+            "tensorboard --logdir "
+            f"{shlex.quote(str(run.folder.parent if self._root is None else self._root))}"
+        )
 
     def steps(self, steps: Sequence[TrackedStep]) -> None:
         """Write the numbers of steps."""
@@ -70,7 +79,9 @@ class TensorBoardTracker:
             if isinstance(item.content, HistogramCounts):
                 self._file.histogram(item.name, item.content, item.step, wall_time)
             else:
-                self._file.image(item.name, item.content.png(), item.content.data.shape, item.step, wall_time)
+                self._file.image(
+                    item.name, item.content.png(), item.content.data.shape, item.step, wall_time
+                )
         self._file.flush()
 
     def event(self, event: TrackedEvent) -> None:
@@ -115,7 +126,7 @@ class EventFile:
         self._events, self._log, self._summaries, self._make = Event, SessionLog, Summary, summary
         folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard finds files by "tfevents" in their names, and reads them in alphabetic order.
-        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_FILES)}.paceline"
+        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_FILES)}.paceline"  # noqa: E501
         self._file = (folder / name).open("xb")
         self._writer = RecordWriter(self._file)
         # The first event of a file has to be its version.
@@ -123,7 +134,9 @@ class EventFile:
 
     def scalar(self, name: str, value: float, step: int, when: float) -> None:
         """Write a number. TensorBoard keeps 32 bits of it."""
-        self._show(self._summaries(value=[self._summaries.Value(tag=name, simple_value=value)]), step, when)
+        self._show(
+            self._summaries(value=[self._summaries.Value(tag=name, simple_value=value)]), step, when
+        )
 
     def histogram(self, name: str, counts: HistogramCounts, step: int, when: float) -> None:
         """Write a histogram."""
@@ -142,8 +155,12 @@ class EventFile:
     def image(self, name: str, png: bytes, shape: tuple[int, ...], step: int, when: float) -> None:
         """Write a PNG with its (height, width, channels)."""
         height, width, channels = shape
-        image = self._summaries.Image(height=height, width=width, colorspace=channels, encoded_image_string=png)
-        self._show(self._summaries(value=[self._summaries.Value(tag=name, image=image)]), step, when)
+        image = self._summaries.Image(
+            height=height, width=width, colorspace=channels, encoded_image_string=png
+        )
+        self._show(
+            self._summaries(value=[self._summaries.Value(tag=name, image=image)]), step, when
+        )
 
     def text(self, name: str, text: str, step: int, when: float) -> None:
         """Write a text in Markdown."""
@@ -181,4 +198,10 @@ class EventFile:
 
 def _table(settings: Any) -> str:
     """Format settings as a table in Markdown."""
-    return "\n".join(["| setting | value |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in settings.items())])
+    return "\n".join(
+        [
+            "| setting | value |",
+            "| --- | --- |",
+            *(f"| {name} | {value} |" for name, value in settings.items()),
+        ]
+    )

@@ -16,7 +16,18 @@ Setting = str | int | float | bool
 _SETTINGS: Final = ("sync", "workers", "hosts")
 # Fields of a summary that are its results.
 _RESULTS: Final = (
-    *("steps", "samples", "seconds", "samples_per_second", "final_loss", "step_seconds", "bytes_sent", "checkpoints", "logged", "results"),
+    *(
+        "steps",
+        "samples",
+        "seconds",
+        "samples_per_second",
+        "final_loss",
+        "step_seconds",
+        "bytes_sent",
+        "checkpoints",
+        "logged",
+        "results",
+    ),
 )
 
 
@@ -60,20 +71,28 @@ class TrackedStep:
     def of(line: Mapping[str, Any], late: Sequence[RankLateness]) -> TrackedStep:
         """Convert a line of metrics.jsonl."""
         values = {name: value for name, value in line.items() if name not in RESERVED}
-        return TrackedStep(line["step"], line["time"], values, line.get("samples"), line.get("seconds"), late)
+        return TrackedStep(
+            line["step"], line["time"], values, line.get("samples"), line.get("seconds"), late
+        )
 
     def scalars(self) -> dict[str, float]:
         """Return all numbers by name: logged values, and the time of the step as `paceline/...`."""
         numbers = dict(self.values)
         if self.seconds is not None and self.samples is not None:
             step_seconds = sum(self.seconds.values())
-            numbers |= {f"{PREFIX}seconds/{part}": part_seconds for part, part_seconds in self.seconds.items()}
+            numbers |= {
+                f"{PREFIX}seconds/{part}": part_seconds
+                for part, part_seconds in self.seconds.items()
+            }
             if step_seconds > 0:
                 numbers[f"{PREFIX}samples_per_second"] = self.samples / step_seconds
         # Of several late workers, the latest one is reported.
         if self.late:
             latest = max(self.late, key=lambda each: each.seconds)
-            numbers |= {f"{PREFIX}late/seconds": latest.seconds, f"{PREFIX}late/worker": float(latest.rank)}
+            numbers |= {
+                f"{PREFIX}late/seconds": latest.seconds,
+                f"{PREFIX}late/worker": float(latest.rank),
+            }
         return numbers
 
 
@@ -99,12 +118,27 @@ class TrackedEnd:
         loader = fields.get("loader") or {}
         given = dict(_settings("", fields.get("settings") or {}))
         # Later entries win: the summary is more reliable than what was known at the start.
-        settings: dict[str, Setting] = {**known, **given, **{name: fields[name] for name in _SETTINGS}}
+        settings: dict[str, Setting] = {
+            **known,
+            **given,
+            **{name: fields[name] for name in _SETTINGS},
+        }
         if fields.get("mesh"):
             settings["mesh"] = ", ".join(f"{axis}={size}" for axis, size in fields["mesh"].items())
         if loader:
-            settings |= {"loader_workers": loader["num_workers"], "shares": ", ".join(map(str, loader["shares"]))}
-        return TrackedEnd(settings, {name: value for field in _RESULTS for name, value in _numbers(field, fields.get(field))}, summary)
+            settings |= {
+                "loader_workers": loader["num_workers"],
+                "shares": ", ".join(map(str, loader["shares"])),
+            }
+        return TrackedEnd(
+            settings,
+            {
+                name: value
+                for field in _RESULTS
+                for name, value in _numbers(field, fields.get(field))
+            },
+            summary,
+        )
 
 
 class Tracker(Protocol):

@@ -39,7 +39,10 @@ class WandbTracker:
     def __init__(self, detail: str) -> None:
         entity, _, project = detail.rpartition("/")
         if "/" in entity or (detail and not project):
-            raise UsageError(f"report_to='wandb:{detail}' can't be read; write wandb:PROJECT or wandb:ENTITY/PROJECT")
+            raise UsageError(
+                f"report_to='wandb:{detail}' can't be read; "
+                "write wandb:PROJECT or wandb:ENTITY/PROJECT"
+            )
         self._entity, self._project = entity or None, project or None
         self._wandb: Any = None
         self._run: Any = None
@@ -71,7 +74,9 @@ class WandbTracker:
             self._run = self._init(run, None)
         except wandb.errors.CommError as error:
             reason = " ".join(str(error).split())
-            return self._offline(run, f"as the server can't be reached ({reason})", again="-offline")
+            return self._offline(
+                run, f"as the server can't be reached ({reason})", again="-offline"
+            )
         return str(self._run.url)
 
     def steps(self, steps: Sequence[TrackedStep]) -> None:
@@ -89,7 +94,9 @@ class WandbTracker:
         """
         for item in items:
             if isinstance(item.content, HistogramCounts):
-                media = self._wandb.Histogram(np_histogram=(list(item.content.counts), item.content.edges))
+                media = self._wandb.Histogram(
+                    np_histogram=(list(item.content.counts), item.content.edges)
+                )
             else:
                 from PIL import Image
 

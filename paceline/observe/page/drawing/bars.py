@@ -40,7 +40,9 @@ class Bar:
     note: str = ""  # below the label
 
 
-def bars(title: str, rows: Sequence[Bar], words: Mapping[str, str], *, least: float = 0.0) -> Markup:
+def bars(
+    title: str, rows: Sequence[Bar], words: Mapping[str, str], *, least: float = 0.0
+) -> Markup:
     """Draw bars on one scale, with a legend of their parts.
 
     Args:
@@ -55,18 +57,32 @@ def bars(title: str, rows: Sequence[Bar], words: Mapping[str, str], *, least: fl
     keys = (element("span", {"class": "key"}, swatch(part), words[part]) for part in shown_parts)
     legend = element("figcaption", {"class": "legend"}, keys)
     body = (_row(title, row, words, longest) for row in rows)
-    return element("figure", None, legend if len(shown_parts) > 1 else None, element("div", {"class": "bars"}, body))
+    return element(
+        "figure",
+        None,
+        legend if len(shown_parts) > 1 else None,
+        element("div", {"class": "bars"}, body),
+    )
 
 
 def swatch(part: str) -> Markup:
     """Draw a piece of a part's colour for a legend."""
-    box = element("rect", {"class": f"fill {PARTS_KINDS[part]}", "width": 14, "height": 12, "rx": 2})
-    return element("svg", {"class": "swatch", "width": 14, "height": 12, "aria-hidden": "true"}, box, _hatch(part, "0", "14", 12))
+    box = element(
+        "rect", {"class": f"fill {PARTS_KINDS[part]}", "width": 14, "height": 12, "rx": 2}
+    )
+    return element(
+        "svg",
+        {"class": "swatch", "width": 14, "height": 12, "aria-hidden": "true"},
+        box,
+        _hatch(part, "0", "14", 12),
+    )
 
 
 def _row(title: str, row: Bar, words: Mapping[str, str], longest: float) -> Markup:
     """Draw one bar with its label."""
-    description = ", ".join(f"{words[part]} {size / longest:.0%}" for part, size in row.sizes.items() if size > 0)
+    description = ", ".join(
+        f"{words[part]} {size / longest:.0%}" for part, size in row.sizes.items() if size > 0
+    )
     bar = element(
         "svg",
         {"class": "bar", "width": "100%", "height": THICK, "role": "img"},
@@ -75,7 +91,13 @@ def _row(title: str, row: Bar, words: Mapping[str, str], longest: float) -> Mark
     )
     note = element("small", None, row.note) if row.note else None
     label = element("span", {"class": "label"}, row.label, note)
-    return element("div", {"class": "row"}, label, element("span", {"class": "track"}, bar), element("span", {"class": "end"}, row.end))
+    return element(
+        "div",
+        {"class": "row"},
+        label,
+        element("span", {"class": "track"}, bar),
+        element("span", {"class": "end"}, row.end),
+    )
 
 
 def _pieces(row: Bar, words: Mapping[str, str], longest: float) -> Iterator[Markup]:
@@ -86,7 +108,10 @@ def _pieces(row: Bar, words: Mapping[str, str], longest: float) -> Iterator[Mark
         # Positions are percentages, so bars stretch with the page and text does not.
         if size > 0:
             x, width = f"{100 * position / longest:.3f}%", f"{100 * size / longest:.3f}%"
-            yield element("rect", {"class": f"fill {PARTS_KINDS[part]}", "x": x, "width": width, "height": THICK})
+            yield element(
+                "rect",
+                {"class": f"fill {PARTS_KINDS[part]}", "x": x, "width": width, "height": THICK},
+            )
             yield _hatch(part, x, width, THICK)
             position += size
 
@@ -94,15 +119,33 @@ def _pieces(row: Bar, words: Mapping[str, str], longest: float) -> Iterator[Mark
 def _hatch(part: str, x: str, width: str, height: int) -> Markup:
     """Draw the hatching over a part. The page defines its pattern once."""
     kind = PARTS_KINDS[part]
-    return element("rect", {"fill": f"url(#hatch-{kind})", "x": x, "width": width, "height": height})
+    return element(
+        "rect", {"fill": f"url(#hatch-{kind})", "x": x, "width": width, "height": height}
+    )
 
 
 def hatchings() -> Markup:
     """Define the pattern of each hatching, once for a page."""
-    paths = {"k1": "M-1 1l2-2M0 6l6-6M5 7l2-2", "k2": "M0 0l6 6M-1 5l2 2M5-1l2 2", "k3": "M3 0v6", "k4": "M0 3h6", "k5": "M0 3h6M3 0v6"}
+    paths = {
+        "k1": "M-1 1l2-2M0 6l6-6M5 7l2-2",
+        "k2": "M0 0l6 6M-1 5l2 2M5-1l2 2",
+        "k3": "M3 0v6",
+        "k4": "M0 3h6",
+        "k5": "M0 3h6M3 0v6",
+    }
     patterns = (
-        element("pattern", {"id": f"hatch-{kind}", "width": 6, "height": 6, "patternUnits": "userSpaceOnUse"}, element("path", {"d": path}))
+        element(
+            "pattern",
+            {"id": f"hatch-{kind}", "width": 6, "height": 6, "patternUnits": "userSpaceOnUse"},
+            element("path", {"d": path}),
+        )
         for kind, path in paths.items()
     )
-    plain = element("pattern", {"id": "hatch-k0", "width": 6, "height": 6, "patternUnits": "userSpaceOnUse"})
-    return element("svg", {"class": "hatchings", "width": 0, "height": 0, "aria-hidden": "true"}, element("defs", None, plain, patterns))
+    plain = element(
+        "pattern", {"id": "hatch-k0", "width": 6, "height": 6, "patternUnits": "userSpaceOnUse"}
+    )
+    return element(
+        "svg",
+        {"class": "hatchings", "width": 0, "height": 0, "aria-hidden": "true"},
+        element("defs", None, plain, patterns),
+    )

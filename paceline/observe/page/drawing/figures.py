@@ -54,7 +54,9 @@ def figure(data: Data, field: Field, words: Words) -> Markup:
     if value is None or isinstance(value, Mapping | list):
         return element("span", {"class": "figure"}, NONE)
     text = words(float(value)) if math.isfinite(float(value)) else str(value)
-    return element("data", {"class": "figure", "data-field": _dotted(field), "value": repr(value)}, text)
+    return element(
+        "data", {"class": "figure", "data-field": _dotted(field), "value": repr(value)}, text
+    )
 
 
 def summed(data: Data, field: Field, words: Words) -> Markup:
@@ -63,14 +65,23 @@ def summed(data: Data, field: Field, words: Words) -> Markup:
     if numbers is None:
         return element("span", {"class": "figure"}, NONE)
     value = total(numbers)
-    return element("data", {"class": "figure", "data-field": _dotted(field), "data-sum": "", "value": repr(value)}, words(value))
+    return element(
+        "data",
+        {"class": "figure", "data-field": _dotted(field), "data-sum": "", "value": repr(value)},
+        words(value),
+    )
 
 
 def share(data: Data, field: Field, per: Field) -> Markup:
     """Draw a field of the summary, or its sum, as a share of another field."""
     total_per = total(find(data, *per))
     value = total(find(data, *field)) / total_per if total_per > 0 else 0.0
-    attributes = {"class": "figure", "data-field": _dotted(field), "data-per": _dotted(per), "value": repr(value)}
+    attributes = {
+        "class": "figure",
+        "data-field": _dotted(field),
+        "data-per": _dotted(per),
+        "value": repr(value),
+    }
     return element("data", attributes, f"{value:.0%}")
 
 

@@ -16,10 +16,24 @@ def table(head: Sequence[Child], rows: Iterable[Sequence[Child]], caption: str =
         caption: Title of the table.
     """
     head_row = element("tr", None, (element("th", {"scope": "col"}, cell) for cell in head))
-    body = (element("tr", None, element("th", {"scope": "row"}, row[0]), (element("td", None, cell) for cell in row[1:])) for row in rows)
+    body = (
+        element(
+            "tr",
+            None,
+            element("th", {"scope": "row"}, row[0]),
+            (element("td", None, cell) for cell in row[1:]),
+        )
+        for row in rows
+    )
     title = element("caption", None, caption) if caption else None
-    whole_table = element("table", None, title, element("thead", None, head_row), element("tbody", None, body))
-    return element("div", {"class": "scroll", "tabindex": 0, "role": "region", "aria-label": caption or "table"}, whole_table)
+    whole_table = element(
+        "table", None, title, element("thead", None, head_row), element("tbody", None, body)
+    )
+    return element(
+        "div",
+        {"class": "scroll", "tabindex": 0, "role": "region", "aria-label": caption or "table"},
+        whole_table,
+    )
 
 
 def folded(title: str, content: Child) -> Markup:

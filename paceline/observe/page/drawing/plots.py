@@ -91,7 +91,10 @@ def smoothed(plot: Plot) -> Plot:
     def column(values: Iterable[float | None]) -> Numbers:
         return [value if value is None or not is_log else math.log10(value) for value in values]
 
-    faint = [replace(curve, name="", y=column(curve.y), low=(), high=(), faint=True) for curve in plot.curves]
+    faint = [
+        replace(curve, name="", y=column(curve.y), low=(), high=(), faint=True)
+        for curve in plot.curves
+    ]
     firm = [replace(curve, y=column(_averages(curve.y)), low=(), high=()) for curve in plot.curves]
     # The limits go through the same transformation as the curves.
     low, high = finite([column([min(all_values, default=0.0), max(all_values, default=1.0)])])
@@ -114,7 +117,14 @@ def draw(plot: Plot) -> Markup:
     # Only the curves stretch (`preserveAspectRatio="none"`). Text, marks and grid lie outside of
     # the plane, in pixels and percentages.
     plane = element(
-        "svg", {"viewBox": f"0 0 {WIDE} {plot.high}", "preserveAspectRatio": "none", "width": "100%", "height": plot.high}, lines
+        "svg",
+        {
+            "viewBox": f"0 0 {WIDE} {plot.high}",
+            "preserveAspectRatio": "none",
+            "width": "100%",
+            "height": plot.high,
+        },
+        lines,
     )
     plane_with_marks = element(
         "svg",
@@ -125,7 +135,12 @@ def draw(plot: Plot) -> Markup:
         (_mark(mark, plot) for mark in plot.marks),
         element("line", {"class": "cursor", "y1": 0, "y2": plot.high, "x1": 0, "x2": 0}),
     )
-    sheet = element("div", {"class": "sheet"}, plane_with_marks, element("output", {"class": "read-out", "hidden": ""}))
+    sheet = element(
+        "div",
+        {"class": "sheet"},
+        plane_with_marks,
+        element("output", {"class": "read-out", "hidden": ""}),
+    )
     points = json.dumps(_read_outs(plot), separators=(",", ":"))
     plot_with_axis = element("div", {"class": "plot", "data-points": points}, _heights(plot), sheet)
     return element("figure", None, _legend(plot.curves), plot_with_axis)
@@ -149,7 +164,11 @@ def _read_outs(plot: Plot) -> dict[str, object]:
         "unit": plot.unit,
         "curves": columns,
     }
-    return read_outs if plot.under is None else {**read_outs, "under": [plot.under(x) for x in index_by_position]}
+    return (
+        read_outs
+        if plot.under is None
+        else {**read_outs, "under": [plot.under(x) for x in index_by_position]}
+    )
 
 
 def _placed(curve: Curve, index_by_position: dict[float, int]) -> list[float | None]:
@@ -238,17 +257,39 @@ def across(axis: Scale, y: float, under: Callable[[float], str] | None = None) -
         attributes = {"class": "tick", "x": f"{100 * position:.2f}%", "text-anchor": anchor}
         yield element("text", {**attributes, "y": y}, words)
         if under is not None:
-            yield element("text", {**attributes, "y": y + 16, "class": f"tick under{' odd' * (index % 2)}"}, under(value))
+            yield element(
+                "text",
+                {**attributes, "y": y + 16, "class": f"tick under{' odd' * (index % 2)}"},
+                under(value),
+            )
 
 
 def _heights(plot: Plot) -> Markup:
     """Draw the numbers of the vertical axis."""
     ticks = (
-        element("text", {"class": "tick", "x": "100%", "y": max(_down(value, plot) + 4, 9), "text-anchor": "end"}, words)
+        element(
+            "text",
+            {
+                "class": "tick",
+                "x": "100%",
+                "y": max(_down(value, plot) + 4, 9),
+                "text-anchor": "end",
+            },
+            words,
+        )
         for value, words in plot.y.ticks
     )
     longest = max((len(words) for _, words in plot.y.ticks), default=0)
-    return element("svg", {"class": "heights", "height": _height(plot), "width": 8 + 7 * longest, "aria-hidden": "true"}, ticks)
+    return element(
+        "svg",
+        {
+            "class": "heights",
+            "height": _height(plot),
+            "width": 8 + 7 * longest,
+            "aria-hidden": "true",
+        },
+        ticks,
+    )
 
 
 def _mark(mark: Mark, plot: Plot) -> Markup:
@@ -265,16 +306,25 @@ def _legend(curves: Sequence[Curve]) -> Markup | None:
     if len(named) < 2:
         return None
     return element(
-        "figcaption", {"class": "legend"}, (element("span", {"class": "key"}, swatch(curve.kind), curve.name) for curve in named)
+        "figcaption",
+        {"class": "legend"},
+        (element("span", {"class": "key"}, swatch(curve.kind), curve.name) for curve in named),
     )
 
 
 def swatch(kind: int) -> Markup:
     """Draw a piece of a curve's line for a legend."""
     sample = element("line", {"class": f"line {line(kind)}", "x1": 1, "x2": 29, "y1": 6, "y2": 6})
-    return element("svg", {"class": "swatch", "width": 30, "height": 12, "aria-hidden": "true"}, sample)
+    return element(
+        "svg", {"class": "swatch", "width": 30, "height": 12, "aria-hidden": "true"}, sample
+    )
 
 
 def finite(columns: Sequence[Numbers]) -> list[float]:
     """Return all finite numbers of these columns."""
-    return [value for column in columns for value in column if value is not None and math.isfinite(value)]
+    return [
+        value
+        for column in columns
+        for value in column
+        if value is not None and math.isfinite(value)
+    ]

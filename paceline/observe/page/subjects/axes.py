@@ -20,7 +20,9 @@ def of_steps(steps: Sequence[float | None], *, many: bool = False) -> Scale:
     """Return the axis for these steps. It begins at 0 if they begin near 0."""
     known_steps = [step for step in steps if step is not None]
     low, high = min(known_steps, default=0.0), max(known_steps, default=1.0)
-    return scales.scale(0.0 if low < 0.1 * high else low, high, scales.short, 8 if many else 5, whole=True)
+    return scales.scale(
+        0.0 if low < 0.1 * high else low, high, scales.short, 8 if many else 5, whole=True
+    )
 
 
 def clock(data: Mapping[str, Any]) -> Callable[[float], str] | None:
@@ -41,6 +43,14 @@ def marks(data: Mapping[str, Any]) -> list[Mark]:
 
     def at(event: Mapping[str, Any]) -> float:
         step = event.get("step")
-        return float(step if step is not None else np.interp(event["time"] - began, [0.0, *times], [0.0, *steps]))
+        return float(
+            step
+            if step is not None
+            else np.interp(event["time"] - began, [0.0, *times], [0.0, *steps])
+        )
 
-    return [Mark(at(event), event["what"], event["kind"]) for event in data["events"] if event["kind"] in MARKED]
+    return [
+        Mark(at(event), event["what"], event["kind"])
+        for event in data["events"]
+        if event["kind"] in MARKED
+    ]

@@ -38,9 +38,16 @@ def overview(datas: Datas) -> Markup:
         )
         for at, (label, data) in enumerate(zip(labels(datas), datas, strict=True))
     )
-    verdicts = (element("li", None, element("b", None, label), *_verdict(data)) for label, data in zip(labels(datas), datas, strict=True))
+    verdicts = (
+        element("li", None, element("b", None, label), *_verdict(data))
+        for label, data in zip(labels(datas), datas, strict=True)
+    )
     title = element("h1", None, f"{len(datas)} runs compared")
-    return join(title, table(head, _marked(rows), "The runs"), element("ul", {"class": "verdicts"}, verdicts))
+    return join(
+        title,
+        table(head, _marked(rows), "The runs"),
+        element("ul", {"class": "verdicts"}, verdicts),
+    )
 
 
 def _verdict(data: Mapping[str, Any]) -> Iterator[str]:
@@ -52,12 +59,16 @@ def _verdict(data: Mapping[str, Any]) -> Iterator[str]:
 def labels(datas: Datas) -> list[str]:
     """Return the names of the runs, with a number if two have the same name."""
     names = [str(data["name"]) for data in datas]
-    return [name if names.count(name) == 1 else f"{name} ({at})" for at, name in enumerate(names, 1)]
+    return [
+        name if names.count(name) == 1 else f"{name} ({at})" for at, name in enumerate(names, 1)
+    ]
 
 
 def _marked(rows: Iterator[tuple[Markup, ...]]) -> list[Sequence[Markup]]:
     """Add to each cell the index of its run, for readers who compare figures with summaries."""
-    return [[element("span", {"data-run": at}, cell) for cell in row] for at, row in enumerate(rows)]
+    return [
+        [element("span", {"data-run": at}, cell) for cell in row] for at, row in enumerate(rows)
+    ]
 
 
 def loss(datas: Datas) -> Markup | None:
@@ -77,8 +88,17 @@ def loss(datas: Datas) -> Markup | None:
         (sent, f"bytes that all workers have sent {SENT_WORDS[sent]}", scales.nbytes),
     )
     drawings = (_against(datas, name, field, title, words) for field, title, words in ways)
-    more = (_against(datas, other, "step", "steps", scales.short, head=f"{other} against steps") for other in other_names)
-    return join(element("p", None, f"{name}, the mean of each stretch of steps") if name != "loss" else None, *drawings, *more)
+    more = (
+        _against(datas, other, "step", "steps", scales.short, head=f"{other} against steps")
+        for other in other_names
+    )
+    return join(
+        element("p", None, f"{name}, the mean of each stretch of steps")
+        if name != "loss"
+        else None,
+        *drawings,
+        *more,
+    )
 
 
 def _common(datas: Datas) -> list[str]:
@@ -87,7 +107,9 @@ def _common(datas: Datas) -> list[str]:
     return [name for name in first if all(name in names for names in other_runs)]
 
 
-def _against(datas: Datas, name: str, field: str, title: str, words: Words, *, head: str = "") -> Markup | None:
+def _against(
+    datas: Datas, name: str, field: str, title: str, words: Words, *, head: str = ""
+) -> Markup | None:
     """Draw a logged value of all runs against a quantity.
 
     Args:
@@ -128,10 +150,16 @@ def time(datas: Datas) -> Markup:
 def traffic(datas: Datas) -> Markup | None:
     """Draw the bytes of a step of each run; None if nothing was sent."""
     rows = _bars(datas, "bytes_sent", SENT, scales.nbytes)
-    return bars("Bytes of a step", rows, SENT_WORDS) if any(sum(row.sizes.values()) for row in rows) else None
+    return (
+        bars("Bytes of a step", rows, SENT_WORDS)
+        if any(sum(row.sizes.values()) for row in rows)
+        else None
+    )
 
 
-def _bars(datas: Datas, field: str, parts: Sequence[str], words: Callable[[float], str]) -> list[Bar]:
+def _bars(
+    datas: Datas, field: str, parts: Sequence[str], words: Callable[[float], str]
+) -> list[Bar]:
     """Return a bar for each run, with the parts of a field."""
     return [
         Bar(
@@ -148,12 +176,20 @@ def differences(datas: Datas) -> Markup:
     all_settings = [setup.settings(data) for data in datas]
     names = dict.fromkeys(name for run_settings in all_settings for name in run_settings)
     # A setting that a run doesn't have counts as different.
-    differ = [name for name in names if len({run_settings.get(name) for run_settings in all_settings}) > 1]
+    differ = [
+        name for name in names if len({run_settings.get(name) for run_settings in all_settings}) > 1
+    ]
     # A run without a live file tells its settings only in the summary.
-    unknown = [label for label, data in zip(labels(datas), datas, strict=True) if find(data, "sync") is None]
+    unknown = [
+        label
+        for label, data in zip(labels(datas), datas, strict=True)
+        if find(data, "sync") is None
+    ]
     hint = f"Settings of {', '.join(unknown)} are known once the run has ended." if unknown else ""
     note = element("p", {"class": "hint"}, hint) if hint else None
     if not differ:
         return join(element("p", None, "Their settings are the same."), note)
-    rows = ((name, *(run_settings.get(name, "–") for run_settings in all_settings)) for name in differ)
+    rows = (
+        (name, *(run_settings.get(name, "–") for run_settings in all_settings)) for name in differ
+    )
     return join(table(("setting", *labels(datas)), rows, "Settings that differ"), note)

@@ -26,7 +26,10 @@ def section(data: Mapping[str, Any]) -> Markup | None:
 def _pipeline(data: Mapping[str, Any], at: int) -> Iterator[Markup]:
     """Draw one pipeline: a sentence, the schedule and its stages."""
     pipeline = data["pipelines"][at]
-    measured, predicted = (figure(data, ("pipelines", at, "bubble", which), scales.percent) for which in ("measured", "predicted"))
+    measured, predicted = (
+        figure(data, ("pipelines", at, "bubble", which), scales.percent)
+        for which in ("measured", "predicted")
+    )
     step_seconds = figure(data, ("pipelines", at, "step_seconds"), scales.seconds)
     predicted_seconds = figure(data, ("pipelines", at, "predicted_step_seconds"), scales.seconds)
     words = (
@@ -39,7 +42,18 @@ def _pipeline(data: Mapping[str, Any], at: int) -> Iterator[Markup]:
     yield element("p", None, *words, prediction, predicted_seconds, " and ", predicted, ".")
     if pipeline["rows"]:
         yield _drawing(data, pipeline)
-    yield table(("stage", "on", "layers", "forward", "backward", "waits in a step", "keeps of a micro-batch"), _stages(data, at))
+    yield table(
+        (
+            "stage",
+            "on",
+            "layers",
+            "forward",
+            "backward",
+            "waits in a step",
+            "keeps of a micro-batch",
+        ),
+        _stages(data, at),
+    )
 
 
 def _drawing(data: Mapping[str, Any], pipeline: Mapping[str, Any]) -> Markup:
@@ -50,13 +64,24 @@ def _drawing(data: Mapping[str, Any], pipeline: Mapping[str, Any]) -> Markup:
         name = data["ranks"][rank] if rank < len(data["ranks"]) else f"rank {rank}"
         actions = (_action(span, end) for span in spans)
         title = element("title", None, f"{name}: its {len(spans)} actions in a step")
-        row = element("svg", {"class": "plane", "width": "100%", "height": THICK + 3, "role": "img"}, title, *actions)
+        row = element(
+            "svg",
+            {"class": "plane", "width": "100%", "height": THICK + 3, "role": "img"},
+            title,
+            *actions,
+        )
         rows += [element("span", {"class": "label"}, name), row]
     axis = scales.scale(0.0, end, scales.seconds, 4)
-    below = element("svg", {"class": "plane", "width": "100%", "height": 20, "aria-hidden": "true"}, *across(axis, 14))
+    below = element(
+        "svg",
+        {"class": "plane", "width": "100%", "height": 20, "aria-hidden": "true"},
+        *across(axis, 14),
+    )
     # The legend has only the kinds that the schedule uses.
     kinds = dict.fromkeys(span[0] for row in pipeline["rows"] for span in row)
-    legend = (element("span", {"class": "key"}, _key(kind), kind) for kind in ACTIONS if kind in kinds)
+    legend = (
+        element("span", {"class": "key"}, _key(kind), kind) for kind in ACTIONS if kind in kinds
+    )
     schedule = element("div", {"class": "rows"}, *rows, element("span", {"class": "label"}), below)
     return element("figure", None, element("figcaption", {"class": "legend"}, *legend), schedule)
 
@@ -65,9 +90,16 @@ def _action(span: Sequence[Any], end: float) -> Markup:
     """Draw an action as a box with the number of its micro-batch."""
     kind, stage, micro_batch, start, stop = span
     x, width = f"{100 * start / end:.2f}%", f"{100 * (stop - start) / end:.2f}%"
-    description = f"{kind} of micro-batch {micro_batch} in stage {stage}: {scales.seconds(start)} to {scales.seconds(stop)}"
+    description = (
+        f"{kind} of micro-batch {micro_batch} in stage {stage}: {scales.seconds(start)} to "
+        f"{scales.seconds(stop)}"
+    )
     geometry: dict[str, str | float | None] = {"x": x, "width": width, "height": THICK}
-    label = element("svg", {**geometry, "class": "clipped"}, element("text", {"class": "inside", "x": 3, "y": 15}, str(micro_batch)))
+    label = element(
+        "svg",
+        {**geometry, "class": "clipped"},
+        element("text", {"class": "inside", "x": 3, "y": 15}, str(micro_batch)),
+    )
     title = element("title", None, description)
     return join(element("rect", {**geometry, "class": f"action {ACTIONS[kind]}"}, title), label)
 
@@ -75,7 +107,9 @@ def _action(span: Sequence[Any], end: float) -> Markup:
 def _key(kind: str) -> Markup:
     """Draw a box for the legend."""
     box = element("rect", {"class": f"action {ACTIONS[kind]}", "width": 14, "height": 12})
-    return element("svg", {"class": "swatch", "width": 14, "height": 12, "aria-hidden": "true"}, box)
+    return element(
+        "svg", {"class": "swatch", "width": 14, "height": 12, "aria-hidden": "true"}, box
+    )
 
 
 def _stages(data: Mapping[str, Any], at: int) -> Iterator[Sequence[Any]]:
@@ -87,9 +121,15 @@ def _stages(data: Mapping[str, Any], at: int) -> Iterator[Sequence[Any]]:
         named = layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
         # A split backward has two parts, `input` and `weight`, which are shown as a sum.
         backward = [
-            figure(data, (*path, "seconds", kind), scales.seconds) for kind in ("backward", "input", "weight") if kind in stage["seconds"]
+            figure(data, (*path, "seconds", kind), scales.seconds)
+            for kind in ("backward", "input", "weight")
+            if kind in stage["seconds"]
         ]
-        cells = [backward[0], *(part for each in backward[1:] for part in (" + ", each))] if backward else [""]
+        cells = (
+            [backward[0], *(part for each in backward[1:] for part in (" + ", each))]
+            if backward
+            else [""]
+        )
         name = data["ranks"][rank] if rank < len(data["ranks"]) else f"rank {rank}"
         yield (
             str(stage_index),

@@ -28,7 +28,10 @@ def settings(data: Mapping[str, Any]) -> dict[str, str]:
     words: dict[str, str] = {}
     if find(data, "sync") is not None:
         words["strategy"] = str(find(data, "sync"))
-        words["workers"] = f"{find(data, 'workers')} on {find(data, 'hosts')} host{'' if find(data, 'hosts') == 1 else 's'}"
+        words["workers"] = (
+            f"{find(data, 'workers')} on {find(data, 'hosts')} "
+            f"host{'' if find(data, 'hosts') == 1 else 's'}"
+        )
     mesh = find(data, "mesh")
     if mesh:
         words["mesh"] = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
@@ -37,7 +40,10 @@ def settings(data: Mapping[str, Any]) -> dict[str, str]:
         if name == "arguments":
             words |= _arguments(value)
         elif name == "optimizers":
-            words |= {f"optimizer{'' if not at else f' {at + 1}'}": _optimizer(each) for at, each in enumerate(value)}
+            words |= {
+                f"optimizer{'' if not at else f' {at + 1}'}": _optimizer(each)
+                for at, each in enumerate(value)
+            }
         else:
             words[name.replace("_", " ")] = str(value) if name == "seed" else _words(value)
     num_workers = find(data, "loader", "num_workers")
@@ -47,14 +53,23 @@ def settings(data: Mapping[str, Any]) -> dict[str, str]:
 def _rows(data: Mapping[str, Any]) -> Iterator[tuple[str, Child]]:
     """Yield the rows of the table of settings."""
     for name, words in settings(data).items():
-        yield name, element("code", None, words) if name in ("strategy", "cut", "script", "optimizer") or name.startswith("-") else words
+        yield (
+            name,
+            element("code", None, words)
+            if name in ("strategy", "cut", "script", "optimizer") or name.startswith("-")
+            else words,
+        )
 
 
 def _words(value: Any) -> str:
     """Format a value of a setting."""
     if isinstance(value, list):
         return ", ".join(map(_words, value))
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) and value >= 10_000 else str(value)
+    return (
+        f"{value:,}"
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 10_000
+        else str(value)
+    )
 
 
 def _optimizer(fields: Mapping[str, Any]) -> str:
@@ -97,8 +112,12 @@ def _mesh(data: Mapping[str, Any]) -> Iterator[Markup]:
         rows.setdefault(tuple(place[axis] for axis in other_axes), {})[place[last]] = rank
     cells = (
         (
-            ", ".join(f"{axis} {at}" for axis, at in zip(other_axes, row_key, strict=True)) or "workers",
-            *(element("span", {"class": "worker"}, f"rank {row[at]}" if at in row else "") for at in range(mesh[last])),
+            ", ".join(f"{axis} {at}" for axis, at in zip(other_axes, row_key, strict=True))
+            or "workers",
+            *(
+                element("span", {"class": "worker"}, f"rank {row[at]}" if at in row else "")
+                for at in range(mesh[last])
+            ),
         )
         for row_key, row in sorted(rows.items())
     )

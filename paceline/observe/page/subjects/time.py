@@ -48,18 +48,41 @@ def throughput(data: Mapping[str, Any]) -> Markup | None:
     steps = course["step"]
     if not steps:
         return None
-    step_seconds = [sum(column) for column in zip(*(course["seconds"][part] for part in PARTS), strict=True)]
-    rates_in_steps = [_per(samples, seconds) for samples, seconds in zip(course["samples"], step_seconds, strict=True)]
+    step_seconds = [
+        sum(column) for column in zip(*(course["seconds"][part] for part in PARTS), strict=True)
+    ]
+    rates_in_steps = [
+        _per(samples, seconds)
+        for samples, seconds in zip(course["samples"], step_seconds, strict=True)
+    ]
     # The clock's time of a stretch goes from the end of the stretch before to its own end.
     times = [0.0, *course["time"]]
     clock_seconds = [later - sooner for sooner, later in pairwise(times)]
-    rates_by_clock = [_per(samples, seconds) for samples, seconds in zip(course["samples"], clock_seconds, strict=True)]
-    curves = [Curve("inside steps", steps, rates_in_steps, kind=0), Curve("by the clock", steps, rates_by_clock, kind=1)]
+    rates_by_clock = [
+        _per(samples, seconds)
+        for samples, seconds in zip(course["samples"], clock_seconds, strict=True)
+    ]
+    curves = [
+        Curve("inside steps", steps, rates_in_steps, kind=0),
+        Curve("by the clock", steps, rates_by_clock, kind=1),
+    ]
     sorted_rates = sorted(finite([rates_in_steps]))
     high = sorted_rates[-1] if sorted_rates else 1.0
     y = scales.scale(0.0, 1.05 * high, scales.short, zero=True)
-    plot = Plot("Samples a second over steps", curves, axes.of_steps(steps, many=True), y, "step", axes.marks(data), axes.clock(data), 180)
-    words = "Where the second line falls below the first, time went between steps: checkpoints, evaluation, recovery."
+    plot = Plot(
+        "Samples a second over steps",
+        curves,
+        axes.of_steps(steps, many=True),
+        y,
+        "step",
+        axes.marks(data),
+        axes.clock(data),
+        180,
+    )
+    words = (
+        "Where the second line falls below the first, time went between steps: "
+        "checkpoints, evaluation, recovery."
+    )
     return join(draw(plot), element("p", {"class": "hint"}, words))
 
 
@@ -86,7 +109,10 @@ def _stacked(data: Mapping[str, Any]) -> Markup:
     """Draw the parts of a step over the run as stacked areas."""
     course = data["course"]
     counts, steps = course["count"], course["step"]
-    columns = [[seconds / count for seconds, count in zip(course["seconds"][part], counts, strict=True)] for part in PARTS]
+    columns = [
+        [seconds / count for seconds, count in zip(course["seconds"][part], counts, strict=True)]
+        for part in PARTS
+    ]
     floor = [0.0] * len(steps)
     curves, read_outs = list[Curve](), list[Curve]()
     # Each area lies on the one before: between `floor` and `top`.
@@ -99,8 +125,21 @@ def _stacked(data: Mapping[str, Any]) -> Markup:
     usual = sorted(floor)[max(len(floor) * 98 // 100 - 1, 0)]
     y = scales.scale(0.0, min(max(floor), 2.5 * usual) * 1.02, scales.seconds, zero=True)
     x, marks, time_of_step = axes.of_steps(steps, many=True), axes.marks(data), axes.clock(data)
-    plot = Plot("Seconds of a step by part, over steps", curves, x, y, "step", marks, time_of_step, read=read_outs)
-    legend = element("p", {"class": "legend"}, (element("span", {"class": "key"}, swatch(part), part) for part in PARTS))
+    plot = Plot(
+        "Seconds of a step by part, over steps",
+        curves,
+        x,
+        y,
+        "step",
+        marks,
+        time_of_step,
+        read=read_outs,
+    )
+    legend = element(
+        "p",
+        {"class": "legend"},
+        (element("span", {"class": "key"}, swatch(part), part) for part in PARTS),
+    )
     return join(legend, draw(plot))
 
 
@@ -121,8 +160,15 @@ def _workers(data: Mapping[str, Any]) -> Iterator[Markup]:
     yield element("h3", None, "For each worker: a mean step")
     yield bars("A mean step", rows, WORDS)
     if len(members) > MOST:
-        yield element("p", {"class": "hint"}, f"These are the first {MOST} of {len(members)} workers; the table has all.")
-    cells = ((label, *(figure(data, (*path, part), scales.seconds) for part in PARTS)) for label, _, path in members)
+        yield element(
+            "p",
+            {"class": "hint"},
+            f"These are the first {MOST} of {len(members)} workers; the table has all.",
+        )
+    cells = (
+        (label, *(figure(data, (*path, part), scales.seconds) for part in PARTS))
+        for label, _, path in members
+    )
     yield folded("As a table", table(("worker", *PARTS), cells, "Seconds of a mean step"))
 
 
@@ -133,10 +179,19 @@ def named(data: Mapping[str, Any]) -> list[tuple[str, str, tuple[str | int, ...]
     """
     members: Sequence[Mapping[str, Any]] = find(data, "members") or ()
     if not members:
-        return [(f"rank {rank}", "", ("rank_seconds", rank)) for rank in range(len(find(data, "rank_seconds") or ()))]
+        return [
+            (f"rank {rank}", "", ("rank_seconds", rank))
+            for rank in range(len(find(data, "rank_seconds") or ()))
+        ]
     # Present workers by rank, then the others by number. `False` sorts before `True`.
-    order = sorted(range(len(members)), key=lambda at: (members[at]["rank"] is None, members[at]["rank"], members[at]["worker"]))
-    return [(called(data, members[at]), _note(data, members[at]), ("members", at, "seconds")) for at in order]
+    order = sorted(
+        range(len(members)),
+        key=lambda at: (members[at]["rank"] is None, members[at]["rank"], members[at]["worker"]),
+    )
+    return [
+        (called(data, members[at]), _note(data, members[at]), ("members", at, "seconds"))
+        for at in order
+    ]
 
 
 def called(data: Mapping[str, Any], member: Mapping[str, Any]) -> str:
@@ -155,4 +210,8 @@ def called(data: Mapping[str, Any], member: Mapping[str, Any]) -> str:
 def _note(data: Mapping[str, Any], member: Mapping[str, Any]) -> str:
     """Describe the steps in which a worker took part, unless it was all of them."""
     most_steps = max((each["steps"] for each in find(data, "members")), default=0)
-    return "" if member["steps"] >= most_steps else f"steps {member['first_step']:,} to {member['last_step']:,}"
+    return (
+        ""
+        if member["steps"] >= most_steps
+        else f"steps {member['first_step']:,} to {member['last_step']:,}"
+    )

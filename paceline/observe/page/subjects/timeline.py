@@ -44,9 +44,19 @@ def section(data: Mapping[str, Any]) -> Markup | None:
     for kind, name in KINDS.items():
         events_of_kind = [event for event in events if event["kind"] == kind]
         if events_of_kind:
-            rows += [element("span", {"class": "label"}, name), _row(name, kind, events_of_kind, end)]
-    below = element("svg", {"class": "plane", "width": "100%", "height": 20, "aria-hidden": "true"}, *across(axis, 14))
-    return join(element("div", {"class": "rows"}, *rows, element("span", {"class": "label"}), below), _words(events))
+            rows += [
+                element("span", {"class": "label"}, name),
+                _row(name, kind, events_of_kind, end),
+            ]
+    below = element(
+        "svg",
+        {"class": "plane", "width": "100%", "height": 20, "aria-hidden": "true"},
+        *across(axis, 14),
+    )
+    return join(
+        element("div", {"class": "rows"}, *rows, element("span", {"class": "label"}), below),
+        _words(events),
+    )
 
 
 def _row(name: str, kind: str, events: Sequence[Mapping[str, Any]], end: float) -> Markup:
@@ -54,30 +64,63 @@ def _row(name: str, kind: str, events: Sequence[Mapping[str, Any]], end: float) 
     marks = (
         element(
             "svg",
-            {"x": f"{100 * event['time'] / end:.2f}%", "y": THICK / 2, "class": f"event {kind}", "overflow": "visible"},
+            {
+                "x": f"{100 * event['time'] / end:.2f}%",
+                "y": THICK / 2,
+                "class": f"event {kind}",
+                "overflow": "visible",
+            },
             element("path", {"d": _SHAPES[kind]}),
             element("title", None, f"{scales.clock(event['time'])}: {event['what']}"),
         )
         for event in events
     )
-    middle = element("line", {"class": "grid", "x1": 0, "x2": "100%", "y1": THICK / 2, "y2": THICK / 2})
+    middle = element(
+        "line", {"class": "grid", "x1": 0, "x2": "100%", "y1": THICK / 2, "y2": THICK / 2}
+    )
     title = element("title", None, f"{name}: {len(events)}")
-    return element("svg", {"class": "plane", "width": "100%", "height": THICK, "role": "img"}, title, middle, *marks)
+    return element(
+        "svg",
+        {"class": "plane", "width": "100%", "height": THICK, "role": "img"},
+        title,
+        middle,
+        *marks,
+    )
 
 
 def _words(events: Sequence[Mapping[str, Any]]) -> Markup:
     """List events in words. If there are many, checkpoints are left out."""
-    listed = events if len(events) <= LISTED else [event for event in events if event["kind"] != "checkpoint"][-LISTED:]
+    listed = (
+        events
+        if len(events) <= LISTED
+        else [event for event in events if event["kind"] != "checkpoint"][-LISTED:]
+    )
     items = (
-        element("li", None, element("span", {"class": "when"}, scales.clock(event["time"])), _icon(event["kind"]), event["what"])
+        element(
+            "li",
+            None,
+            element("span", {"class": "when"}, scales.clock(event["time"])),
+            _icon(event["kind"]),
+            event["what"],
+        )
         for event in listed
     )
     omitted = len(events) - len(listed)
-    more = element("p", {"class": "hint"}, f"{omitted:,} more events are in summary.json.") if omitted else None
+    more = (
+        element("p", {"class": "hint"}, f"{omitted:,} more events are in summary.json.")
+        if omitted
+        else None
+    )
     return join(element("ul", {"class": "events"}, items), more)
 
 
 def _icon(kind: str) -> Markup:
     """Draw the mark of a kind for the list."""
-    mark = element("svg", {"x": 8, "y": 8, "overflow": "visible"}, element("path", {"d": _SHAPES[kind]}))
-    return element("svg", {"class": f"icon event {kind}", "width": 16, "height": 16, "aria-hidden": "true"}, mark)
+    mark = element(
+        "svg", {"x": 8, "y": 8, "overflow": "visible"}, element("path", {"d": _SHAPES[kind]})
+    )
+    return element(
+        "svg",
+        {"class": f"icon event {kind}", "width": 16, "height": 16, "aria-hidden": "true"},
+        mark,
+    )

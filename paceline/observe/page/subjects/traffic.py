@@ -19,7 +19,14 @@ WORDS: Mapping[str, str] = {"within": "within hosts", "between": "between hosts"
 
 def section(data: Mapping[str, Any]) -> Markup | None:
     """Draw what one run has sent; None if it was a single worker, or nothing is known."""
-    blocks = [*_sent(data), *_over(data), *_by_worker(data), *_axes(data), *_links(data), *_texts(data)]
+    blocks = [
+        *_sent(data),
+        *_over(data),
+        *_by_worker(data),
+        *_axes(data),
+        *_links(data),
+        *_texts(data),
+    ]
     return join(*blocks) if blocks else None
 
 
@@ -28,7 +35,13 @@ def _sent(data: Mapping[str, Any]) -> Iterator[Markup]:
     bytes_sent: Mapping[str, float] = find(data, "bytes_sent") or {}
     if not any(number(data, "bytes_sent", to) for to in SENT if to in bytes_sent):
         return
-    rows = [Bar("a step", {to: number(data, "bytes_sent", to) for to in SENT}, summed(data, ("bytes_sent",), scales.nbytes))]
+    rows = [
+        Bar(
+            "a step",
+            {to: number(data, "bytes_sent", to) for to in SENT},
+            summed(data, ("bytes_sent",), scales.nbytes),
+        )
+    ]
     yield element("h3", None, "Sent by all workers together in a step")
     yield bars("Bytes of a step", rows, WORDS)
     cells = ((WORDS[to], figure(data, ("bytes_sent", to), scales.nbytes)) for to in SENT)
@@ -39,7 +52,10 @@ def _over(data: Mapping[str, Any]) -> Iterator[Markup]:
     """Draw the bytes of a step over the run, if they are known for each step."""
     course = data["course"]
     steps, counts = course["step"], course["count"]
-    columns = {to: [sent / count for sent, count in zip(course["bytes_sent"][to], counts, strict=True)] for to in SENT}
+    columns = {
+        to: [sent / count for sent, count in zip(course["bytes_sent"][to], counts, strict=True)]
+        for to in SENT
+    }
     tops = [max(column, default=0.0) for column in columns.values()]
     # A single stretch, or no bytes at all, makes no curve.
     if len(steps) < 2 or not any(tops):
@@ -50,14 +66,29 @@ def _over(data: Mapping[str, Any]) -> Iterator[Markup]:
     y = scales.scale(0.0, 1.05 * max(tops), scales.nbytes, 4, zero=True)
     x = axes.of_steps(steps, many=True)
     yield element("h3", None, "Over the run: bytes of a step")
-    yield draw(Plot("Bytes of a step, over steps", curves, x, y, "step", axes.marks(data), axes.clock(data), 150))
+    yield draw(
+        Plot(
+            "Bytes of a step, over steps",
+            curves,
+            x,
+            y,
+            "step",
+            axes.marks(data),
+            axes.clock(data),
+            150,
+        )
+    )
 
 
 def _by_worker(data: Mapping[str, Any]) -> Iterator[Markup]:
     """Draw the bytes of a step that each worker sends."""
     members: Sequence[Mapping[str, Any]] = find(data, "members") or ()
     # Without members, the fields are those of ranks, which have no bytes of their own.
-    order = [(label, path[1]) for label, _, path in time.named(data) if members and isinstance(path[1], int)]
+    order = [
+        (label, path[1])
+        for label, _, path in time.named(data)
+        if members and isinstance(path[1], int)
+    ]
     rows = [
         Bar(
             label,
@@ -80,14 +111,26 @@ def _axes(data: Mapping[str, Any]) -> Iterator[Markup]:
         Bar(
             axis,
             {to: number(data, "axes", axis, to) for to in SENT},
-            join(figure(data, ("axes", axis, "within"), scales.nbytes), " + ", figure(data, ("axes", axis, "between"), scales.nbytes)),
+            join(
+                figure(data, ("axes", axis, "within"), scales.nbytes),
+                " + ",
+                figure(data, ("axes", axis, "between"), scales.nbytes),
+            ),
         )
         for axis in along
     ]
-    yield element("h3", None, "Along the axes of the mesh: bytes of all workers in a step, within and between hosts")
+    yield element(
+        "h3",
+        None,
+        "Along the axes of the mesh: bytes of all workers in a step, within and between hosts",
+    )
     yield bars("Bytes along an axis", rows, WORDS)
     cells = (
-        (axis, figure(data, ("axes", axis, "seconds"), scales.seconds), *(figure(data, ("axes", axis, to), scales.nbytes) for to in SENT))
+        (
+            axis,
+            figure(data, ("axes", axis, "seconds"), scales.seconds),
+            *(figure(data, ("axes", axis, to), scales.nbytes) for to in SENT),
+        )
         for axis in along
     )
     yield table(("axis", "stood still in a step", "within hosts", "between hosts"), cells)
@@ -99,13 +142,26 @@ def _links(data: Mapping[str, Any]) -> Iterator[Markup]:
     if not links:
         return
     # One scale for slow and usual rates, so that they can be compared.
-    largest_rate = max([number(data, "links", at, field) for at in range(len(links)) for field in ("rate", "usual")])
+    largest_rate = max(
+        [
+            number(data, "links", at, field)
+            for at in range(len(links))
+            for field in ("rate", "usual")
+        ]
+    )
     yield element("h3", None, "Links that became slow")
     rows = list[Bar]()
     for at, link in enumerate(links):
         name = " and ".join(map(str, link["hosts"]))
         note = f"from step {link['step']:,} on"
-        rows.append(Bar(name, {"between": number(data, "links", at, "rate")}, figure(data, ("links", at, "rate"), scales.rate), note))
+        rows.append(
+            Bar(
+                name,
+                {"between": number(data, "links", at, "rate")},
+                figure(data, ("links", at, "rate"), scales.rate),
+                note,
+            )
+        )
         if link["usual"] is not None:
             usual = {"within": number(data, "links", at, "usual")}
             rows.append(Bar("others", usual, figure(data, ("links", at, "usual"), scales.rate)))

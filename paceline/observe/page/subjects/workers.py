@@ -45,17 +45,33 @@ def _late(data: Mapping[str, Any], rows: Sequence[tuple[str, int]]) -> Markup:
     """Draw the lateness of each worker in a mean step, by cause."""
     step = sum(number(data, "step_seconds", part) for part in PARTS)
     bar_rows = [
-        Bar(label, {cause: number(data, "rank_late", at, cause) for cause in CAUSES}, summed(data, ("rank_late", at), scales.seconds))
+        Bar(
+            label,
+            {cause: number(data, "rank_late", at, cause) for cause in CAUSES},
+            summed(data, ("rank_late", at), scales.seconds),
+        )
         for label, at in rows
     ]
-    cells = ((label, *(figure(data, ("rank_late", at, cause), scales.seconds) for cause in CAUSES)) for label, at in rows)
+    cells = (
+        (label, *(figure(data, ("rank_late", at, cause), scales.seconds) for cause in CAUSES))
+        for label, at in rows
+    )
     untold = data["untold"]
     untold_words = " and ".join(WORDS[cause] for cause in untold if cause in WORDS)
     return join(
         element("h3", None, "How much later than usual in a mean step, and why"),
         bars("Lateness", bar_rows[: time.MOST], WORDS, least=0.1 * step),
-        element("p", {"class": "hint"}, f"Not told apart on this machine: {untold_words}.") if untold else None,
-        folded("As a table", table(("worker", *(WORDS[cause] for cause in CAUSES)), cells, "Seconds by which each was late, by cause")),
+        element("p", {"class": "hint"}, f"Not told apart on this machine: {untold_words}.")
+        if untold
+        else None,
+        folded(
+            "As a table",
+            table(
+                ("worker", *(WORDS[cause] for cause in CAUSES)),
+                cells,
+                "Seconds by which each was late, by cause",
+            ),
+        ),
     )
 
 
@@ -64,16 +80,27 @@ def _course(data: Mapping[str, Any]) -> list[Markup]:
     looks = data["looks"]
     if len(looks["time"]) < 2:
         return []
-    members = {str(member["worker"]): time.called(data, member) for member in find(data, "members") or ()}
+    members = {
+        str(member["worker"]): time.called(data, member) for member in find(data, "members") or ()
+    }
     # Looks know workers by number; members give the names.
     names = list(looks["workers"])[: time.MOST]
-    rows = [element("span", {"class": "label"}, members.get(name, f"worker {name}")) for name in names]
+    rows = [
+        element("span", {"class": "label"}, members.get(name, f"worker {name}")) for name in names
+    ]
     drawn_rows = [_row(name, looks, members.get(name, f"worker {name}")) for name in names]
     # The grid has two columns: label and row.
     cells = [part for row in zip(rows, drawn_rows, strict=True) for part in row]
     axis = scales.scale(0.0, looks["time"][-1], scales.clock)
-    below = element("svg", {"class": "plane", "width": "100%", "height": 20, "aria-hidden": "true"}, *across(axis, 14))
-    legend = (element("span", {"class": "key"}, _shade(shade), words) for shade, words in enumerate(("on time", "5%", "15%", "30%", "50%")))
+    below = element(
+        "svg",
+        {"class": "plane", "width": "100%", "height": 20, "aria-hidden": "true"},
+        *across(axis, 14),
+    )
+    legend = (
+        element("span", {"class": "key"}, _shade(shade), words)
+        for shade, words in enumerate(("on time", "5%", "15%", "30%", "50%"))
+    )
     return [
         element("h3", None, "Over the run: which part of its time each was late"),
         element("p", {"class": "legend"}, *legend),
@@ -89,7 +116,9 @@ def _row(name: str, looks: Mapping[str, Any], called: str) -> Markup:
     pieces = list[Markup]()
     for begin, stop, shares in zip(begins, looks["time"], looks["workers"][name], strict=True):
         if shares is not None:
-            description = f"{called}, {scales.clock(begin)} to {scales.clock(stop)}: late {shares[-1]:.0%}"
+            description = (
+                f"{called}, {scales.clock(begin)} to {scales.clock(stop)}: late {shares[-1]:.0%}"
+            )
             attributes: Attributes = {
                 "class": f"shade s{shade(shares[-1])}",
                 "x": f"{100 * begin / end:.2f}%",
@@ -98,7 +127,12 @@ def _row(name: str, looks: Mapping[str, Any], called: str) -> Markup:
             }
             pieces.append(element("rect", attributes, element("title", None, description)))
     title = element("title", None, f"{called} over the run")
-    return element("svg", {"class": "plane", "width": "100%", "height": THICK + GAP, "role": "img"}, title, *pieces)
+    return element(
+        "svg",
+        {"class": "plane", "width": "100%", "height": THICK + GAP, "role": "img"},
+        title,
+        *pieces,
+    )
 
 
 def shade(late: float) -> int:
@@ -109,7 +143,9 @@ def shade(late: float) -> int:
 def _shade(index: int) -> Markup:
     """Draw a box of a shade for the legend."""
     box = element("rect", {"class": f"shade s{index}", "width": 14, "height": 12})
-    return element("svg", {"class": "swatch", "width": 14, "height": 12, "aria-hidden": "true"}, box)
+    return element(
+        "svg", {"class": "swatch", "width": 14, "height": 12, "aria-hidden": "true"}, box
+    )
 
 
 def shares(data: Mapping[str, Any]) -> Iterator[Markup]:
@@ -117,7 +153,11 @@ def shares(data: Mapping[str, Any]) -> Iterator[Markup]:
     samples_by_rank = find(data, "loader", "shares") or ()
     if len(samples_by_rank) > 1:
         largest = max(samples_by_rank)
-        names = data["ranks"] if len(data["ranks"]) == len(samples_by_rank) else [f"share {at}" for at in range(len(samples_by_rank))]
+        names = (
+            data["ranks"]
+            if len(data["ranks"]) == len(samples_by_rank)
+            else [f"share {at}" for at in range(len(samples_by_rank))]
+        )
         rows = [
             Bar(
                 names[at],
@@ -127,4 +167,6 @@ def shares(data: Mapping[str, Any]) -> Iterator[Markup]:
             for at, samples in enumerate(samples_by_rank)
         ]
         yield element("h3", None, "Samples of a usual batch")
-        yield bars("Samples of a batch", rows[: time.MOST], {"compute": "samples"}, least=float(largest))
+        yield bars(
+            "Samples of a batch", rows[: time.MOST], {"compute": "samples"}, least=float(largest)
+        )
