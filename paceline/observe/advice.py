@@ -1,8 +1,10 @@
 """Advice on where the time of a run went. Each rule looks at one thing.
 
-A rule speaks only of what lasts: it takes its share of a step in four of five tenths of the run,
-after the first steps, so that neither the start nor a busy moment is taken for the rule; it is
-worth having, in seconds; and it is not what the run does already.
+A rule speaks only if all of this holds:
+- The part takes its share of a step in four of five tenths of the run, after the first steps, so
+  neither the start nor a busy moment is mistaken for the rule.
+- The change saves enough seconds to be worth it.
+- The run does not do it already.
 """
 
 from __future__ import annotations
@@ -19,42 +21,45 @@ from paceline.unequal.stragglers.causes import REMEDIES, WORDS
 from paceline.unequal.stragglers.lateness import main_cause
 from paceline.unequal.stragglers.stragglers import remedy, work_by_share
 
-LEAST = 1e-3  # seconds of a step that are worth a change of the training
-# seconds of a step that are worth processes that read: to hand over a batch costs them up to so
-# much
+# Seconds of a step that are worth a change of the training.
+LEAST = 1e-3
+# Seconds of a step that are worth reader processes, which take up to this long for a batch.
 READING = 2e-3
-READERS_COST = 10e-3  # seconds of a step below which it may be the handing over that is waited for
-STOOD = 1.0  # seconds of a run that are worth another way to save
+# Seconds of a step below which workers may wait for the handing over, and not for the reading.
+READERS_COST = 10e-3
+# Seconds of a run that are worth another way to save.
+STOOD = 1.0
 
-_ALONG = {  # what makes exchanges along an axis take less, where it lies in hosts
+# How to make exchanges along an axis faster, if the axis lies inside of hosts.
+_ALONG = {
     "tensor": ": fewer workers along it exchange less, if memory allows for that",
     "shard": ": larger batches gather and sum less often for the same samples",
 }
 
 
 def advise(facts: RunFacts) -> str:
-    """Write the advice for a run, or why there is none."""
-    found = remarks(facts)
+    """Format the advice for a run, or the reason why there is none."""
+    advice = remarks(facts)
     return (
-        "\n".join(["What to do about it:", *(f"- {remark.words}" for remark in found)])
-        if found
+        "\n".join(["What to do about it:", *(f"- {remark.words}" for remark in advice)])
+        if advice
         else quiet(facts)
     )
 
 
 def remarks(facts: RunFacts) -> list[Remark]:
-    """Return the advice for a run."""
-    always = [remark for rule in WHOLE for remark in rule(facts)]
+    """Return the advice for a run, from all rules."""
+    run_remarks = [remark for rule in WHOLE for remark in rule(facts)]
     steady = facts.steady
     return (
-        always
+        run_remarks
         if steady is None
-        else [*always, *(remark for rule in RULES for remark in rule(facts, steady))]
+        else [*run_remarks, *(remark for rule in RULES for remark in rule(facts, steady))]
     )
 
 
 def quiet(facts: RunFacts) -> str:
-    """Say why there is no advice for a run."""
+    """Explain why there is no advice for a run."""
     if facts.steps < FEWEST:
         few = f"{counted(facts.steps, 'step')} {'is' if facts.steps == 1 else 'are'} too few"
         return f"{few} to tell a rule from chance: from {FEWEST} on there is advice."
@@ -66,26 +71,32 @@ def quiet(facts: RunFacts) -> str:
 
 
 def exchange(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:
-    """Advise where the exchange is exposed for more than a quarter of a step."""
+    """Advise if the exposed exchange takes more than a quarter of a step."""
     if not steady.lasts("exchange", 0.25, LEAST):
         return
-    most = max(facts.axes, key=lambda along: along.seconds, default=None)
-    if most is not None and most.axis == "stage":
-        return  # waits of a pipeline, of which `pipelines` knows more
-    if most is not None and most.axis != "data":
-        inside = (
+    slowest_axis = max(facts.axes, key=lambda along: along.seconds, default=None)
+    if slowest_axis is not None and slowest_axis.axis == "stage":
+        # These are waits of a pipeline, see `pipeline_report`.
+        return
+    # On other axes than `data`, activations or parameters are exchanged, and not only gradients.
+    # The size of the batch and the codec don't help there.
+    if slowest_axis is not None and slowest_axis.axis != "data":
+        between = (
             ", which goes between hosts: give the mesh fewer workers along it, so that it fits in "
-            "a host"
-            if most.between
-            else ""
+            "a "
+            "host"
         )
+        ending = between if slowest_axis.between else _ALONG[slowest_axis.axis]
         words = (
             f"Exchange takes {facts.share('exchange'):.0%} of a step, most of it along "
-            f"`{most.axis}`{inside or _ALONG[most.axis]}. "
+            f"`{slowest_axis.axis}`{ending}. "
             "`paceline layout` shows what a worker would hold by another mesh"
         )
-        yield Remark(words, min(most.seconds / facts.step, facts.share("exchange")), most=True)
+        yield Remark(
+            words, min(slowest_axis.seconds / facts.step, facts.share("exchange")), most=True
+        )
         return
+    # From here on, it is the exchange of gradients.
     share = facts.share("exchange")
     words = (
         f"Exchange takes {share:.0%} of a step. A larger global batch makes fewer exchanges for "
@@ -93,7 +104,8 @@ def exchange(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:
         "(in pieces by run.step(..., micro_batches=k) if memory is short); "
         "parameters in bfloat16 halve the bytes"
     )
-    yield Remark(words, share / 2)  # with twice the batch, or half the bytes
+    # Twice the batch, or half the bytes, halves it.
+    yield Remark(words, share / 2)
     if facts.hosts > 1 and "via=" in facts.sync and "hierarchical" not in facts.sync:
         words = (
             f"{facts.sync} names its own way between hosts. "
@@ -121,94 +133,106 @@ def exchange(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:
 
 
 def slow(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:
-    """Advise where workers wait for one that is slower, or for a different one each time."""
+    """Advise if workers wait for a slower worker, always the same or a different one each time."""
     if not steady.lasts("wait", 0.1, LEAST):
         return
-    busy = [work.seconds for work in facts.work]
-    slowest = max(range(len(busy)), key=busy.__getitem__, default=0)
-    head = f"Waiting for slower workers takes {facts.share('wait'):.0%} of a step"
+    work_seconds = [work.seconds for work in facts.work]
+    slowest = max(range(len(work_seconds)), key=work_seconds.__getitem__, default=0)
+    finding = f"Waiting for slower workers takes {facts.share('wait'):.0%} of a step"
     cause = main_cause(facts.late[slowest]) if slowest < len(facts.late) else "compute"
+    # Always the same worker is slowest: clearly slower than the fastest, in most of the steps.
     if (
-        busy
-        and min(busy) > 0
-        and busy[slowest] > 1.15 * min(busy)
+        work_seconds
+        and min(work_seconds) > 0
+        and work_seconds[slowest] > 1.15 * min(work_seconds)
         and facts.work[slowest].late >= 0.8
     ):
         words = (
-            f"{head}. The slowest is {facts.rank(slowest)}, with {seconds(busy[slowest])} of own "
-            "work in a step where the median is "
-            f"{seconds(statistics.median(busy))}, for {WORDS[cause]}. "
-            f"{REMEDIES.get(cause) or _evened(facts, busy)}"
+            f"{finding}. The slowest is {facts.rank(slowest)}, with "
+            f"{seconds(work_seconds[slowest])} of own work in a step where the median is "
+            f"{seconds(statistics.median(work_seconds))}, for {WORDS[cause]}. "
+            f"{REMEDIES.get(cause) or _evened(facts, work_seconds)}"
         )
-        yield Remark(words, *_sooner(facts, busy, cause))
-    elif not busy:
+        yield Remark(words, *_sooner(facts, work_seconds, cause))
+    elif not work_seconds:
         words = (
-            f"{head}. Once the run has ended, this report says whether it is always the same one "
-            "that is late"
+            f"{finding}. Once the run has ended, this report says whether it is always the same "
+            "one that is late"
         )
         yield Remark(words, facts.share("wait"), most=True)
     else:
         words = (
-            f"{head}, and no worker is the slowest throughout: batches of unequal work (lengths of "
-            "texts), more workers than cores, or "
+            f"{finding}, and no worker is the slowest throughout: batches of unequal work (lengths "
+            "of texts), more workers than cores, or "
             "other programs on the machines. trace.json, opened in Perfetto (ui.perfetto.dev), "
             "shows who was late when"
         )
         yield Remark(words, facts.share("wait"), most=True)
 
 
-def _sooner(facts: RunFacts, busy: list[float], cause: str) -> tuple[float, bool]:
-    """Return the part of a step that is saved where the slowest worker is as fast as others, or
-    its work is dealt; and whether at most.
+def _sooner(facts: RunFacts, work_seconds: list[float], cause: str) -> tuple[float, bool]:
+    """Estimate the part of a step that is saved, and whether that is an upper bound.
+
+    Either the slowest worker becomes as fast as the median one, if its cause can be fixed, or the
+    samples are shared out by speed.
     """
-    dealt, shares = work_by_share(busy, facts.mesh), facts.dealing.shares if facts.dealing else ()
-    if cause in REMEDIES or facts.pipelines or len(dealt) == 1:
-        return min((max(busy) - statistics.median_low(busy)) / facts.step, 1.0), True
-    # what all need with samples by their speed
-    even = statistics.harmonic_mean(dealt, shares if len(shares) == len(dealt) else None)
-    return min(max(max(busy) - even, 0.0) / facts.step, 1.0), False
+    seconds_by_share, shares = (
+        work_by_share(work_seconds, facts.mesh),
+        facts.dealing.shares if facts.dealing else (),
+    )
+    if cause in REMEDIES or facts.pipelines or len(seconds_by_share) == 1:
+        return min(
+            (max(work_seconds) - statistics.median_low(work_seconds)) / facts.step, 1.0
+        ), True
+    # If each worker gets samples in proportion to its speed, all need the same time.
+    weights = shares if len(shares) == len(seconds_by_share) else None
+    balanced_seconds = statistics.harmonic_mean(seconds_by_share, weights)
+    return min(max(max(work_seconds) - balanced_seconds, 0.0) / facts.step, 1.0), False
 
 
-def _evened(facts: RunFacts, busy: list[float]) -> str:
-    """Advise on a slow worker: shares by speed, unless they are so already."""
+def _evened(facts: RunFacts, work_seconds: list[float]) -> str:
+    """Advise to share out samples by speed, unless they are so already."""
     if facts.pipelines:
         return (
             "See what else runs there; if it is only that its layers take longer than others', a "
             "better split of the layers helps"
         )
-    busy = work_by_share(busy, facts.mesh)
+    work_seconds = work_by_share(work_seconds, facts.mesh)
     shares = facts.dealing.shares if facts.dealing else ()
-    if len(shares) != len(busy) or max(shares) - min(shares) <= 1:
-        return remedy(busy)
-    speeds = [share / mine for share, mine in zip(shares, busy, strict=True)]
-    fit = ", ".join(f"{speed / max(speeds):.2g}" for speed in speeds)
+    if len(shares) != len(work_seconds) or max(shares) - min(shares) <= 1:
+        return remedy(work_seconds)
+    speeds = [
+        share / seconds_of_share
+        for share, seconds_of_share in zip(shares, work_seconds, strict=True)
+    ]
+    proposed = ", ".join(f"{speed / max(speeds):.2g}" for speed in speeds)
     return (
         f"See what else runs there; the shares are {', '.join(map(str, shares))} now, and by speed "
-        f"they would be shares=[{fit}]"
+        f"they would be shares=[{proposed}]"
     )
 
 
 def data(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:
-    """Advise where batches come too slowly."""
+    """Advise if workers wait for their next batch."""
     readers = facts.dealing.num_workers if facts.dealing else 0
     if not steady.lasts("data", 0.1, LEAST if readers else READING):
         return
-    head = f"The next batch is waited for during {facts.share('data'):.0%} of a step"
+    finding = f"The next batch is waited for during {facts.share('data'):.0%} of a step"
     if not readers:
         words = (
-            f"{head}. Where cores are left, let others prepare it: DataLoader(..., num_workers=2 "
-            "or more, persistent_workers=True); or do "
+            f"{finding}. Where cores are left, let others prepare it: DataLoader(..., "
+            "num_workers=2 or more, persistent_workers=True); or do "
             f"the costly part of the data set once, ahead"
         )
     elif steady.least["data"] < READERS_COST:
         words = (
-            f"{head}, with num_workers={readers} for each worker. Such processes need a few "
+            f"{finding}, with num_workers={readers} for each worker. Such processes need a few "
             "milliseconds to hand a batch over: see whether "
             f"num_workers=0 is faster, or larger batches"
         )
     else:
         words = (
-            f"{head}, with num_workers={readers} for each worker. More of them help only where "
+            f"{finding}, with num_workers={readers} for each worker. More of them help only where "
             "cores are left; else do the costly part of "
             f"the data set once, ahead"
         )
@@ -216,6 +240,7 @@ def data(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:
 
 
 def servers(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:
+    """Advise on busy servers, see `server_report`."""
     return serving.advise(facts.servers, facts.seconds or 0.0, facts.samples)
 
 
@@ -228,43 +253,47 @@ RULES: tuple[Callable[[RunFacts, SteadyTimes], Iterator[Remark]], ...] = (
 
 
 def outside(facts: RunFacts) -> Iterator[Remark]:
-    """Advise where much of the run lies outside of its steps."""
+    """Advise if much of the run lies outside of its steps."""
     if (
         facts.ended
         and facts.seconds
         and facts.seconds > 60
         and facts.step * facts.steps < 0.6 * facts.seconds
     ):
-        inside = facts.step * facts.steps / facts.seconds
+        share_in_steps = facts.step * facts.steps / facts.seconds
         words = (
-            f"Only {inside:.0%} of the run was spent in steps: evaluate and save less often, or "
-            "see what the script does before the first"
+            f"Only {share_in_steps:.0%} of the run was spent in steps: evaluate and save less "
+            "often, or see what the script does before the first"
         )
-        yield Remark(words, 1 - inside, most=True, of="run")
+        yield Remark(words, 1 - share_in_steps, most=True, of="run")
 
 
 def checkpoints(facts: RunFacts) -> Iterator[Remark]:
-    """Advise where training stands still for checkpoints."""
-    stood = facts.stall * facts.saves
-    if not facts.seconds or stood < STOOD or stood <= 0.03 * facts.seconds:
+    """Advise if training stands still for checkpoints."""
+    stall_seconds = facts.stall * facts.saves
+    if not facts.seconds or stall_seconds < STOOD or stall_seconds <= 0.03 * facts.seconds:
         return
-    part = stood / facts.seconds
+    stall_share = stall_seconds / facts.seconds
     if facts.stall > facts.write / 2 and not facts.background:
         words = (
-            f"Checkpoints took {part:.0%} of the run: run.save(background=True) writes them while "
-            "training goes on"
+            f"Checkpoints took {stall_share:.0%} of the run: run.save(background=True) writes them "
+            "while training goes on"
         )
-        yield Remark(words, part, most=True, of="run")
-    else:  # half as often
+        yield Remark(words, stall_share, most=True, of="run")
+    else:
+        # Saving half as often halves it.
         yield Remark(
-            f"Training stood still for checkpoints for {part:.0%} of the run: save less often",
-            part / 2,
+            (
+                f"Training stood still for checkpoints for {stall_share:.0%} of the run: "
+                "save less often"
+            ),
+            stall_share / 2,
             of="run",
         )
 
 
 def links(facts: RunFacts) -> Iterator[Remark]:
-    """Advise where a link between hosts became slow."""
+    """Advise if a link between hosts became slow."""
     last = facts.links[-1] if facts.links else None
     if last is not None and last.advice:
         yield Remark(last.advice, 1 - 1 / last.gain if last.gain else None)

@@ -1,4 +1,4 @@
-"""Chooses the run to report on: the newest, or one by its name or by its folder."""
+"""Chooses the run to report on: the newest run, or one by its name or folder."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ RUNS = Path("runs")  # the default folder of runs
 
 
 def choose(asked: Path | None, root: Path = RUNS) -> Path:
-    """Find the folder of the run that is asked for (None: the newest in `root`); a name alone is
-    looked for here, then in `root`.
+    """Return the folder of a run.
 
-    Raises UsageError where there is none to take; a folder that is asked for need not be there.
+    Args:
+        asked: Path or name of the run; None for the newest in `root`. A name alone is looked up in
+            the current folder, and then in `root`. The folder need not exist.
+        root: Folder of all runs. Default: "runs".
+
+    Raises:
+        UsageError: No run was named, and `root` has none.
     """
     if asked is not None:
         return (
@@ -34,9 +39,7 @@ def choose(asked: Path | None, root: Path = RUNS) -> Path:
 
 
 def _written(path: Path) -> int:
-    """Return when a file was written; 0 where it is gone by now, as that of a run that has just
-    ended.
-    """
+    """Return when a file was written; 0 if it was removed, as when a run has just ended."""
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Describes a measured cluster: a line for each worker, and a matrix of the links between hosts."""
+"""Describes a measured cluster: a table of the workers, and a matrix of links between hosts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.unequal.probe.oddities import oddities, rated
 
 
 def describe(topology: Topology) -> str:
-    """Write what was measured as text, and below it what is odd."""
+    """Format a measured cluster as text, followed by what is odd about it."""
     dtypes = list(
         dict.fromkeys(
             speed.dtype
@@ -19,7 +19,7 @@ def describe(topology: Topology) -> str:
             for speed in device.speeds
         )
     )
-    parts = [
+    blocks = [
         _titled(
             f"{counted(topology.size, 'worker')} on {counted(len(topology.hosts), 'host')}",
             _workers(topology, dtypes),
@@ -30,15 +30,18 @@ def describe(topology: Topology) -> str:
             "links, from the host of the line to that of the column: latency, what a worker sends "
             "alone, and while all hosts send"
         )
-        parts.append(_titled(text, _links(topology)))
-    odd = oddities(topology)
-    parts.append(
-        "\n".join(["what is odd:", *(f"- {line}" for line in odd)]) if odd else "nothing is odd"
+        blocks.append(_titled(text, _links(topology)))
+    odd_lines = oddities(topology)
+    blocks.append(
+        "\n".join(["what is odd:", *(f"- {line}" for line in odd_lines)])
+        if odd_lines
+        else "nothing is odd"
     )
-    return "\n\n".join(parts)
+    return "\n\n".join(blocks)
 
 
 def _titled(title: str, rows: Sequence[Sequence[str]]) -> str:
+    """Format a table with aligned columns under a title."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -48,6 +51,7 @@ def _titled(title: str, rows: Sequence[Sequence[str]]) -> str:
 
 
 def _workers(topology: Topology, dtypes: Sequence[str]) -> list[list[str]]:
+    """Return the rows of the table of workers: device, speed and memory of each."""
     relative = topology.speeds(dtypes[0]) if dtypes else ()
     rows = [
         [
@@ -64,7 +68,7 @@ def _workers(topology: Topology, dtypes: Sequence[str]) -> list[list[str]]:
     for host in topology.hosts:
         for rank, device in zip(host.ranks, host.devices, strict=False):
             speeds = [f"{device.flops(dtype) / 1e9:.3g}" for dtype in dtypes]
-            part = f"{relative[rank]:.2f}" if relative else "-"
+            share_of_fastest = f"{relative[rank]:.2f}" if relative else "-"
             memory = f"{sized(device.free_bytes)} of {sized(device.memory_bytes)}"
             copied = f"{device.copied_bytes_per_second / 1e9:.3g} GB/s"
             rows.append(
@@ -74,7 +78,7 @@ def _workers(topology: Topology, dtypes: Sequence[str]) -> list[list[str]]:
                     _device(device),
                     _threads(host, device),
                     *speeds,
-                    part,
+                    share_of_fastest,
                     copied,
                     memory,
                 ]
@@ -83,16 +87,19 @@ def _workers(topology: Topology, dtypes: Sequence[str]) -> list[list[str]]:
 
 
 def _device(device: Device) -> str:
+    """Name a device, such as "cuda:0 NVIDIA A100"."""
     place = device.kind if device.kind == "cpu" else f"{device.kind}:{device.index}"
     return f"{place} {device.name}".strip()
 
 
 def _threads(host: HostRanks, device: Device) -> str:
+    """Describe the threads of a worker, and the cores that its host has."""
     cores = f"{counted(host.cores, 'core')}" if host.quota is None else f"a quota of {host.quota:g}"
     return f"{counted(device.threads, 'thread')}, {cores}"
 
 
 def _links(topology: Topology) -> list[list[str]]:
+    """Return the rows of the matrix of links, one for each sending host."""
     rows = [["", *(host.name for host in topology.hosts)]]
     for source, host in enumerate(topology.hosts):
         rows.append(
@@ -102,8 +109,11 @@ def _links(topology: Topology) -> list[list[str]]:
 
 
 def _link(topology: Topology, source: int, target: int) -> str:
+    """Describe a link: latency and rate, also while all hosts send."""
     link = topology.link(source, target)
     if link is None:
         return "-"
-    crowded = f", {rated(link.crowded_bytes_per_second)}" if link.crowded_bytes_per_second else ""
-    return f"{link.latency_seconds * 1e3:.2f} ms, {rated(link.bytes_per_second)}{crowded}"
+    crowded_rate = (
+        f", {rated(link.crowded_bytes_per_second)}" if link.crowded_bytes_per_second else ""
+    )
+    return f"{link.latency_seconds * 1e3:.2f} ms, {rated(link.bytes_per_second)}{crowded_rate}"

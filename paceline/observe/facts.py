@@ -1,4 +1,4 @@
-"""The facts of a run, read from its files: its summary, and, step by step, its metrics."""
+"""The facts of a run, read from its files: the summary, and the metrics step by step."""
 
 from __future__ import annotations
 
@@ -22,28 +22,31 @@ from paceline.record.pipeline_profile import PipelineProfile
 from paceline.trace import PARTS
 from paceline.unequal.stragglers.causes import CAUSES
 
-# first steps that are left out; stretches that are compared; fewer steps tell nothing for sure
-WARM, TENTHS, FEWEST = 5, 10, 25
+WARM = 5  # first steps that are left out
+TENTHS = 10  # stretches of a run that are compared
+FEWEST = 25  # with fewer steps nothing is certain
 
-LARGEST = 64 << 20  # bytes of a summary
-MOST = {"workers": 1 << 14, "hosts": 1 << 14, "events": 100_000, "saves": 100_000}  # in a summary
+# Limits of a summary. It may come from someone else, and must not exhaust the memory of a reader.
+LARGEST = 64 << 20  # bytes
+MOST = {"workers": 1 << 14, "hosts": 1 << 14, "events": 100_000, "saves": 100_000}
 _AXIS = ("seconds", "within", "between")
 
 
 @dataclass(frozen=True)
 class DealingFacts:
-    """How the training loader was dealt."""
+    """How the training loader was dealt to the workers."""
 
     num_workers: int = 0  # processes that read ahead, for each worker
-    shares: tuple[int, ...] = ()  # of a usual batch; empty where there is no usual one
+    # Of a usual batch; empty if there is no usual one.
+    shares: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class OwnWork:
-    """The work of a worker by itself, apart from exchange and waiting."""
+    """The own work of a worker, without exchange and waiting."""
 
     seconds: float  # in a step, the median
-    # the share of the steps in which it was a tenth above what is usual among the workers
+    # Share of the steps in which it was a tenth above the usual work among the workers.
     late: float
 
 
@@ -53,11 +56,14 @@ class LinkFacts:
 
     step: int  # at which that was noticed
     words: str
-    advice: str  # empty where nothing is known that would help
-    hosts: tuple[str, ...]  # whose links they are; of two hosts the one between them
-    rate: float  # bytes that it carries in a second
-    usual: float | None  # what others carry, where there are others
-    gain: float | None  # how many times as fast steps would be with what is advised
+    advice: str  # empty if nothing is known that would help
+    # One host if all of its links are slow, or the two hosts of a single link.
+    hosts: tuple[str, ...]
+    rate: float  # bytes per second
+    # Bytes per second of other links, if there are others.
+    usual: float | None
+    # Speed-up of steps if the advice is followed.
+    gain: float | None
 
 
 @dataclass(frozen=True)
@@ -65,16 +71,16 @@ class AxisFacts:
     """The exchanges of a step along one axis of the mesh."""
 
     axis: str
-    seconds: float  # for which a worker stood still, the mean
-    within: float  # bytes that all workers have sent within hosts
-    between: float  # and between them
+    seconds: float  # that a worker stood still, the mean
+    within: float  # bytes sent within hosts by all workers
+    between: float  # bytes sent between hosts by all workers
 
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """The bytes that one worker held, by kind, and the most that its process had in memory.
+    """The bytes that one worker held by kind, and the peak of its process.
 
-    What couldn't be predicted is None.
+    A prediction that could not be made is None.
     """
 
     predicted: dict[str, int | None]
@@ -84,24 +90,28 @@ class MemoryFacts:
 
 @dataclass(frozen=True)
 class SteadyTimes:
-    """The times that last through a run: those seen in four of five tenths of it, first steps
-    left out.
-    """
+    """Times that last through a run: seen in four of five tenths of it, without the first steps."""
 
-    step: float  # seconds of a step, the median of the tenths
-    least: dict[str, float]  # seconds that each part of a step took at least in four of five tenths
+    # Seconds of a step, the median of the tenths.
+    step: float
+    # Least seconds of each part of a step in four of five tenths.
+    least: dict[str, float]
 
     def lasts(self, part: str, share: float, seconds: float) -> bool:
-        """Whether `part` takes more than this share of a step and at least so many seconds of
-        it, nearly all the time.
+        """Whether a part of a step is large nearly all the time.
+
+        Args:
+            part: Part of a step, one of PARTS.
+            share: Share of a step that it has to exceed.
+            seconds: Seconds of a step that it has to reach.
         """
         return self.least[part] >= seconds and self.least[part] > share * self.step
 
 
 class Standing(NamedTuple):
-    """How a run stands: in one word, and in words that follow on its name."""
+    """The state of a run: in one word, and in words that follow its name."""
 
-    # "ended", "failed", "running", "gone"; "open" if nothing tells whether it is running or gone
+    # "ended", "failed", "running" or "gone"; "open" if it may be running or gone.
     state: str
     words: str
 
@@ -112,8 +122,9 @@ OPEN = Standing("open", "has not ended (no summary.json): it is still running, o
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The facts in the files of a run; a run that has not ended lacks those that only the
-    summary has.
+    """The facts in the files of a run.
+
+    If a run has not ended, the facts that only the summary has are missing.
     """
 
     name: str
@@ -126,13 +137,14 @@ class RunFacts:
     sync: str = ""
     workers: int = 1
     hosts: int = 1
-    steady: SteadyTimes | None = None  # None where the steps are too few to tell
+    steady: SteadyTimes | None = None  # None if there are too few steps
     work: tuple[OwnWork, ...] = ()  # of each rank
-    # of each rank: seconds of a mean step by which it was late, by cause
+    # Of each rank: seconds of a mean step by which it was late, by cause.
     late: tuple[dict[str, float], ...] = ()
     links: tuple[LinkFacts, ...] = ()  # that became slow
-    untold: tuple[str, ...] = ()  # causes that could not be told on some worker
-    dealing: DealingFacts | None = None  # None where it isn't known
+    # Causes that some worker could not tell apart.
+    untold: tuple[str, ...] = ()
+    dealing: DealingFacts | None = None  # None if it isn't known
     bytes_sent: dict[str, float] | None = None
     mesh: Mesh | None = None  # if a model was cut
     axes: tuple[AxisFacts, ...] = ()
@@ -141,10 +153,12 @@ class RunFacts:
     codecs: list[str] = field(default_factory=list)  # whether each paid, in words
     events: list[dict[str, Any]] = field(default_factory=list)
     saves: int = 0  # checkpoints on the disk
-    best: tuple[str, float] | None = None  # the name of the best of them, and its metric
-    stall: float = 0.0  # seconds for which training stood still for each of them
-    write: float = 0.0  # seconds that each took until it was on the disk
-    background: bool = False  # whether all were asked for in the background
+    best: tuple[str, float] | None = None  # name and metric of the best checkpoint
+    # Seconds that training stood still for each checkpoint.
+    stall: float = 0.0
+    # Seconds until each checkpoint was on the disk.
+    write: float = 0.0
+    background: bool = False  # whether all were saved in the background
     servers: list[serving.ServerFacts] = field(default_factory=list)
     standing: Standing = ENDED
 
@@ -158,10 +172,10 @@ class RunFacts:
         return f"rank {rank}" if self.mesh is None else f"rank {rank} ({self.mesh.place(rank)})"
 
     def ranks(self, ranks: Sequence[int]) -> str:
-        """Name several workers, with what their places in the mesh have in common."""
+        """Name several workers, with the coordinates that they share in the mesh."""
         if len(ranks) == 1:
             return self.rank(ranks[0])
-        named = (
+        names = (
             f"ranks {', '.join(map(str, ranks))}" if len(ranks) < self.workers else "all workers"
         )
         places = [] if self.mesh is None else [self.mesh.coordinates(rank) for rank in ranks]
@@ -170,7 +184,7 @@ class RunFacts:
             for axis, at in (places[0] if places else {}).items()
             if all(place[axis] == at for place in places)
         ]
-        return f"{named} ({', '.join(common)})" if common and named != "all workers" else named
+        return f"{names} ({', '.join(common)})" if common and names != "all workers" else names
 
     def share(self, part: str) -> float:
         """Return the share of a step that `part` takes."""
@@ -178,15 +192,21 @@ class RunFacts:
 
 
 def read(folder: RunFolder, metrics: MetricsReader | None = None) -> RunFacts:
-    """Read the facts of a run: from its summary, or, if it has none yet, from its metrics.
+    """Read the facts of a run: from its summary, or from its metrics if it has no summary yet.
 
-    `metrics`: a reader of the run's metrics, which goes on where it was.
+    Args:
+        folder: Folder of the run.
+        metrics: Reader of the run's metrics, which continues where it was. Default: a new one.
+
+    Raises:
+        UsageError: The folder isn't that of a run, or a file in it is damaged.
     """
     metrics = metrics or MetricsReader(folder)
     if folder.summary.is_file():
         return _from_summary(folder, metrics)
     if folder.metrics.is_file():
         return _from_metrics(folder, metrics)
+    # There is nothing to read. The rest finds out what the user may have meant.
     if folder.path.is_file():
         raise UsageError(
             f"{folder.path} is a file: give the folder of a run, such as runs/NAME, or nothing for "
@@ -194,91 +214,99 @@ def read(folder: RunFolder, metrics: MetricsReader | None = None) -> RunFacts:
         )
     if not folder.path.is_dir():
         runs = sorted(path.parent.name for path in folder.path.parent.glob("*/metrics.jsonl"))
-        near = (
+        known_runs = (
             f"runs in {folder.path.parent}: {', '.join(runs[-8:])}"
             if runs
             else f"{folder.path.parent} holds no runs"
         )
-        raise UsageError(f"there is no run folder {folder.path}; {near}")
+        raise UsageError(f"there is no run folder {folder.path}; {known_runs}")
     if not any(folder.path.iterdir()):
         return RunFacts(folder.name, False, 0, 0, None, dict.fromkeys(PARTS, 0.0), standing=OPEN)
     runs = sorted(path.parent.name for path in folder.path.glob("*/metrics.jsonl"))
-    inside = f"; it holds the runs {', '.join(runs[-8:])}: name one of them" if runs else ""
+    contained_runs = f"; it holds the runs {', '.join(runs[-8:])}: name one of them" if runs else ""
     raise UsageError(
-        f"{folder.path} is no run folder: it has neither {folder.summary.name} nor "
-        f"{folder.metrics.name}{inside}"
+        f"{folder.path} is not a run folder: it has neither {folder.summary.name} nor "
+        f"{folder.metrics.name}{contained_runs}"
     )
 
 
 def read_fields(path: Path) -> dict[str, Any]:
-    """Read a summary, or what a run under way tells.
+    """Read a summary, or the live file of a run that is under way.
 
-    Raises OSError, and ValueError for what no run of ours has written.
+    The file is not trusted: sizes, nesting and numbers are checked.
+
+    Raises:
+        OSError: The file can't be read.
+        ValueError, TypeError, KeyError: No run of ours has written the file.
     """
     with path.open("rb") as file:
         text = file.read(LARGEST + 1)
     if len(text) > LARGEST:
         raise ValueError(f"it has more than {LARGEST >> 20} MiB")
     try:
-        found = json.loads(text, parse_float=_finite, parse_int=_finite, parse_constant=_finite)
+        fields = json.loads(text, parse_float=_finite, parse_int=_finite, parse_constant=_finite)
     except RecursionError:
-        raise ValueError("it nests too deep") from None
-    if not isinstance(found, dict):
-        raise ValueError("it is no object")
-    for name, most in MOST.items():
-        value = found.get(name, [])
-        if (len(value) if isinstance(value, list) else int(value)) > most:
-            raise ValueError(f"its {name} are more than {most:,}")
-    for each in (*found.get("events", ()), *found.get("saves", ())):
-        _real(each["time"])
-    return found
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(fields, dict):
+        raise ValueError("it is not a JSON object")
+    for name, limit in MOST.items():
+        value = fields.get(name, [])
+        if (len(value) if isinstance(value, list) else int(value)) > limit:
+            raise ValueError(f"its {name} are more than {limit:,}")
+    for event in (*fields.get("events", ()), *fields.get("saves", ())):
+        _real(event["time"])
+    return fields
 
 
 def _finite(text: str) -> float:
-    """Read a number that a run may have measured; `strict_json` writes infinities, and what is
-    no number, as texts.
+    """Parse a number that a run may have measured.
+
+    Infinities and NaN are not numbers here, because `to_strict_json` writes them as strings.
     """
     value = int(text) if text.lstrip("-").isdigit() and len(text) < 20 else float(text)
     if not abs(value) < 1e100:
-        raise ValueError(f"{text[:40]} is no number that a run measures")
+        raise ValueError(f"{text[:40]} is not a number that a run can measure")
     return value
 
 
 def _real(value: Any) -> float:
+    """Return a number of seconds. Raises `TypeError` for anything else."""
     if type(value) not in (int, float):
-        raise TypeError(f"{repr(value)[:40]} is no number of seconds")
+        raise TypeError(f"{repr(value)[:40]} is not a number of seconds")
     return float(value)
 
 
 def so_far(folder: RunFolder) -> dict[str, Any]:
-    """Read the fields of a summary that a run under way tells; none where it doesn't, or is of
-    another version.
+    """Read the fields of a summary that a run has published while it is under way.
+
+    Without a live file, or if it is of another version, there are none.
     """
     try:
-        found = read_fields(folder.live)
+        fields = read_fields(folder.live)
     except (OSError, ValueError, TypeError, LookupError):
         return {}
-    return found if "sync" in found else {}
+    return fields if "sync" in fields else {}
 
 
 def standing(told: Mapping[str, Any]) -> Standing:
-    """Say how a run without a summary stands. `told`: what it tells of itself (`so_far`)."""
+    """Describe the state of a run without a summary. `told` are its live fields."""
     try:
         live = told["live"]
-        step, there = f"at step {int(live['step'])}", alive(live["writer"])
+        step, is_alive = f"at step {int(live['step'])}", alive(live["writer"])
         if live["state"] == "failed":
             return Standing("failed", f"failed {step}: {live['why']}")
-        if there is False and time.time() - float(live["time"]) >= GONE:
+        # A run whose writer has died may go on with another one. That would have written by now.
+        if is_alive is False and time.time() - float(live["time"]) >= GONE:
             return Standing(
                 "gone", f"was broken off {step}: the process that wrote its folder is gone"
             )
-        return OPEN if there is None else Standing("running", f"is running, {step}")
+        return OPEN if is_alive is None else Standing("running", f"is running, {step}")
     except (KeyError, TypeError, ValueError, AttributeError):
         return OPEN
 
 
 def timed_steps(folder: RunFolder) -> list[tuple[int, dict[str, float]]]:
-    """Return the samples of each step in the metrics of a run, and the seconds of its parts."""
+    """Return the samples of each step of a run, and the seconds of its parts."""
     metrics = MetricsReader(folder)
     metrics.read()
     steps = metrics.steps
@@ -287,16 +315,19 @@ def timed_steps(folder: RunFolder) -> list[tuple[int, dict[str, float]]]:
 
 
 def steadied(seconds: Floats) -> SteadyTimes | None:
-    """Find the times that last through these steps, each a row with the seconds of PARTS; None
-    where they are too few.
+    """Find the times that last through these steps; None if there are too few.
+
+    `seconds` has a row for each step, and a column for each of PARTS.
     """
     if len(seconds) < FEWEST:
         return None
     warmed = seconds[WARM:]
     tenths = [
-        warmed[n * len(warmed) // TENTHS : (n + 1) * len(warmed) // TENTHS] for n in range(TENTHS)
+        warmed[tenth_index * len(warmed) // TENTHS : (tenth_index + 1) * len(warmed) // TENTHS]
+        for tenth_index in range(TENTHS)
     ]
     means = np.array([tenth.mean(axis=0) for tenth in tenths])
+    # A fifth of the tenths may be lower.
     least = np.sort(means, axis=0)[TENTHS // 5]
     return SteadyTimes(
         float(np.median(means.sum(axis=1))), dict(zip(PARTS, least.tolist(), strict=True))
@@ -304,6 +335,7 @@ def steadied(seconds: Floats) -> SteadyTimes | None:
 
 
 def _from_summary(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
+    """Read the facts from the summary, and the steady times from the metrics."""
     try:
         fields = read_fields(folder.summary)
         saved = fields.get("checkpoints") or {
@@ -311,8 +343,8 @@ def _from_summary(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
             "stall_seconds": 0.0,
             "write_seconds": 0.0,
         }
-        each = max(int(saved["count"]), 1)
-        dealt = fields.get("loader")
+        count = max(int(saved["count"]), 1)
+        loader = fields.get("loader")
         facts = RunFacts(
             name=folder.name,
             ended=True,
@@ -331,8 +363,8 @@ def _from_summary(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
             late=_late(fields),
             links=tuple(map(_link, fields.get("links", []))),
             untold=tuple(cause for cause in fields.get("untold", []) if cause in CAUSES),
-            dealing=DealingFacts(int(dealt["num_workers"]), tuple(map(int, dealt["shares"])))
-            if dealt
+            dealing=DealingFacts(int(loader["num_workers"]), tuple(map(int, loader["shares"])))
+            if loader
             else None,
             bytes_sent={
                 where: float(fields["bytes_sent"][where]) for where in ("within", "between")
@@ -353,9 +385,9 @@ def _from_summary(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
             best=(str(saved["best"]["checkpoint"]), float(saved["best"]["metric"]))
             if "best" in saved
             else None,
-            stall=float(saved["stall_seconds"]) / each,
-            write=float(saved["write_seconds"]) / each,
-            background=int(saved.get("background", 0)) >= each,
+            stall=float(saved["stall_seconds"]) / count,
+            write=float(saved["write_seconds"]) / count,
+            background=int(saved.get("background", 0)) >= count,
             servers=[
                 serving.read(server, index)
                 for index, server in enumerate(fields.get("servers", []))
@@ -367,7 +399,7 @@ def _from_summary(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
         ) from error
     except (ValueError, TypeError, AttributeError, ArithmeticError, IndexError) as error:
         raise UsageError(
-            f"{folder.summary} is damaged ({error}); remove it, and the report is made of "
+            f"{folder.summary} is damaged ({error}); remove it, and the report is made from "
             f"{folder.metrics.name}"
         ) from error
     if not folder.metrics.is_file():
@@ -377,20 +409,23 @@ def _from_summary(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
 
 
 def _late(fields: Mapping[str, Any]) -> tuple[dict[str, float], ...]:
-    """Return how late each rank was, without those who have left."""
-    late = [
+    """Return how late each rank was, without workers that have left."""
+    late_by_rank = [
         {str(cause): float(value) for cause, value in each.items()}
         for each in fields.get("rank_late", [])
     ]
     members = fields.get("members", [])
-    if len(members) != len(late):
-        return tuple(late)
+    # Without members, `rank_late` is in the order of ranks. Otherwise it is in the order of
+    # members.
+    if len(members) != len(late_by_rank):
+        return tuple(late_by_rank)
     ranks = [None if member["rank"] is None else int(member["rank"]) for member in members]
-    there = sorted((rank, at) for at, rank in enumerate(ranks) if rank is not None)
-    return tuple(late[at] for _, at in there)
+    present = sorted((rank, at) for at, rank in enumerate(ranks) if rank is not None)
+    return tuple(late_by_rank[at] for _, at in present)
 
 
 def _memory(fields: Mapping[str, Any]) -> MemoryFacts:
+    """Read the memory of one rank."""
     predicted = {
         kind: None if fields["predicted"][kind] is None else int(fields["predicted"][kind])
         for kind in KINDS
@@ -401,6 +436,7 @@ def _memory(fields: Mapping[str, Any]) -> MemoryFacts:
 
 
 def _link(fields: Mapping[str, Any]) -> LinkFacts:
+    """Read a slow link."""
     return LinkFacts(
         step=int(fields["step"]),
         words=str(fields["words"]),
@@ -413,12 +449,12 @@ def _link(fields: Mapping[str, Any]) -> LinkFacts:
 
 
 def _mesh(fields: Mapping[str, Any]) -> Mesh | None:
-    """Put the mesh together from the sizes of its axes and the places of ranks."""
+    """Build the mesh from the sizes of its axes and the places of the ranks; None without one."""
     sizes, places = fields.get("mesh"), fields.get("places")
     if not sizes or not places:
         return None
     if len(places) != math.prod(map(int, sizes.values())) or len(places) != int(fields["workers"]):
-        raise ValueError("its mesh is not that of its workers")
+        raise ValueError("its mesh does not fit its workers")
     by_place = sorted(
         range(len(places)), key=lambda rank: [int(places[rank][axis]) for axis in sizes]
     )
@@ -426,26 +462,28 @@ def _mesh(fields: Mapping[str, Any]) -> Mesh | None:
 
 
 def _from_metrics(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
+    """Read the facts from the metrics, and from the live file if there is one."""
     metrics.read()
     steps, losses = metrics.steps, metrics.values.get("loss")
-    spent = steps.seconds.mean(axis=0).tolist() if len(steps.seconds) else [0.0] * len(PARTS)
-    told = so_far(folder)
+    mean_seconds = steps.seconds.mean(axis=0).tolist() if len(steps.seconds) else [0.0] * len(PARTS)
+    live_fields = so_far(folder)
     return RunFacts(
         name=folder.name,
         ended=False,
         steps=len(steps.step),
         samples=int(steps.samples.sum()),
         final_loss=None if losses is None else float(losses.value[-1]),
-        step_seconds=dict(zip(PARTS, spent, strict=True)),
+        step_seconds=dict(zip(PARTS, mean_seconds, strict=True)),
         seconds=metrics.seconds,
         steady=steadied(steps.seconds),
-        sync=str(told.get("sync", "")),
-        workers=int(told.get("workers", 1)),
-        hosts=int(told.get("hosts", 1)),
-        mesh=_mesh(told),
-        standing=standing(told),
+        sync=str(live_fields.get("sync", "")),
+        workers=int(live_fields.get("workers", 1)),
+        hosts=int(live_fields.get("hosts", 1)),
+        mesh=_mesh(live_fields),
+        standing=standing(live_fields),
     )
 
 
 def _number(value: Any) -> float | None:
+    """Return a float, or None for None."""
     return None if value is None else float(value)

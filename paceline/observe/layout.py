@@ -1,4 +1,4 @@
-"""Describes what each worker would hold of a model, from what `record/layout.py` has written."""
+"""Prints what each worker would hold of a model, as `record/layout.py` has written it."""
 
 from __future__ import annotations
 
@@ -17,30 +17,32 @@ from paceline.record.folder import KINDS, LAYOUT
 
 
 def read(folder: Path, script: str) -> dict[str, Any]:
-    """Read what a script has left in `folder`.
+    """Read the layout that a script has left in `folder`.
 
-    Raises `UsageError` where it ended before it came to train.
+    Raises:
+        UsageError: The script ended before it began to train.
     """
     try:
-        found: dict[str, Any] = json.loads((folder / LAYOUT).read_text())
+        layout: dict[str, Any] = json.loads((folder / LAYOUT).read_text())
     except FileNotFoundError:
         raise UsageError(
             f"{script} ended before it trained, so there is nothing to show: "
             "it has to give its model to run.prepare, and to begin a loop "
             "over the prepared loader"
         ) from None
-    return found
+    return layout
 
 
-def describe(found: dict[str, Any], console: Console) -> None:
-    """Print the placement of each parameter on the first worker, what each worker holds in all,
-    and what travels when.
+def describe(layout: dict[str, Any], console: Console) -> None:
+    """Print the layout of a model: parameters, totals and traffic.
+
+    Parameters are shown with their placement on the first worker, totals for all workers.
     """
-    mesh = f", mesh {found['mesh']}" if found["mesh"] else ""
-    table = Table(title=f"{counted(len(found['workers']), 'worker')}{mesh}", box=SIMPLE)
+    mesh = f", mesh {layout['mesh']}" if layout["mesh"] else ""
+    table = Table(title=f"{counted(len(layout['workers']), 'worker')}{mesh}", box=SIMPLE)
     for name in ("parameter", "shape", "dtype", "cut along", "on the first worker", *KINDS):
         table.add_column(name, justify="right" if name in KINDS else "left", no_wrap=True)
-    for row in found["rows"]:
+    for row in layout["rows"]:
         cells = [
             "?" if row[kind] is None else sized(row[kind]) if row[kind] else "-" for kind in KINDS
         ]
@@ -53,31 +55,33 @@ def describe(found: dict[str, Any], console: Console) -> None:
             *cells,
         )
     console.print(table)
-    console.print(_totals(found["workers"]))
-    if any(row["optimizer"] is None for row in found["rows"]):
+    console.print(_totals(layout["workers"]))
+    if any(row["optimizer"] is None for row in layout["rows"]):
         console.print("?: what the optimizer keeps shows itself in a step alone; it is not counted")
-    for each in found["cuts"]:
-        console.print(f"{each['cut']}: {each['travels']}", markup=False, highlight=False)
+    for cut in layout["cuts"]:
+        console.print(f"{cut['cut']}: {cut['travels']}", markup=False, highlight=False)
 
 
 def _totals(workers: list[dict[str, int]]) -> Table:
-    """Return a table of what workers hold, those that hold the same in one line."""
+    """Return a table of the bytes that workers hold. Workers with the same bytes share a line."""
     table = Table(title="held by each worker from step to step", box=SIMPLE)
     for name in ("workers", *KINDS, "in all"):
         table.add_column(name, justify="left" if name == "workers" else "right")
-    alike: dict[tuple[int, ...], list[int]] = {}
+    ranks_by_sizes: dict[tuple[int, ...], list[int]] = {}
     for rank, held in enumerate(workers):
-        alike.setdefault(tuple(held[kind] for kind in KINDS), []).append(rank)
-    for sizes, ranks in alike.items():
+        ranks_by_sizes.setdefault(tuple(held[kind] for kind in KINDS), []).append(rank)
+    for sizes, ranks in ranks_by_sizes.items():
         table.add_row(", ".join(map(str, ranks)), *(sized(size) for size in (*sizes, sum(sizes))))
     return table
 
 
 def _shape(shape: list[int]) -> str:
+    """Format a shape."""
     return " x ".join(map(str, shape)) or "one number"
 
 
 def _here(row: dict[str, Any]) -> str:
+    """Format the part of a parameter that the first worker holds."""
     if row["flat"]:
         return f"{prod(row['here']):,} of {prod(row['shape']):,}"
     return "whole" if row["here"] == row["shape"] else _shape(row["here"])

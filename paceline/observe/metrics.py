@@ -1,5 +1,6 @@
-"""The metrics of a run in columns: each line is read once, so that a file which still grows is
-followed without beginning again.
+"""Reads the metrics of a run into columns.
+
+Each line is read once, so a file that still grows is followed without starting again.
 """
 
 from __future__ import annotations
@@ -18,23 +19,24 @@ from paceline.errors import UsageError
 from paceline.record.folder import RunFolder
 from paceline.trace import PARTS, SENT
 
-# fields of a line that nobody has logged
+# Fields of a line that no script has logged.
 OWN = frozenset(("step", "time", "samples", "seconds", "bytes_sent", "ranks"))
 Floats = NDArray[np.float64]
 
 
 class StepColumns(NamedTuple):
-    """The finished steps of a run, one element each."""
+    """The finished steps of a run, one element for each step."""
 
     step: Floats
     time: Floats  # seconds since the start of the run
     samples: Floats
-    seconds: Floats  # a column for each of PARTS
-    sent: Floats  # bytes of all workers, a column for each of SENT
+    seconds: Floats  # (steps, parts): a column for each of PARTS
+    # (steps, 2): bytes of all workers, a column for each of SENT.
+    sent: Floats
 
 
 class ValueColumns(NamedTuple):
-    """What was logged by one name, one element for each line that has it."""
+    """The values that were logged under one name, one element for each line that has it."""
 
     step: Floats
     time: Floats
@@ -42,8 +44,9 @@ class ValueColumns(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What each worker did in the steps since the look before, by its number: steps, seconds of
-    PARTS, and seconds of lateness.
+    """What each worker did since the previous look, by its number.
+
+    Values are steps, seconds of each of PARTS, and seconds of lateness.
     """
 
     step: float
@@ -54,10 +57,9 @@ class Look(NamedTuple):
 class MetricsReader:
     """Reads the metrics of one run.
 
-    `read` takes in the lines that are new, and begins again where the file is another one.
-
-    A last line that isn't whole is left for the next time. Another one that is no JSON, or isn't of
-    this version, raises UsageError.
+    `read_new_lines` starts again if the file was replaced or became shorter, as after a resume. An
+    incomplete last line is left for the next time. So `_offset` is always the end of a whole line
+    of the file `_file_identity`, and the columns have the values of `_line_count` lines.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -65,7 +67,8 @@ class MetricsReader:
         self._forget()
 
     def _forget(self) -> None:
-        self._file = (0, 0)  # device and inode
+        """Drop everything that was read."""
+        self._file = (0, 0)  # device and inode of the file that was read
         self._offset = self._lines = 0
         self._last = -1.0
         self._steps, self._parts = [array("d") for _ in range(3)], [array("d") for _ in PARTS]
@@ -74,34 +77,37 @@ class MetricsReader:
         self._values: dict[str, tuple[array[float], array[float], array[float]]] = {}
 
     def read(self) -> bool:
-        """Take in what is new; without a file there is nothing.
+        """Read the new lines, if there is a file. Returns whether there were new lines.
 
-        Returns whether there was something.
+        Raises:
+            UsageError: A line is not JSON, or is not of this version.
         """
         try:
             file = self._folder.metrics.open("rb")
         except FileNotFoundError:
             return False
         with file:
-            found = os.fstat(file.fileno())
-            if (found.st_dev, found.st_ino) != self._file or found.st_size < self._offset:
+            status = os.fstat(file.fileno())
+            if (status.st_dev, status.st_ino) != self._file or status.st_size < self._offset:
                 self._forget()
-                self._file = (found.st_dev, found.st_ino)
-            before = self._lines
+                self._file = (status.st_dev, status.st_ino)
+            lines_before = self._lines
             file.seek(self._offset)
             self._take(file)
-        return self._lines > before
+        return self._lines > lines_before
 
     def _take(self, file: BufferedReader) -> None:
+        """Read lines up to the end of the file, or up to an incomplete line."""
         for text in file:
             try:
                 line = json.loads(text)
             except ValueError as error:
+                # Nothing follows: this is the last line, which is still being written.
                 if not file.read(1):
-                    return  # the last one, which is half-written
+                    return
                 raise UsageError(
                     f"{self._folder.metrics} is damaged in line {self._lines + 1} ({error}); "
-                    "mend or remove that line"
+                    "repair or remove that line"
                 ) from error
             try:
                 self._add(line)
@@ -113,44 +119,46 @@ class MetricsReader:
             self._last = max(self._last, float(line["time"]))
 
     def _add(self, line: Mapping[str, Any]) -> None:
+        """Add one line to the columns."""
         step, time = float(line["step"]), float(line["time"])
-        named = [(name, float(value)) for name, value in line.items() if name not in OWN]
-        spent = line.get("seconds")
-        if spent is not None:
+        logged = [(name, float(value)) for name, value in line.items() if name not in OWN]
+        # Lines without seconds have only values, which were logged after their step had ended.
+        part_seconds = line.get("seconds")
+        if part_seconds is not None:
             sent = line.get("bytes_sent", {})
             row = [
                 step,
                 time,
                 float(line["samples"]),
-                *(float(spent[part]) for part in PARTS),
+                *(float(part_seconds[part]) for part in PARTS),
                 *(float(sent.get(to, 0)) for to in SENT),
             ]
             for column, value in zip((*self._steps, *self._parts, *self._sent), row, strict=True):
                 column.append(value)
         if "ranks" in line:
             workers = {
-                str(int(number)): [float(value) for value in values]
-                for number, values in line["ranks"].items()
+                str(int(worker)): [float(value) for value in values]
+                for worker, values in line["ranks"].items()
             }
             self._looks.append(Look(step, time, workers))
-        for name, value in named:
+        for name, value in logged:
             columns = self._values.setdefault(name, (array("d"), array("d"), array("d")))
-            for column, each in zip(columns, (step, time, value), strict=True):
-                column.append(each)
+            for column, item in zip(columns, (step, time, value), strict=True):
+                column.append(item)
 
     @property
     def lines(self) -> int:
-        """The number of lines taken in."""
+        """Number of lines that were read."""
         return self._lines
 
     @property
     def seconds(self) -> float | None:
-        """How far the lines go, in seconds since the start of the run; None without a line."""
+        """Time of the latest line, in seconds since the start of the run; None without a line."""
         return self._last if self._lines else None
 
     @property
     def steps(self) -> StepColumns:
-        """What was read of finished steps."""
+        """The finished steps that were read."""
         step, time, samples = (_copied(column) for column in self._steps)
         seconds, sent = (
             np.stack([_copied(column) for column in columns], axis=1)
@@ -160,12 +168,12 @@ class MetricsReader:
 
     @property
     def looks(self) -> Sequence[Look]:
-        """What was read of single workers."""
+        """The looks at single workers that were read."""
         return tuple(self._looks)
 
     @property
     def values(self) -> dict[str, ValueColumns]:
-        """What was read of each logged name; nan and infinities are among the values."""
+        """The values of each logged name, NaN and infinities included."""
         return {
             name: ValueColumns(*(_copied(column) for column in columns))
             for name, columns in self._values.items()
@@ -173,4 +181,6 @@ class MetricsReader:
 
 
 def _copied(column: array[float]) -> Floats:
-    return np.array(column, dtype=np.float64)  # a view would keep the column from growing
+    """Copy a column to NumPy."""
+    # A view would export the buffer of the array, which can't grow then.
+    return np.array(column, dtype=np.float64)

@@ -1,6 +1,4 @@
-"""The report on a pipeline of a run: what its stages take, how long its workers are idle, a
-picture of a step; and what to do about it.
-"""
+"""Reports on a pipeline of a run: its stages, idle workers, a picture of a step, and advice."""
 
 from __future__ import annotations
 
@@ -19,18 +17,21 @@ from paceline.parallel.pipelining.simulate import PipelineTimeline, simulate
 from paceline.parallel.pipelining.split import best_split
 from paceline.record.pipeline_profile import PipelineProfile, StageProfile
 
-WIDE, HIGH = 110, 40  # characters and lines of a picture, at most
-GAIN = 0.05  # of the time of a step, below which a change isn't worth a line
-LEAST = 1e-3  # seconds of a step, as for other advice
-LARGE = 0.2  # a bubble that more micro-batches are proposed for
-MOST = 8  # micro-batches for each worker that are proposed, at most
-# between the bubbles measured and predicted, above which steps aren't what the schedule makes of
-# them
+WIDE, HIGH = 110, 40  # most characters and lines of a picture
+# Share of a step that a change has to save to be worth a line.
+GAIN = 0.05
+# Seconds of a step that a change has to save, as for other advice.
+LEAST = 1e-3
+# Bubble from which more micro-batches are proposed.
+LARGE = 0.2
+# Most micro-batches for each worker that are proposed.
+MOST = 8
+# If the measured bubble exceeds the predicted one by this, the schedule doesn't explain the waits.
 APART = 0.1
 
 
 def slowest(facts: RunFacts) -> PipelineProfile | None:
-    """Return the pipeline whose steps take longest; None where there is none."""
+    """Return the pipeline with the longest steps; None if there is none."""
     return max(facts.pipelines, key=lambda profile: profile.step_seconds, default=None)
 
 
@@ -39,20 +40,21 @@ def tell(facts: RunFacts) -> str:
     profile = slowest(facts)
     if profile is None:
         return ""
-    which = (
+    title = (
         "Pipeline"
         if len(facts.pipelines) == 1
         else f"The slowest of {len(facts.pipelines)} pipelines"
     )
     stages = counted(len(profile.stages), "stage")
     lines = [
-        f"{which}: {profile.schedule}, {stages}, {_micro_batches(profile.micro_batches)}; "
-        f"a step took {seconds(profile.step_seconds)} "
+        f"{title}: {profile.schedule}, {stages}, {_micro_batches(profile.micro_batches)}; a step "
+        f"took {seconds(profile.step_seconds)} "
         f"({_median(profile.steps)}), with a bubble of {profile.bubble:.1%}; "
         "by the schedule and the times of its actions it would be "
         f"{seconds(profile.timeline.makespan)} and {profile.timeline.bubble:.1%}:",
         *aligned(_rows(facts, profile), left=3),
     ]
+    # A picture that doesn't fit a terminal is left out.
     picture = draw(_in_milliseconds(profile.timeline), WIDE).plain.splitlines()
     if len(picture) <= HIGH:
         lines += [
@@ -64,6 +66,7 @@ def tell(facts: RunFacts) -> str:
 
 
 def _rows(facts: RunFacts, profile: PipelineProfile) -> Iterator[Sequence[str]]:
+    """Yield the rows of the table of stages."""
     kinds = ("forward", "input", "weight") if profile.plan.split else ("forward", "backward")
     yield (
         "stage",
@@ -74,14 +77,14 @@ def _rows(facts: RunFacts, profile: PipelineProfile) -> Iterator[Sequence[str]]:
         "its worker is idle",
         "keeps of a micro-batch",
     )
-    for number, stage in enumerate(profile.stages):
+    for stage_index, stage in enumerate(profile.stages):
         idle = profile.idle[profile.ranks.index(stage.rank)]
-        took = [seconds(stage.seconds[kind]) for kind in kinds]
+        action_seconds = [seconds(stage.seconds[kind]) for kind in kinds]
         yield (
-            str(number),
+            str(stage_index),
             facts.rank(stage.rank),
             _layers(stage),
-            *took,
+            *action_seconds,
             seconds(stage.waited),
             seconds(idle),
             sized(stage.kept),
@@ -89,6 +92,7 @@ def _rows(facts: RunFacts, profile: PipelineProfile) -> Iterator[Sequence[str]]:
 
 
 def _in_milliseconds(timeline: PipelineTimeline) -> PipelineTimeline:
+    """Convert a timeline from seconds to milliseconds, for the picture."""
     rows = tuple(
         tuple(replace(span, start=1e3 * span.start, end=1e3 * span.end) for span in row)
         for row in timeline.rows
@@ -97,8 +101,9 @@ def _in_milliseconds(timeline: PipelineTimeline) -> PipelineTimeline:
 
 
 def advise(facts: RunFacts) -> Iterator[Remark]:
-    """Advise on the slowest pipeline of a run: its split, its schedule, its micro-batches, and
-    waits that are none of theirs.
+    """Advise on the slowest pipeline of a run.
+
+    The advice is on its split, its schedule, its micro-batches, and waits that these don't explain.
     """
     profile = slowest(facts)
     if profile is None:
@@ -106,6 +111,8 @@ def advise(facts: RunFacts) -> Iterator[Remark]:
     yield from _split(facts, profile)
     yield from _schedule(profile)
     yield from _more(profile)
+    # The simulation takes the same time for all actions of a kind. A larger bubble means that they
+    # differ.
     if profile.bubble > profile.timeline.bubble + APART and profile.step_seconds * APART > LEAST:
         words = (
             f"Workers of the pipeline are idle for {profile.bubble:.0%} of a step, and by its "
@@ -118,37 +125,38 @@ def advise(facts: RunFacts) -> Iterator[Remark]:
 
 
 def _split(facts: RunFacts, profile: PipelineProfile) -> Iterator[Remark]:
-    """Advise where a stage holds the others up."""
+    """Advise if one stage delays the others."""
     loads = [sum(stage.seconds.values()) for stage in profile.stages]
-    most = max(range(len(loads)), key=loads.__getitem__)
+    slowest_stage = max(range(len(loads)), key=loads.__getitem__)
     mean = statistics.fmean(loads)
-    if loads[most] < (1 + GAIN) * mean:
+    if loads[slowest_stage] < (1 + GAIN) * mean:
         return
-    stage = profile.stages[most]
-    head = (
-        f"Stage {most} ({_layers(stage)}, on {facts.rank(stage.rank)}) holds the pipeline up: "
-        f"a micro-batch takes {seconds(loads[most])} "
+    stage = profile.stages[slowest_stage]
+    finding = (
+        f"Stage {slowest_stage} ({_layers(stage)}, on {facts.rank(stage.rank)}) holds the pipeline "
+        f"up: a micro-batch takes {seconds(loads[slowest_stage])} "
         f"there, and {seconds(mean)} in the mean stage"
     )
+    # Simulate the best split of the same layers, with the same schedule.
     problem = profile.problem(profile.plan)
     counts = best_split(problem)
-    now, then = problem.timeline(profile.split).makespan, problem.timeline(counts).makespan
-    if _pays(now, then):
+    now, best_time = problem.timeline(profile.split).makespan, problem.timeline(counts).makespan
+    if _pays(now, best_time):
         words = (
-            f"{head}. split={counts}, where it is {profile.split} now, takes {_less(now, then)} if "
-            "that fits into memory"
+            f"{finding}. split={counts}, where it is {profile.split} now, takes "
+            f"{_less(now, best_time)} if that fits into memory"
         )
-        yield Remark(words, 1 - then / now)
-    elif loads[most] > 1.2 * mean and _pays(now, now * mean / loads[most]):
+        yield Remark(words, 1 - best_time / now)
+    elif loads[slowest_stage] > 1.2 * mean and _pays(now, now * mean / loads[slowest_stage]):
         words = (
-            f"{head}, and no other split of these {len(profile.costs)} layers is faster: "
-            "name smaller layers, or make that one cheaper"
+            f"{finding}, and no other split of these {len(profile.costs)} layers is faster: name "
+            "smaller layers, or make that one cheaper"
         )
-        yield Remark(words, 1 - mean / loads[most], most=True)
+        yield Remark(words, 1 - mean / loads[slowest_stage], most=True)
 
 
 def _schedule(profile: PipelineProfile) -> Iterator[Remark]:
-    """Advise where another schedule is faster, its best split included."""
+    """Advise if another schedule is faster, with the best split for it."""
     now = profile.timeline.makespan
     best: tuple[float, PipelineTimeline, list[int]] | None = None
     for name in SCHEDULES:
@@ -158,22 +166,24 @@ def _schedule(profile: PipelineProfile) -> Iterator[Remark]:
             check(name, len(profile.ranks), profile.micro_batches, None)
             schedule = make_schedule(name, len(profile.ranks), profile.micro_batches)
             problem = profile.problem(schedule)
-        except UsageError:  # too few layers or micro-batches for it
+        except UsageError:  # too few layers or micro-batches for this schedule
             continue
-        alike = schedule.placed == profile.plan.placed
-        counts = profile.split if alike else best_split(problem)
+        # The split can stay if the stages lie on the same workers.
+        is_placed_alike = schedule.placed == profile.plan.placed
+        counts = profile.split if is_placed_alike else best_split(problem)
         timeline = simulate(schedule, problem.times(counts))
         if best is None or timeline.makespan < best[0]:
             best = timeline.makespan, timeline, counts
     if best is None or not _pays(now, best[0]):
         return
     _, timeline, counts = best
-    kept = max(timeline.kept), max(profile.timeline.kept)
-    memory = (
-        f"; a worker keeps {kept[0]:.3g} micro-batches at once at most then, {kept[1]:.3g} now"
-        if kept[0] > kept[1]
-        else ""
-    )
+    most_kept = max(timeline.kept), max(profile.timeline.kept)
+    memory = ""
+    if most_kept[0] > most_kept[1]:
+        memory = (
+            f"; a worker keeps {most_kept[0]:.3g} micro-batches at once at most then, "
+            f"{most_kept[1]:.3g} now"
+        )
     split = "" if timeline.schedule.placed == profile.plan.placed else f" with split={counts}"
     name = timeline.schedule.name
     words = (
@@ -184,48 +194,59 @@ def _schedule(profile: PipelineProfile) -> Iterator[Remark]:
 
 
 def _more(profile: PipelineProfile) -> Iterator[Remark]:
-    """Advise where more micro-batches make the bubble smaller."""
+    """Advise if more micro-batches make the bubble smaller."""
     count = profile.micro_batches
-    found = profile.timeline
-    if found.bubble < LARGE or 2 * count > MOST * len(profile.ranks):
+    simulated = profile.timeline
+    if simulated.bubble < LARGE or 2 * count > MOST * len(profile.ranks):
         return
+    # Twice the micro-batches of half the size, so actions and messages take half the time.
     halved = replace(
         profile, stages=tuple(_halved(stage) for stage in profile.stages), micro_batches=2 * count
     )
-    then = replace(halved, sends=_half(profile.sends), returns=_half(profile.returns)).timeline
-    if _pays(found.makespan, then.makespan):
+    doubled = replace(halved, sends=_half(profile.sends), returns=_half(profile.returns)).timeline
+    if _pays(simulated.makespan, doubled.makespan):
         words = (
-            f"The bubble is {found.bubble:.0%} with {_micro_batches(count)}. "
+            f"The bubble is {simulated.bubble:.0%} with {_micro_batches(count)}. "
             f"micro_batches={2 * count} takes "
-            f"{_less(found.makespan, then.makespan)}, if half a micro-batch takes half the time"
+            f"{_less(simulated.makespan, doubled.makespan)}, if half a micro-batch takes half the "
+            "time"
         )
-        yield Remark(words, 1 - then.makespan / found.makespan)
+        yield Remark(words, 1 - doubled.makespan / simulated.makespan)
 
 
 def _halved(stage: StageProfile) -> StageProfile:
-    return replace(stage, seconds={kind: took / 2 for kind, took in stage.seconds.items()})
+    """Return a stage whose actions take half the time."""
+    return replace(
+        stage, seconds={kind: action_seconds / 2 for kind, action_seconds in stage.seconds.items()}
+    )
 
 
 def _half(transfers: Sequence[float | None]) -> tuple[float | None, ...]:
+    """Return transfers that take half the time."""
     return tuple(None if each is None else each / 2 for each in transfers)
 
 
 def _pays(now: float, then: float) -> bool:
+    """Whether a step that takes `then` instead of `now` seconds is worth a line."""
     return now - then > max(GAIN * now, LEAST)
 
 
 def _less(now: float, then: float) -> str:
+    """Format how much less time a step takes."""
     return f"{seconds(then)} for a step in the place of {seconds(now)} ({1 - then / now:.0%} less)"
 
 
 def _layers(stage: StageProfile) -> str:
+    """Name the layers of a stage by the first and the last one."""
     first, last = stage.layers[0], stage.layers[-1]
     return first if first == last else f"{first} to {last}"
 
 
 def _micro_batches(count: int) -> str:
+    """Format a number of micro-batches."""
     return f"{count} micro-batch{'' if count == 1 else 'es'}"
 
 
 def _median(steps: int) -> str:
+    """Describe the number of steps that were measured."""
     return "one step" if steps == 1 else f"the median of {steps}"

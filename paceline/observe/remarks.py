@@ -1,4 +1,4 @@
-"""A piece of advice: the words, and how much of the time it would save."""
+"""A piece of advice: the words, and how much time it would save."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import Literal, NamedTuple
 
 
 class Remark(NamedTuple):
-    """What to do, in a sentence or some.
+    """Advice in one or several sentences.
 
-    `gain`: the part of the time of a step, or of the run, that it saves; None where that isn't
-    known.
-
-    `most`: it saves so much at most, which is all that is lost there; else about so much.
+    Attributes:
+        words: The sentences.
+        gain: Part of the time of a step, or of the run, that is saved; None if it isn't known.
+        most: Whether `gain` is an upper bound, and not an estimate.
+        of: Whether `gain` is a part of a step or of the run.
     """
 
     words: str
@@ -21,8 +22,8 @@ class Remark(NamedTuple):
 
     @property
     def saves(self) -> str:
-        """The gain in words; empty where it isn't known."""
+        """The gain in words; empty if it isn't known."""
         if self.gain is None:
             return ""
-        whole = "a step" if self.of == "step" else "the run"
-        return f"saves {'at most' if self.most else 'about'} {self.gain:.0%} of {whole}"
+        total = "a step" if self.of == "step" else "the run"
+        return f"saves {'at most' if self.most else 'about'} {self.gain:.0%} of {total}"

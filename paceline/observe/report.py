@@ -1,4 +1,4 @@
-"""The report on a run, in words: where its time went, and what to do about it."""
+"""The report on a run in words: where its time went, and what to do about it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from paceline.record.folder import KINDS, RunFolder
 from paceline.trace import PARTS
 from paceline.unequal.stragglers.causes import CAUSES, WORDS
 
-LISTED = 200  # events
-TOLD = 5e-5  # seconds of a step that show in a table
+LISTED = 200  # events that are listed
+# Least seconds of a step that show in a table.
+TOLD = 5e-5
 _MEANING = {
     "compute": "forward, backward and the optimizer",
     "exchange": "what could not be hidden behind compute",
@@ -24,9 +25,10 @@ _MEANING = {
 
 
 def report(folder: Path) -> str:
-    """Write the report on the run in `folder`; of one that has not ended, what is known so far.
+    """Format the report on the run in `folder`. If it has not ended, report what is known so far.
 
-    A folder that is not there, is of no run, or has a damaged file raises UsageError.
+    Raises:
+        UsageError: The folder does not exist, isn't that of a run, or has a damaged file.
     """
     facts = read(RunFolder(folder))
     if facts.steps == 0:
@@ -34,21 +36,18 @@ def report(folder: Path) -> str:
             f"{printable(_title(facts))}\n\nNo step was finished, so there is nothing to tell "
             "about time."
         )
-    served = serving.tell(facts.servers, facts.seconds or 0.0, facts.samples)
-    exchanged = (
+    server_text = serving.tell(facts.servers, facts.seconds or 0.0, facts.samples)
+    blocks = [
+        _title(facts),
+        _times(facts),
         _late(facts),
         _links(facts),
         _traffic(facts),
         _axes(facts),
         pipelines.tell(facts),
         *facts.codecs,
-        served,
+        server_text,
         _memory(facts),
-    )
-    blocks = [
-        _title(facts),
-        _times(facts),
-        *exchanged,
         _checkpoints(facts),
         advise(facts),
         _events(facts),
@@ -56,19 +55,20 @@ def report(folder: Path) -> str:
     return printable("\n\n".join(block for block in blocks if block))
 
 
-# Telling
-# --------------------------------------------------------------------------------------------------
+# The blocks of the report -----------------------------------------------------------------------
 
 
 def _title(facts: RunFacts) -> str:
-    took = "" if facts.seconds is None else f" in {spoken(facts.seconds)}"
+    """Format the title: run, strategy, workers, steps, time and loss."""
+    duration = "" if facts.seconds is None else f" in {spoken(facts.seconds)}"
     loss = (
         ""
         if facts.final_loss is None
         else f"; {'final' if facts.ended else 'last'} loss {facts.final_loss:.4g}"
     )
     done = (
-        f"{counted(facts.steps, 'step')} of {counted(facts.samples, 'sample')} in all{took}{loss}"
+        f"{counted(facts.steps, 'step')} of {counted(facts.samples, 'sample')} in "
+        f"all{duration}{loss}"
     )
     if not facts.ended:
         return f"{facts.name} {facts.standing.words}. So far: {done}"
@@ -80,6 +80,7 @@ def _title(facts: RunFacts) -> str:
 
 
 def _times(facts: RunFacts) -> str:
+    """Format where the time of a step went, by parts."""
     rate = f" ({facts.samples / facts.steps / facts.step:,.0f} samples/s)" if facts.step > 0 else ""
     lines = [
         (
@@ -92,23 +93,27 @@ def _times(facts: RunFacts) -> str:
             f"  {part:<9}{facts.share(part):>5.0%}  {seconds(facts.step_seconds[part]):>9}  "
             f"{_MEANING[part]}"
         )
+    # Before the end of a run, its seconds are those of its last step.
     if facts.ended and facts.seconds:
-        outside = facts.seconds - facts.step * facts.steps
-        if outside > 0.05 * facts.seconds:
+        outside_seconds = facts.seconds - facts.step * facts.steps
+        if outside_seconds > 0.05 * facts.seconds:
             lines.append(
-                f"Outside of steps: {spoken(outside)}, {outside / facts.seconds:.0%} of the run "
-                "(evaluation, checkpoints, the start)."
+                f"Outside of steps: {spoken(outside_seconds)}, "
+                f"{outside_seconds / facts.seconds:.0%} of the run (evaluation, checkpoints, the "
+                "start)."
             )
     return "\n".join(lines)
 
 
 def _late(facts: RunFacts) -> str:
-    """Write how late each worker was and why, if that took a twentieth of a step; causes that
-    took nothing are left out.
+    """Format how late each worker was and why; empty if that took less than a twentieth of a step.
+
+    Causes that took nothing are left out.
     """
-    worst = max((sum(late.values()) for late in facts.late), default=0.0)
-    if worst < max(LEAST, 0.05 * facts.step):
+    most_seconds = max((sum(late.values()) for late in facts.late), default=0.0)
+    if most_seconds < max(LEAST, 0.05 * facts.step):
         return ""
+    # A column for each cause that shows at least one number.
     causes = [cause for cause in CAUSES if any(late.get(cause, 0.0) >= TOLD for late in facts.late)]
     rows = [
         (
@@ -131,10 +136,12 @@ def _late(facts: RunFacts) -> str:
 
 
 def _links(facts: RunFacts) -> str:
+    """Format the links that became slow."""
     return "\n".join(f"From step {link.step} on {link.words}." for link in facts.links)
 
 
 def _traffic(facts: RunFacts) -> str:
+    """Format the bytes of a step within and between hosts."""
     if facts.bytes_sent is None or facts.workers == 1:
         return ""
     within, between = facts.bytes_sent["within"], facts.bytes_sent["between"]
@@ -142,17 +149,17 @@ def _traffic(facts: RunFacts) -> str:
         f"All workers together sent {sized(within)} within hosts and {sized(between)} between "
         "hosts in a step."
     )
-    spent = facts.step_seconds["exchange"]
-    if between > 0 and facts.hosts > 1 and spent > 0:
+    exchange_seconds = facts.step_seconds["exchange"]
+    if between > 0 and facts.hosts > 1 and exchange_seconds > 0:
         text += (
-            f" Over the exposed exchange that is {between * 8 / facts.hosts / spent / 1e6:,.0f} "
-            "Mbit/s out of each host."
+            " Over the exposed exchange that is "
+            f"{between * 8 / facts.hosts / exchange_seconds / 1e6:,.0f} Mbit/s out of each host."
         )
     return text
 
 
 def _axes(facts: RunFacts) -> str:
-    """Write what a step exchanges along each axis of the mesh."""
+    """Format the exchanges of a step along each axis of the mesh."""
     if not facts.axes:
         return ""
     lines = [
@@ -169,15 +176,15 @@ def _axes(facts: RunFacts) -> str:
 
 
 def _memory(facts: RunFacts) -> str:
-    """Write what workers held; those that held the same share a line."""
-    alike: dict[tuple[str, ...], list[int]] = {}
+    """Format the memory of the workers. Workers with the same memory share a line."""
+    ranks_by_cells: dict[tuple[str, ...], list[int]] = {}
     for rank, held in enumerate(facts.memory):
         cells = tuple(_held(held.measured[kind], held.predicted[kind]) for kind in KINDS)
-        alike.setdefault(cells, []).append(rank)
+        ranks_by_cells.setdefault(cells, []).append(rank)
     rows = [
-        # the last cell
+        # The peak differs a little in each process, so the largest of the line is shown.
         (facts.ranks(ranks), *cells, sized(max(facts.memory[rank].peak for rank in ranks)))
-        for cells, ranks in alike.items()
+        for cells, ranks in ranks_by_cells.items()
     ]
     if not rows:
         return ""
@@ -189,12 +196,13 @@ def _memory(facts: RunFacts) -> str:
 
 
 def _held(measured: int, predicted: int | None) -> str:
-    """Write bytes, with those that were predicted if they look otherwise."""
+    """Format measured bytes, and the predicted bytes if they look different."""
     text = sized(measured)
     return text if predicted is None or sized(predicted) == text else f"{text} ({sized(predicted)})"
 
 
 def _checkpoints(facts: RunFacts) -> str:
+    """Format the cost of checkpoints."""
     if not facts.saves:
         return ""
     once, best = (
@@ -212,6 +220,7 @@ def _checkpoints(facts: RunFacts) -> str:
 
 
 def _events(facts: RunFacts) -> str:
+    """Format the last events."""
     head = (
         "Events:"
         if len(facts.events) <= LISTED

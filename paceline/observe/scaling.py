@@ -1,14 +1,12 @@
-"""What more workers bring: speed-up, efficiency, what was lost to which part of a step, and where
-adding a worker stops paying.
+"""Scaling of a run: speed-up, efficiency, losses by part, and when adding workers stops paying.
 
-Everything is told in worker-seconds for a sample: the workers times the seconds of a step, by its
-samples. The fewest workers set the measure.
-Parts of a step add up to the whole, so what is lost adds up, too: 1 - efficiency is the sum of the
-losses by part.
+Everything is in worker-seconds per sample: the workers times the seconds of a step, divided by its
+samples. The run with the fewest workers is the base. The parts of a step add up to the step, so
+losses add up, too: 1 - efficiency is the sum of the losses by part.
 
     1 worker    ######################################## 100%
-    4 workers   ####################eeeeeeeeeewwwwddrrrr  50%     exchange, wait, data, and the rest
-                                                                  of compute
+    4 workers   ####################eeeeeeeeeewwwwddrrrr  50%     exchange, wait, data, and the
+                                                                  rest of compute
 """
 
 from __future__ import annotations
@@ -24,9 +22,11 @@ from paceline.observe.tables import aligned, seconds
 from paceline.record.folder import RunFolder
 from paceline.trace import PARTS
 
-PAYS = 0.5  # what a worker has to bring of the speed that it would bring if nothing was lost
-FEW = 20  # steps; fewer tell little
-ALIKE = 0.01  # difference of global batches that counts as none
+# Share of its ideal speed that an added worker has to bring, or adding it does not pay.
+PAYS = 0.5
+FEW = 20  # with fewer steps there is a warning
+# Relative difference of global batches that counts as none.
+ALIKE = 0.01
 _WIDTH = 50  # characters of a bar
 _LETTERS = {"exchange": "e", "wait": "w", "data": "d", "compute": "r"}
 _NAMED = {"exchange": "exchange", "wait": "waiting", "data": "data", "compute": "the rest"}
@@ -48,14 +48,19 @@ _HELP = {
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """The steps of one run: `batch` are the samples of a mean step of all workers, `parts` its
-    seconds by part.
+    """The steps of one run.
+
+    Attributes:
+        workers: Number of workers.
+        batch: Samples of a mean step of all workers.
+        parts: Seconds of a mean step by part.
+        steps: Number of steps that were measured.
     """
 
     workers: int
     batch: float
     parts: dict[str, float]
-    steps: int  # that were measured
+    steps: int
 
     @property
     def step(self) -> float:
@@ -68,7 +73,7 @@ class ScalingPoint:
         return self.batch / self.step
 
     def work(self, part: str) -> float:
-        """Return the worker-seconds that `part` takes for a sample."""
+        """Return the worker-seconds of a sample that `part` takes."""
         return self.workers * self.parts[part] / self.batch
 
     @property
@@ -79,8 +84,9 @@ class ScalingPoint:
 
 @dataclass(frozen=True)
 class ScalingCurve:
-    """Runs with several numbers of workers, the fewest first: of one global batch (strong
-    scaling), or one that grows with them (weak).
+    """Runs with different numbers of workers, the fewest first.
+
+    With strong scaling all have the same global batch; with weak scaling it grows with the workers.
     """
 
     points: tuple[ScalingPoint, ...]
@@ -92,26 +98,29 @@ class ScalingCurve:
         return self.points[0]
 
     def speedup(self, point: ScalingPoint) -> float:
-        """Return how many times as fast as the fewest workers this run was."""
+        """Return the speed of a run, relative to the run with the fewest workers."""
         return point.rate / self.base.rate
 
     def efficiency(self, point: ScalingPoint) -> float:
-        """Return the share of its speed that this run would have had if more workers lost
-        nothing.
+        """Return the share of its workers' time that a run has put to use.
+
+        The run with the fewest workers counts as having lost nothing.
         """
         return self.base.cost / point.cost
 
 
 def measured(folder: RunFolder) -> ScalingPoint:
-    """Read a run that has ended, without its first steps.
+    """Measure a run that has ended, without its first steps.
 
-    `UsageError` where it has taken too few.
+    Raises:
+        UsageError: The run has not ended, or has too few steps.
     """
     facts, steps = read(folder), timed_steps(folder)
     if not facts.ended:
         raise UsageError(
             f"the run {folder.name} {facts.standing.words}: only one that has ended can be measured"
         )
+    # Short runs keep at least four fifths of their steps.
     steps = steps[min(WARM, len(steps) // 5) :]
     samples = sum(batch for batch, _ in steps)
     if len(steps) < 2 or not samples:
@@ -119,95 +128,100 @@ def measured(folder: RunFolder) -> ScalingPoint:
             f"the run {folder.name} took {counted(facts.steps, 'step')}: "
             "at least 2 with samples are needed to measure"
         )
-    parts = {part: statistics.fmean(spent[part] for _, spent in steps) for part in PARTS}
+    parts = {
+        part: statistics.fmean(part_seconds[part] for _, part_seconds in steps) for part in PARTS
+    }
     return ScalingPoint(facts.workers, samples / len(steps), parts, len(steps))
 
 
 def typical(points: Sequence[ScalingPoint]) -> ScalingPoint:
-    """Return the run of median speed, of several rounds; the slower one of the two in the
-    middle.
-    """
+    """Return the run of median speed; the slower of the two in the middle if there are two."""
     return sorted(points, key=lambda point: point.rate)[(len(points) - 1) // 2]
 
 
 def curve(points: Sequence[ScalingPoint]) -> ScalingCurve:
-    """Tell strong from weak scaling by the global batches of these runs; `UsageError` where it
-    is neither, or one number of workers.
+    """Combine runs, and tell strong from weak scaling by their global batches.
+
+    Raises:
+        UsageError: It is neither, or the numbers of workers are not all different.
     """
     ordered = tuple(sorted(points, key=lambda point: point.workers))
     if len({point.workers for point in ordered}) < max(2, len(ordered)):
         raise UsageError("scaling takes runs of two or more numbers of workers, one of each")
     for strong in (True, False):
+        # What stays the same: the global batch, or the batch of a worker.
         sizes = [point.batch / (1 if strong else point.workers) for point in ordered]
         if max(sizes) - min(sizes) <= ALIKE * max(sizes):
             return ScalingCurve(ordered, strong)
-    found = ", ".join(f"{point.batch:g} samples with {point.workers}" for point in ordered)
+    batches = ", ".join(f"{point.batch:g} samples with {point.workers}" for point in ordered)
     raise UsageError(
-        f"global batches are neither the same nor in proportion to the workers: {found}; "
+        f"global batches are neither the same nor in proportion to the workers: {batches}; "
         "give all runs the same batch"
     )
 
 
 def losses(point: ScalingPoint, base: ScalingPoint) -> dict[str, float]:
-    """Return the share of its workers' time that `point` loses to each part, compared with
-    `base`; less than 0 is a gain.
+    """Return the share of its workers' time that `point` loses to each part, compared with `base`.
+
+    A negative loss is a gain.
     """
     return {part: (point.work(part) - base.work(part)) / point.cost for part in PARTS}
 
 
 def serial(points: Sequence[ScalingPoint]) -> float:
-    """Fit `serial + divisible / workers` to the seconds of compute (Amdahl's law), and return
-    `serial`, at least 0.
+    """Fit `serial + divisible / workers` to the seconds of compute; return `serial`, at least 0.
+
+    Source: Amdahl, Validity of the single processor approach to achieving large scale computing
+    capabilities, 1967.
     """
-    x, y = [1 / point.workers for point in points], [point.parts["compute"] for point in points]
-    slope = max(statistics.linear_regression(x, y).slope, 0.0)
-    return max(statistics.fmean(y) - slope * statistics.fmean(x), 0.0)
+    inverse_workers, compute_seconds = (
+        [1 / point.workers for point in points],
+        [point.parts["compute"] for point in points],
+    )
+    slope = max(statistics.linear_regression(inverse_workers, compute_seconds).slope, 0.0)
+    return max(statistics.fmean(compute_seconds) - slope * statistics.fmean(inverse_workers), 0.0)
 
 
 def gain(fewer: ScalingPoint, more: ScalingPoint) -> float:
-    """Return what the workers that were added bring, as a share of what they would bring if
-    nothing was lost.
-    """
+    """Return the speed that added workers bring, as a share of the ideal."""
     return (more.rate / fewer.rate - 1) / (more.workers / fewer.workers - 1)
 
 
-# In words
-# --------------------------------------------------------------------------------------------------
+# In words ----------------------------------------------------------------------------------------
 
 
-def describe(found: ScalingCurve, cores: int | None = None) -> str:
-    """Write the table, the picture and the conclusion.
+def describe(scaling: ScalingCurve, cores: int | None = None) -> str:
+    """Format the table, the bars and the conclusion.
 
-    `cores`: processors that all the workers share, where they share any.
+    Args:
+        scaling: Measured runs.
+        cores: Processors that all workers share, if they share any.
     """
     kind = (
         "Strong scaling: the same global batch"
-        if found.strong
+        if scaling.strong
         else "Weak scaling: the global batch grows with the workers"
     )
-    few = [point for point in found.points if point.steps < FEW]
-    warned = (
-        [
-            (
-                f"Only {few[0].steps} steps were measured with "
-                f"{counted(few[0].workers, 'worker')}: take more, to be sure."
-            )
+    short_runs = [point for point in scaling.points if point.steps < FEW]
+    warned = []
+    if short_runs:
+        workers = counted(short_runs[0].workers, "worker")
+        warned = [
+            f"Only {short_runs[0].steps} steps were measured with {workers}: take more, to be sure."
         ]
-        if few
-        else []
-    )
     blocks = [
         f"{kind}.",
-        "\n".join(_table(found)),
-        "\n".join(_bars(found)),
-        "\n".join(_amdahl(found)),
-        conclusion(found, cores),
+        "\n".join(_table(scaling)),
+        "\n".join(_bars(scaling)),
+        "\n".join(_amdahl(scaling)),
+        conclusion(scaling, cores),
         *warned,
     ]
     return "\n\n".join(block for block in blocks if block)
 
 
-def _table(found: ScalingCurve) -> list[str]:
+def _table(scaling: ScalingCurve) -> list[str]:
+    """Return the lines of the table of runs."""
     head = (
         "workers",
         "batch",
@@ -223,111 +237,106 @@ def _table(found: ScalingCurve) -> list[str]:
             f"{point.batch:,.1f}".removesuffix(".0"),
             seconds(point.step),
             f"{point.rate:,.0f}" if point.rate >= 10 else f"{point.rate:.2f}",
-            f"{found.speedup(point):.2f}",
-            f"{found.efficiency(point):.0%}",
-            *(f"{losses(point, found.base)[part]:.0%}".replace("-0%", "0%") for part in _LETTERS),
+            f"{scaling.speedup(point):.2f}",
+            f"{scaling.efficiency(point):.0%}",
+            *(f"{losses(point, scaling.base)[part]:.0%}".replace("-0%", "0%") for part in _LETTERS),
         )
-        for point in found.points
+        for point in scaling.points
     ]
     return list(aligned([head, *rows], left=0))
 
 
-def _bars(found: ScalingCurve) -> list[str]:
-    """Draw where the time of the workers goes, a bar for each number of them."""
+def _bars(scaling: ScalingCurve) -> list[str]:
+    """Draw how the time of the workers is spent, one bar for each run."""
     lines = []
-    for point in found.points:
-        lost = losses(point, found.base)
-        ends, at = [], min(found.efficiency(point), 1.0)
-        bar = "#" * round(_WIDTH * at)
+    for point in scaling.points:
+        lost = losses(point, scaling.base)
+        segments, filled = [], min(scaling.efficiency(point), 1.0)
+        bar = "#" * round(_WIDTH * filled)
+        # The ends of segments are rounded, and not their lengths, so rounding errors don't add up.
         for part, letter in _LETTERS.items():
-            at += max(lost[part], 0.0)
-            ends.append((letter, min(round(_WIDTH * at), _WIDTH)))
-        for letter, end in ends:
+            filled += max(lost[part], 0.0)
+            segments.append((letter, min(round(_WIDTH * filled), _WIDTH)))
+        for letter, end in segments:
             bar += letter * (end - len(bar))
-        lines.append((str(point.workers), bar.ljust(_WIDTH), f"{found.efficiency(point):.0%}"))
+        lines.append((str(point.workers), bar.ljust(_WIDTH), f"{scaling.efficiency(point):.0%}"))
     key = "  # work as with the fewest workers, e exchange, w waiting, d data, r rest of compute"
     return [*aligned(lines, left=0), key]
 
 
-def _amdahl(found: ScalingCurve) -> list[str]:
-    if not found.strong:
+def _amdahl(scaling: ScalingCurve) -> list[str]:
+    """Describe the part of compute that doesn't shrink with more workers."""
+    if not scaling.strong:
         return []
-    whole, rest = found.base, serial(found.points)
-    share = rest / whole.parts["compute"] if whole.parts["compute"] > 0 else 0.0
+    base, serial_seconds = scaling.base, serial(scaling.points)
+    share = serial_seconds / base.parts["compute"] if base.parts["compute"] > 0 else 0.0
     if share > 1 - ALIKE:
         return ["Compute doesn't shrink with more workers (Amdahl's fit)."]
     if share < ALIKE:
         return ["Compute shrinks in proportion to the workers (Amdahl's fit finds no serial rest)."]
-    compute = (
-        f"{seconds(whole.parts['compute'])} of compute with {counted(whole.workers, 'worker')}"
-    )
+    compute = f"{seconds(base.parts['compute'])} of compute with {counted(base.workers, 'worker')}"
     return [
-        f"Of the {compute}, {seconds(rest)} ({share:.0%}) don't shrink (Amdahl's fit): "
+        f"Of the {compute}, {seconds(serial_seconds)} ({share:.0%}) don't shrink (Amdahl's fit): "
         "more workers alone bring "
-        f"{whole.step / rest:.1f} times the speed at most."
+        f"{base.step / serial_seconds:.1f} times the speed at most."
     ]
 
 
-def conclusion(found: ScalingCurve, cores: int | None = None) -> str:
-    """Write where adding a worker stops paying, and why."""
-    for fewer, more in zip(found.points, found.points[1:], strict=False):
-        brought = gain(fewer, more)
-        if brought < PAYS:
-            each = (
+def conclusion(scaling: ScalingCurve, cores: int | None = None) -> str:
+    """Describe from when on adding workers stops paying, and why."""
+    for fewer, more in zip(scaling.points, scaling.points[1:], strict=False):
+        gained = gain(fewer, more)
+        if gained < PAYS:
+            added = (
                 "the worker added"
                 if more.workers - fewer.workers == 1
                 else f"each of {more.workers - fewer.workers} workers added"
             )
             what = (
-                f"brings {brought:.0%} of its worth"
-                if brought >= 0
+                f"brings {gained:.0%} of its worth"
+                if gained >= 0
                 else f"is a loss: {more.rate / fewer.rate:.2f} times the speed"
             )
-            why = _reason(fewer, more, strong=found.strong, cores=cores)
+            why = _reason(fewer, more, strong=scaling.strong, cores=cores)
             return (
                 f"Adding workers stops paying at {fewer.workers}: from there to {more.workers}, "
-                f"{each} {what}. {why}"
+                f"{added} {what}. {why}"
             )
-    last = found.points[-1]
+    last = scaling.points[-1]
     text = (
         f"Adding workers pays up to {last.workers}, the most that were measured: "
-        f"{found.speedup(last):.2f} times the speed"
+        f"{scaling.speedup(last):.2f} times the speed"
     )
-    lost = 1 - found.efficiency(last)
-    return (
-        f"{text}. {_reason(found.base, last, strong=found.strong, cores=cores)}"
-        if lost >= 0.05
-        else f"{text}, with next to nothing lost."
-    )
+    lost = 1 - scaling.efficiency(last)
+    if lost < 0.05:
+        return f"{text}, with next to nothing lost."
+    return f"{text}. {_reason(scaling.base, last, strong=scaling.strong, cores=cores)}"
 
 
 def _reason(fewer: ScalingPoint, more: ScalingPoint, *, strong: bool, cores: int | None) -> str:
-    """Say which part of a step has lost most from `fewer` workers to `more`, and what would
-    help.
-    """
+    """Explain which part of a step lost most from `fewer` to `more` workers, and how to help."""
     lost = losses(more, fewer)
+    # More workers than processors is a reason by itself.
     crowded = (
         ""
         if cores is None or more.workers <= cores
         else f"{more.workers} workers share {counted(cores, 'processor')} here"
     )
     part = max(lost, key=lambda part: lost[part])
-    told = (
-        f"Most was lost to {_NAMED[part] if part != 'compute' else 'compute'} ({lost[part]:.0%} of "
-        f"the time of {more.workers} workers): "
-    )
+    name = _NAMED[part] if part != "compute" else "compute"
+    finding = f"Most was lost to {name} ({lost[part]:.0%} of the time of {more.workers} workers): "
     if part != "compute":
-        crowd = f" ({crowded}, which makes that worse)" if crowded else ""
-        return f"{told}{_HELP[part]}{crowd}."
+        note = f" ({crowded}, which makes that worse)" if crowded else ""
+        return f"{finding}{_HELP[part]}{note}."
     if crowded:
-        return f"{told}{crowded}; measure on more of them, or on several hosts."
+        return f"{finding}{crowded}; measure on more of them, or on several hosts."
     if strong:
-        each = f"{more.batch / more.workers:.3g} samples for each worker"
+        share = f"{more.batch / more.workers:.3g} samples for each worker"
         return (
-            f"{told}with {each}, what a step costs whatever its size remains; "
+            f"{finding}with {share}, what a step costs whatever its size remains; "
             "a larger batch would help."
         )
     return (
-        f"{told}the same work takes longer beside more workers, which share memory, caches or a "
+        f"{finding}the same work takes longer beside more workers, which share memory, caches or a "
         "quota of processors."
     )

@@ -1,6 +1,4 @@
-"""The report on servers of a run: how busy each was, its traffic, how far workers were apart;
-and what to do about it.
-"""
+"""Reports on servers of a run: load, traffic and staleness, and advice."""
 
 from __future__ import annotations
 
@@ -11,9 +9,12 @@ from typing import Any
 from paceline.formatting import counted, sized
 from paceline.observe.remarks import Remark
 
-BUSY = 0.6  # of a run: a server that works for so long keeps workers waiting
-AHEAD = 0.25  # of the turns
-LEFT_OUT = 0.05  # of the samples
+# Share of a run from which on a busy server makes workers wait.
+BUSY = 0.6
+# Share of the turns at the staleness bound that is worth advice.
+AHEAD = 0.25
+# Share of the samples that may be dropped without advice.
+LEFT_OUT = 0.05
 
 
 @dataclass(frozen=True)
@@ -25,19 +26,21 @@ class ServerFacts:
     received: int  # bytes
     sent: int
     kept: int
-    put_off: int  # messages that waited at a time, at most
-    rows: int | None = None  # in use, of sparse tables
-    # how often a worker went on so many turns ahead of the slowest
+    put_off: int  # most messages that waited at a time
+    rows: int | None = None  # rows in use of sparse tables
+    # How often a worker went on, by the number of turns that it was ahead of the slowest.
     staleness: Mapping[int, int] = field(default_factory=dict)
-    # how many steps were made by so many workers
+    # Number of steps by the number of workers that made them.
     makers: Mapping[int, int] = field(default_factory=dict)
-    dropped: tuple[int, int] = (0, 0)  # gradients that came too late for a step, and their samples
+    # Gradients that came too late for a step, and their samples.
+    dropped: tuple[int, int] = (0, 0)
 
 
 def read(fields: Mapping[str, Any], index: int) -> ServerFacts:
-    """Read the facts of a server from these fields of a summary.
+    """Read the facts of a server from its fields in a summary.
 
-    Raises KeyError, ValueError or TypeError for fields that are none.
+    Raises:
+        KeyError, ValueError, TypeError: The fields are not those of a server.
     """
     dropped = fields.get("dropped") or {}
     return ServerFacts(
@@ -58,22 +61,26 @@ def read(fields: Mapping[str, Any], index: int) -> ServerFacts:
 
 
 def tell(servers: Sequence[ServerFacts], seconds: float, samples: int) -> str:
-    """Describe the servers of a run of so many seconds in which so many samples were trained;
-    empty without servers.
+    """Describe the servers of a run; empty without servers.
+
+    Args:
+        servers: Facts of the servers.
+        seconds: Seconds of the run.
+        samples: Samples that were trained.
     """
     if not servers:
         return ""
     width = max(len(server.name) for server in servers)
     lines = ["Servers, with the share of the run in which each worked:"]
     for server in servers:
-        kept = sized(server.kept) + (
+        kept_text = sized(server.kept) + (
             "" if server.rows is None else f" in {counted(server.rows, 'row')}"
         )
         lines.append(
             f"  {server.name:<{width}}  {server.busy / seconds if seconds > 0 else 0:>4.0%}  "
             f"{sized(server.received)} received, "
-            f"{sized(server.sent)} sent, {kept} kept; at most {counted(server.put_off, 'message')} "
-            "put off"
+            f"{sized(server.sent)} sent, {kept_text} kept; at most "
+            f"{counted(server.put_off, 'message')} put off"
         )
     for server in servers:
         if sum(server.staleness.values()):
@@ -91,47 +98,53 @@ def tell(servers: Sequence[ServerFacts], seconds: float, samples: int) -> str:
 
 
 def _shares(counts: Mapping[int, int]) -> str:
-    """Write each number with its share: "0 (33%), 1 (67%)"."""
+    """Format each number with its share: "0 (33%), 1 (67%)"."""
     total = sum(counts.values())
-    return ", ".join(f"{number} ({count / total:.0%})" for number, count in sorted(counts.items()))
+    return ", ".join(f"{key} ({count / total:.0%})" for key, count in sorted(counts.items()))
 
 
 def advise(servers: Sequence[ServerFacts], seconds: float, samples: int) -> Iterator[Remark]:
-    """Advise where a server is busy most of the time, where workers are held by the bound, and
-    where work is thrown away.
+    """Advise on busy servers, on workers that wait at the staleness bound, and on dropped work.
+
+    Args:
+        servers: Facts of the servers.
+        seconds: Seconds of the run.
+        samples: Samples that were trained.
     """
-    busy = [server for server in servers if seconds > 0 and server.busy / seconds > BUSY]
-    if busy:
-        most = max(server.busy for server in busy) / seconds
-        head = (
-            f"{' and '.join(server.name for server in busy)}: at work for {most:.0%} of the run, "
-            "so workers wait there"
-        )
-        alike = 2 * min(server.received for server in servers) > max(
+    busy_servers = [server for server in servers if seconds > 0 and server.busy / seconds > BUSY]
+    if busy_servers:
+        busiest_share = max(server.busy for server in busy_servers) / seconds
+        names = " and ".join(server.name for server in busy_servers)
+        finding = f"{names}: at work for {busiest_share:.0%} of the run, so workers wait there"
+        # If one server gets most of the bytes, further servers share only what is divided among
+        # them.
+        is_even = 2 * min(server.received for server in servers) > max(
             server.received for server in servers
         )
-        if alike or len(busy) == len(servers):
-            yield Remark(f"{head}. More servers share the work: --servers N")
+        if is_even or len(busy_servers) == len(servers):
+            yield Remark(f"{finding}. More servers share the work: --servers N")
         else:
             words = (
-                f"{head}, while another gets less than half as many bytes: "
-                "more of them (--servers N) help as far as they share these"
+                f"{finding}, while another gets less than half as many bytes: more of them "
+                "(--servers N) help as far as they share these"
             )
             yield Remark(words)
     for server in servers:
-        far, turns = max(server.staleness, default=0), sum(server.staleness.values())
-        if far and server.makers and server.staleness[far] > AHEAD * turns:
+        # The farthest that a worker was ahead is taken for the staleness bound.
+        most_ahead, turns = max(server.staleness, default=0), sum(server.staleness.values())
+        if most_ahead and server.makers and server.staleness[most_ahead] > AHEAD * turns:
             yield Remark(
-                f"Workers were {counted(far, 'turn')} ahead of the slowest in "
-                f"{server.staleness[far] / turns:.0%} of their turns: if that "
+                f"Workers were {counted(most_ahead, 'turn')} ahead of the slowest in "
+                f"{server.staleness[most_ahead] / turns:.0%} of their turns: if that "
                 "is the bound, they wait there. A larger one helps if workers are slow now and "
                 "then; if it is always the same one, "
                 "staleness=inf, or leaving it out"
             )
-        _, lost = server.dropped
-        if samples and lost / samples > LEFT_OUT:
+        _, dropped_samples = server.dropped
+        if samples and dropped_samples / samples > LEFT_OUT:
             yield Remark(
-                f"Backup workers dropped {lost:,} samples, {lost / samples:.0%} of those trained: "
-                "leave out a worker that is always late, "
+                f"Backup workers dropped {dropped_samples:,} samples, "
+                f"{dropped_samples / samples:.0%} of those trained: leave out a worker that is "
+                "always late, "
                 "or give it fewer samples (--shares auto)"
             )

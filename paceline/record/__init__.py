@@ -1,1 +1,1 @@
-"""What a run writes down."""
+"""The records of a run: metrics, images, events, summary and timeline, and trackers for them."""

@@ -1,9 +1,9 @@
-"""The status of a run on its way from the first worker of a call by `pl.launch` to who has made it,
-and shows it.
+"""Carries the status of a `pl.launch` run from its first worker to the caller, which displays it.
 
-first worker                                           caller
-  MetricsWriter -- step, logged, late, remark --> StatusReports == "status" ==> StatusRelay -- the same --> StatusLine, or a notebook's bar
-"""  # noqa: E501
+first worker                                                        caller
+  MetricsWriter --> StatusReports == "status" messages ==> StatusRelay --> StatusLine, or the bar of
+  (steps, values, lateness, remarks)                                       a notebook
+"""
 
 from __future__ import annotations
 
@@ -18,14 +18,20 @@ from paceline.record.status_line import EVERY, FinishedStep, StatusDisplay, Stat
 from paceline.trace import PARTS
 from paceline.unequal.stragglers.lateness import RankLateness
 
-_APART = EVERY / 2  # seconds between two reports: who shows one a second finds a new one each time
-_VALUES = 16  # logged values in a report: nobody shows more
+# Seconds between two reports. A display that is redrawn once a second finds a new one each time.
+_APART = EVERY / 2
+# Logged values in a report. No display shows more.
+_VALUES = 16
 
 
 class StatusReports:
-    """Sends how far the run is, at most twice a second, and the last step in any case.
+    """Sends the status of the run to the caller, without ever delaying a step.
 
-    Never holds a step up.
+    At most two reports are sent in a second. The last step is always sent.
+
+    Between two reports, seconds and samples add up in `_seconds` and `_samples`. They are reset
+    only after a report got through, so a report that could not be sent is contained in the next
+    one.
     """
 
     def __init__(
@@ -37,75 +43,77 @@ class StatusReports:
         self._epoch: tuple[int, int] | None = None
         self._unsent = False
         self._next = -float("inf")
-        self._seconds = dict.fromkeys(PARTS, 0.0)  # since the last report
+        # Sums since the last report that got through.
+        self._seconds = dict.fromkeys(PARTS, 0.0)
         self._samples = 0
         self._late: tuple[int, dict[str, float], str, float] | None = None
         self._remark = ""
         self._begun = False
-        # what was logged of a step that was over, and isn't sent yet
+        # Step and values that were logged after that step ended, and are not sent yet.
         self._beside: tuple[int, dict[str, float]] | None = None
 
-    def step(self, beat: FinishedStep, total: int | None) -> None:
-        """Take in the next step, of `total` if that is known."""
+    def step(self, finished: FinishedStep, total: int | None) -> None:
+        """Add the next finished step. `total` is the number of steps, if it is known."""
         for part in PARTS:
-            self._seconds[part] += beat.seconds.get(part, 0.0)
-        self._samples += beat.samples
-        self._last, self._total, self._unsent = beat, total, True
+            self._seconds[part] += finished.seconds.get(part, 0.0)
+        self._samples += finished.samples
+        self._last, self._total, self._unsent = finished, total, True
 
     def show(self) -> None:
-        """Send the newest step, if the last report is old."""
+        """Send the newest step, unless the last report is less than half a second old."""
         now = self._clock()
         if self._unsent and now >= self._next:
             self._next = now + _APART
             self._send(self._total, waits=False)
 
     def at(self, epoch: tuple[int, int] | None) -> None:
-        """Report from the next time on which epoch is under way."""
+        """Include the current epoch in the reports from now on."""
         self._epoch = epoch
 
     def logged(self, step: int, values: Mapping[str, float]) -> None:
-        """Report with the next step, or at the end, what was logged of a step once it was over."""
-        before = self._beside[1] if self._beside is not None and self._beside[0] == step else {}
-        self._beside = step, {**before, **values}
+        """Include values that were logged after their step had ended."""
+        earlier = self._beside[1] if self._beside is not None and self._beside[0] == step else {}
+        self._beside = step, {**earlier, **values}
 
     def late(self, latest: RankLateness, host: str, step: float) -> None:
-        """Report from the next time on who is latest, on which host, in a step of so many
-        seconds.
-        """
+        """Include the latest worker, its host and the mean seconds of a step from now on."""
         self._late = (latest.rank, latest.by_cause, host, step)
 
     def remark(self, text: str) -> None:
-        """Report this text, too, from the next time on."""
+        """Include this text in the reports from now on."""
         self._remark = text
 
     def close(self, total: int | None) -> None:
-        """Send the last step if it hasn't been. Calling it twice is harmless."""
+        """Send the last step if it is still unsent. Calling it twice is harmless."""
         if self._unsent or self._beside is not None:
             self._send(total, waits=True)
         self._channel.close()
 
     def _send(self, total: int | None, *, waits: bool) -> None:
-        beat: tuple[Any, ...] | None = None
+        """Send a report. With `waits`, wait until the channel has room for it."""
+        step_fields: tuple[Any, ...] | None = None
         if self._last is not None and self._unsent:
             step, when, _, values, _ = self._last
-            beat = step, when, self._samples, _fewest(values), self._seconds
-        beside = None if self._beside is None else (self._beside[0], _fewest(self._beside[1]))
+            step_fields = step, when, self._samples, _fewest(values), self._seconds
+        late_values = None if self._beside is None else (self._beside[0], _fewest(self._beside[1]))
         report = {
-            "beat": beat,
+            "beat": step_fields,
             "total": total,
             "epoch": self._epoch,
             "late": self._late,
             "remark": self._remark,
-            "beside": beside,
+            "beside": late_values,
+            "begins": not self._begun,
         }
-        report["begins"] = not self._begun
+        # A report is dropped if the caller hasn't read for long. The sums then stay as they are,
+        # and go with the next report.
         if self._channel.send("status", report, waits=waits):
             self._begun, self._beside = True, None
             self._samples, self._seconds, self._unsent = 0, dict.fromkeys(PARTS, 0.0), False
 
 
 def _fewest(values: Mapping[str, float]) -> dict[str, float]:
-    """Return as many values as are shown, the loss among them."""
+    """Choose the values that a report has room for. The loss comes first."""
     return {
         name: values[name]
         for name in sorted(values, key=lambda name: (name != "loss", name))[:_VALUES]
@@ -113,7 +121,7 @@ def _fewest(values: Mapping[str, float]) -> dict[str, float]:
 
 
 class StatusRelay:
-    """Shows reports as they come, each run on a display of its own, which `make` makes."""
+    """Displays reports as they arrive. `make` creates a display for each run."""
 
     def __init__(self, make: Callable[[], StatusDisplay]) -> None:
         self._make = make
@@ -121,14 +129,15 @@ class StatusRelay:
         self._total: int | None = None
 
     def show(self, report: dict[str, Any]) -> None:
-        """Show the fields of a "status" message."""
+        """Display the fields of a "status" message."""
+        # One call may start several runs, one after the other. Each gets a display of its own.
         if self._display is None or report["begins"]:
             self.close()
             self._display = self._make()
         self._total = report["total"]
         if report["late"] is not None:
-            rank, by_cause, host, step = report["late"]
-            self._display.late(RankLateness(rank, by_cause), host, step)
+            rank, seconds_by_cause, host, step_seconds = report["late"]
+            self._display.late(RankLateness(rank, seconds_by_cause), host, step_seconds)
         self._display.remark(report["remark"])
         self._display.at(None if report["epoch"] is None else tuple(report["epoch"]))
         if report["beat"] is not None:
@@ -138,15 +147,16 @@ class StatusRelay:
             self._display.logged(*report["beside"])
 
     def close(self) -> None:
-        """Show the last step, and let go of the display. Calling it twice is harmless."""
+        """Show the last step and release the display. Calling it twice is harmless."""
         if self._display is not None:
             self._display.close(self._total)
             self._display = None
 
 
 def display(place: Place) -> StatusDisplay:
-    """Return where the worker in this place shows how far its run is: on its own output, or at
-    the caller of `pl.launch`.
+    """Create the status display of the worker in this place.
+
+    It writes to the worker's own output, or reports to the caller of `pl.launch`.
     """
     return (
         StatusLine(choose(place))

@@ -1,11 +1,10 @@
-"""Where the status of a run is shown: as a bar on a terminal, by the launcher on its own, or else
-as lines of text.
+"""Displays the status of a run: as a bar on a terminal, through the launcher, or as lines of text.
 
-on a terminal alone    bar at the bottom; what the script prints goes above it       TerminalBar
-paceline run           the worker tells its launcher, which draws the bar            LauncherBar
-                       (cluster/launcher/output.py)
-pipes, CI, torchrun    a line a second, later one a minute
-                       PlainLines
+terminal, one process     a bar at the bottom; printed text appears above it         TerminalBar
+paceline run              the worker tells its launcher, which draws the bar         LauncherBar
+pipes, CI, torchrun       a line a second at first, later one a minute               PlainLines
+
+The launcher's side is `cluster/launcher/output.py`.
 """
 
 from __future__ import annotations
@@ -24,24 +23,30 @@ from paceline.cluster.discover import Place
 from paceline.status.live_bar import bar_on
 from paceline.status.run_status import RunStatus, line
 
-SELDOM: Final = 60.0  # seconds between two lines, at most, unless something else was asked for
+# Most seconds between two lines, unless the user chose an interval.
+SELDOM: Final = 60.0
 
 
 class Display(Protocol):
-    """Something that shows statuses."""
+    """A display of run statuses."""
 
     def show(self, status: RunStatus) -> None:
-        """Show this status in the place of the last one."""
+        """Replace the last status with this one."""
 
     def say(self, text: str) -> None:
-        """Show a line that stays."""
+        """Print a line that stays on the screen."""
 
     def close(self) -> None:
-        """Let go of the terminal. Calling it twice is harmless."""
+        """Release the terminal. Calling it twice is harmless."""
 
 
 def choose(place: Place, stream: TextIO | None = None) -> Display:
-    """Choose the display of a worker, whose output goes to `stream` (default: standard error)."""
+    """Choose the display of a worker.
+
+    Args:
+        place: Place of the worker, which says whether there may be a bar.
+        stream: Stream that the worker's output goes to. Default: standard error.
+    """
     if place.bar and place.report_fd is not None:
         return LauncherBar(place)
     stream = sys.stderr if stream is None else stream
@@ -53,69 +58,68 @@ def choose(place: Place, stream: TextIO | None = None) -> Display:
 
 
 class PlainLines:
-    """Writes each status as a line of text, `every` so many seconds: None for fewer and fewer
-    lines, infinity for none.
+    """Writes each status as a line of text.
+
+    `every` is the number of seconds between two lines: None for less and less often as the run goes
+    on, infinity for no lines at all.
     """
 
     def __init__(self, stream: TextIO, every: float | None = None) -> None:
         self._stream, self._every = stream, every
 
-    def pause(self, taken: float) -> float:
-        """Return the seconds until the next status of a run that has been shown for so long."""
-        return min(taken / 10, SELDOM) if self._every is None else self._every
+    def pause(self, shown_seconds: float) -> float:
+        """Return the seconds until the next line, after the run was shown for `shown_seconds`."""
+        return min(shown_seconds / 10, SELDOM) if self._every is None else self._every
 
     def show(self, status: RunStatus) -> None:
-        """Write a line."""
+        """Write the status as a line."""
         self.say(line(status))
 
     def say(self, text: str) -> None:
-        """Write a line."""
+        """Write a line, unless lines are switched off."""
         if self._every != math.inf:
             print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Do nothing: each line is written."""
+        """Do nothing, because each line is already written."""
 
 
 class LauncherBar:
-    """Has the launcher of this worker draw a bar, as it writes what all workers of its host
-    print.
-    """
+    """Lets this worker's launcher draw the bar, as the launcher writes all output of the host."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
 
     def show(self, status: RunStatus) -> None:
-        """Tell the launcher."""
+        """Send the status to the launcher."""
         events.progress(self._place, status.fields())
 
     def say(self, text: str) -> None:
-        """Write a line, which the launcher shows above the bar."""
+        """Write a line. The launcher shows it above the bar."""
         print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Have the launcher leave the bar as it is."""
+        """Tell the launcher to leave the bar as it is."""
         events.progress(self._place, None)
 
 
 class TerminalBar:
-    """Draws a bar at the bottom of the terminal that this process alone writes to.
+    """Draws a bar at the bottom of a terminal that only this process writes to.
 
-    `breaks`: as for `LiveBar`.
-
-    Standard output and error of the process, where they are a terminal, write above the bar until
-    it is closed.
+    Until it is closed, the standard output and error of the process are replaced by streams that
+    write above the bar, if they are terminals. `breaks` is passed to `LiveBar`.
     """
 
     def __init__(self, stream: TextIO, *, breaks: bool = True) -> None:
         self._stream = stream
         self._bar = bar_on(stream, breaks=breaks)
-        self._lock = threading.RLock()  # announcements come from threads, too
+        # Announcements come from other threads, too.
+        self._lock = threading.RLock()
         self._undo = contextlib.ExitStack()
         self._stand_in()
 
     def show(self, status: RunStatus) -> None:
-        """Draw the bar anew."""
+        """Redraw the bar."""
         with self._lock:
             self._bar.follow(status)
             self._put(self._bar.again())
@@ -127,54 +131,55 @@ class TerminalBar:
             self._stream.flush()
 
     def close(self) -> None:
-        """Leave the bar as it is, and give the process its streams back."""
+        """Leave the bar as it is and give the process its own streams back."""
         with self._lock:
             self._put(self._bar.leave())
         self._undo.close()
 
     def _put(self, text: str) -> None:
+        """Write a text to the terminal at once."""
         if text:
             self._stream.write(text)
             self._stream.flush()
 
     def _stand_in(self) -> None:
-        """Put streams that write above the bar in the place of those of the process, also where
-        its log goes.
-        """
+        """Make the standard streams, and the log's streams, write above the bar."""
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             if not _is_terminal(stream):
                 continue
-            above = StreamAbove(stream, self._above)
-            setattr(sys, name, above)
-            self._undo.callback(_replace, name, above, stream)
+            stream_above = StreamAbove(stream, self._above)
+            setattr(sys, name, stream_above)
+            self._undo.callback(_replace, name, stream_above, stream)
+            # Handlers of the root logger keep a reference to the old stream, and would write into
+            # the bar.
             for handler in logging.getLogger().handlers:
                 if isinstance(handler, logging.StreamHandler) and handler.stream is stream:
-                    handler.setStream(above)
-                    self._undo.callback(_redirect, handler, above, stream)
+                    handler.setStream(stream_above)
+                    self._undo.callback(_redirect, handler, stream_above, stream)
 
     @contextlib.contextmanager
     def _above(self, text: str) -> Iterator[None]:
-        """Take the bar away while `text` is written."""
+        """Remove the bar while `text` is written, then draw it again."""
         with self._lock:
             self._put(self._bar.away())
-            # first: an interrupt may come right behind the text
+            # Before the text is written, because Ctrl-C may interrupt right after it.
             self._bar.wrote(text.encode(errors="replace"))
             yield
             self._put(self._bar.back())
 
 
 class StreamAbove:
-    """A stream of a terminal, all of whose text comes above a bar.
+    """A terminal stream whose text appears above the bar.
 
-    Processes that were forked of this one write as if there were none.
+    A process that was forked from this one has no bar, so there it writes to the stream directly.
     """
 
     def __init__(self, stream: TextIO, above: Any) -> None:
         self._stream, self._above, self._process = stream, above, os.getpid()
 
     def write(self, text: str) -> int:
-        """Write a text."""
+        """Write a text above the bar."""
         if os.getpid() != self._process:
             return self._stream.write(text)
         with self._above(text):
@@ -183,7 +188,7 @@ class StreamAbove:
         return count
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write several texts."""
+        """Write several texts above the bar."""
         for text in lines:
             self.write(text)
 
@@ -197,18 +202,21 @@ class StreamAbove:
 def _is_terminal(stream: Any) -> bool:
     """Whether a stream is a terminal.
 
-    Scripts may put anything that has `write` in the place of standard output, or nothing.
+    A script may replace standard output by None, or by any object that has `write`.
     """
-    asked = getattr(stream, "isatty", None)
-    return asked is not None and bool(asked())
+    isatty = getattr(stream, "isatty", None)
+    return isatty is not None and bool(isatty())
 
 
-def _replace(name: str, mine: StreamAbove, stream: TextIO) -> None:
-    """Put a stream of the process back, unless the script has put another one there since."""
-    if getattr(sys, name) is mine:
+def _replace(name: str, stream_above: StreamAbove, stream: TextIO) -> None:
+    """Put a stream of the process back, unless the script has replaced it again since."""
+    if getattr(sys, name) is stream_above:
         setattr(sys, name, stream)
 
 
-def _redirect(handler: logging.StreamHandler[Any], mine: StreamAbove, stream: TextIO) -> None:
-    if handler.stream is mine:
+def _redirect(
+    handler: logging.StreamHandler[Any], stream_above: StreamAbove, stream: TextIO
+) -> None:
+    """Give a log handler its stream back, unless the script has changed it since."""
+    if handler.stream is stream_above:
         handler.setStream(stream)

@@ -1,12 +1,12 @@
 """The folder of a run, and the summary that ends it.
 
 runs/NAME/
-  metrics.jsonl   a line for each step        trace.json    what happened when, for Perfetto
-  summary.json    written when the run ends   checkpoints/  what it can go on from
-  live.json       while it is under way: what is known of the summary, and where it is
+  metrics.jsonl   one line for each step      trace.json    timeline of all ranks, for Perfetto
+  summary.json    written when the run ends   checkpoints/  saved states that a run can resume from
+  live.json       the summary so far, and the current state, while the run is under way
   media.jsonl     histograms and images       media/        the images
-  .name           in NAME-7: which name was asked for, as NAME-7 may be the seventh run called NAME,
-                  or the first called NAME-7
+  .name           in a folder NAME-7: the requested name, because NAME-7 may be the seventh run
+                  called NAME, or the first run called NAME-7
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ import msgpack
 
 from paceline.errors import ResourceError, UsageError
 
-if TYPE_CHECKING:  # so that reading a run's folder doesn't import torch
+# Only for types, so that reading a run's folder doesn't import torch.
+if TYPE_CHECKING:
     from paceline.comm.agreement import Agreement
 
-KINDS: Final = ("parameters", "gradients", "optimizer")  # what a worker holds
-LAYOUT: Final = "layout.json"  # what each worker would hold, which `paceline layout` asks for
+# Kinds of memory that a worker holds for a model.
+KINDS: Final = ("parameters", "gradients", "optimizer")
+# What each worker would hold of a model; written for `paceline layout`.
+LAYOUT: Final = "layout.json"
 _ASKED: Final = ".name"
 _NUMBERED: Final = re.compile(r"(.+)-(\d+)")
 
@@ -45,7 +48,7 @@ def script() -> str:
 
 
 def prove(name: str) -> None:
-    """Raise `UsageError` if no run can have this name."""
+    """Raise `UsageError` if a run can't have this name."""
     if (
         not name
         or name.startswith(".")
@@ -53,8 +56,8 @@ def prove(name: str) -> None:
         or not name.isprintable()
     ):
         raise UsageError(
-            f"a run can't be called {name!r}: give a name without slashes and control characters "
-            "that doesn't start with a dot, or none"
+            f"a run can't be called {name!r}: give a name without slashes and control characters, "
+            "which doesn't start with a dot, or leave the name out"
         )
 
 
@@ -62,8 +65,10 @@ def prove(name: str) -> None:
 class RunFolder:
     """The folder of one run.
 
-    `earlier` are those of runs that asked for the same name before, newest first; `named`: the name
-    was given, and isn't the date and time.
+    Attributes:
+        path: Path of the folder.
+        earlier: Folders of earlier runs that requested the same name, newest first.
+        named: Whether the user gave the name. If not, it is the date and time.
     """
 
     path: Path
@@ -87,17 +92,17 @@ class RunFolder:
 
     @property
     def summary(self) -> Path:
-        """Path of the summary, which is there once the run has ended."""
+        """Path of the summary, which exists once the run has ended."""
         return self.path / "summary.json"
 
     @property
     def live(self) -> Path:
-        """Path of what is known while the run is under way, see `paceline.record.live`."""
+        """Path of the file with the current state of the run, see `paceline.record.live`."""
         return self.path / "live.json"
 
     @property
     def media(self) -> Path:
-        """Path of the histograms and images that were logged: JSON lines, one for each."""
+        """Path of the logged histograms and images: JSON lines, one for each."""
         return self.path / "media.jsonl"
 
     @property
@@ -107,24 +112,30 @@ class RunFolder:
 
     @property
     def script(self) -> str | None:
-        """Name of the script that made this run, as its summary or `live.json` tells it; None
-        where neither does.
-        """
-        for path, part in ((self.summary, "settings"), (self.live, "live")):
+        """Script of this run, from its summary or `live.json`; None if neither says it."""
+        for path, field_name in ((self.summary, "settings"), (self.live, "live")):
             with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
-                found = (json.loads(path.read_text(encoding="utf-8")).get(part) or {}).get("script")
-                if found is not None:
-                    return str(found)
+                script_name = (
+                    json.loads(path.read_text(encoding="utf-8")).get(field_name) or {}
+                ).get("script")
+                if script_name is not None:
+                    return str(script_name)
         return None
 
     @staticmethod
     def create(root: Path, name: str | None, *, say: Callable[[str], None]) -> RunFolder:
-        """Make the folder of a new run in `root`.
+        """Create the folder of a new run in `root`.
 
-        A name that is taken becomes NAME-2, NAME-3, ..., and `say` is told.
+        If the name is taken, the folder becomes NAME-2, NAME-3, and so on, and `say` gets a
+        message.
 
-        Without a name it is the date and time. Raises `UsageError` for a name that no run can have,
-        and for a place that can't be written.
+        Args:
+            root: Folder of all runs. It is created if it does not exist.
+            name: Name of the run. None for the date and time.
+            say: Function that shows a message to the user.
+
+        Raises:
+            UsageError: A run can't have this name, or the folder can't be written.
         """
         wanted = time.strftime("%Y%m%d-%H%M%S") if name is None else name
         prove(wanted)
@@ -136,8 +147,9 @@ class RunFolder:
                 (path / _ASKED).write_text(name, encoding="utf-8")
         except OSError as error:
             raise UsageError(
-                f"the run's folder {root / wanted} can't be made ({_reason(root, error)}); "
-                "give start(folder=...) a place for it"
+                f"the run's folder {root / wanted} can't be created ({_reason(root, error)}); give "
+                "another "
+                "place, start(folder=...)"
             ) from error
         if path.name != wanted and name is not None:
             say(f"there is a run {wanted} already: this one is {path.name}")
@@ -145,8 +157,9 @@ class RunFolder:
 
     @staticmethod
     def again(path: Path, name: str | None) -> RunFolder:
-        """Return the folder of a run whose job has started again, and that was given this name."""
+        """Return the folder of a run whose job has started again with this name."""
         earlier = () if name is None else _earlier(path.parent, name)
+        # Runs that started after this one are not earlier ones, although they have the same name.
         return RunFolder(
             path, earlier[earlier.index(path) + 1 :] if path in earlier else (), name is not None
         )
@@ -155,8 +168,9 @@ class RunFolder:
     def agree(
         agreement: Agreement, root: Path, name: str | None, *, say: Callable[[str], None]
     ) -> RunFolder:
-        """Let the first worker `create` the folder, for all: the path is the same everywhere,
-        and a failure ends all. Collective.
+        """Let the first worker create the folder for all workers. Collective.
+
+        All workers get the same path. If it can't be created, all of them raise.
         """
 
         def make() -> bytes:
@@ -168,12 +182,10 @@ class RunFolder:
 
 
 def _made(root: Path, wanted: str) -> Path:
-    """Make a new folder in `root`, which exists: of that name, or with a number behind it.
-
-    Raises `OSError`.
-    """
-    for number in itertools.count(1):
-        path = root / (wanted if number == 1 else f"{wanted}-{number}")
+    """Create a new folder in `root`, with a number after its name if the name is taken."""
+    for attempt in itertools.count(1):
+        # `mkdir` fails if the folder exists, so two runs that start at once never share one.
+        path = root / (wanted if attempt == 1 else f"{wanted}-{attempt}")
         with contextlib.suppress(FileExistsError):
             path.mkdir()
             return path
@@ -181,28 +193,26 @@ def _made(root: Path, wanted: str) -> Path:
 
 
 def _reason(root: Path, error: OSError) -> str:
-    """Say why no folder can be made in `root`."""
+    """Explain why no folder can be created in `root`."""
     if root.is_symlink() and not root.exists():
         return f"{root} is a link to {os.readlink(root)}, which is not there"
     return "Not a directory" if isinstance(error, FileExistsError) else str(error.strerror)
 
 
 def _earlier(root: Path, name: str) -> tuple[Path, ...]:
-    """List the runs that were called so, newest first; not those that were called NAME-2 by
-    somebody.
-    """
-    numbers = {1: root / name} if (root / name).is_dir() else {}
+    """List the runs that requested this name, newest first."""
+    path_by_number = {1: root / name} if (root / name).is_dir() else {}
+    # NAME-2 counts only if NAME was requested. A run that was itself called NAME-2 does not.
+    # Folders without the name file count, too.
     for path in root.glob(f"{glob.escape(name)}-*"):
         match = _NUMBERED.fullmatch(path.name)
         if match and match[1] == name and path.is_dir() and _asked(path) in (name, None):
-            numbers[int(match[2])] = path
-    return tuple(numbers[number] for number in sorted(numbers, reverse=True))
+            path_by_number[int(match[2])] = path
+    return tuple(path_by_number[suffix] for suffix in sorted(path_by_number, reverse=True))
 
 
 def _asked(path: Path) -> str | None:
-    """Return the name that was asked for when a numbered folder was made; None where that isn't
-    known.
-    """
+    """Return the name that was requested for a numbered folder; None if that isn't known."""
     try:
         return (path / _ASKED).read_text(encoding="utf-8")
     except (OSError, ValueError):
@@ -213,84 +223,92 @@ def _asked(path: Path) -> str | None:
 class RunTotals:
     """Totals over all steps of a run.
 
-    Seconds of a step are means over steps and workers, and its parts add up to the whole step.
+    Seconds of a step are means over steps and workers. The parts of a step add up to the whole
+    step. The field names are those of `summary.json`.
     """
 
-    steps: int  # taken in this run, those before a resume not counted
+    # Taken in this run, without the steps before a resume.
+    steps: int
     samples: int
-    seconds: float  # of the whole run, with what lay between steps
+    # Of the whole run, including the time between steps.
+    seconds: float
     samples_per_second: float | None  # inside steps; None without a step
     final_loss: float | None
     step_seconds: dict[str, float]
     rank_seconds: list[dict[str, float]]  # step_seconds of each rank
-    # of each rank, see `paceline.unequal.stragglers.stragglers.unequal`
+    # Of each rank, see `paceline.unequal.stragglers.stragglers.unequal`.
     rank_work: list[dict[str, float]] = field(default_factory=list)
-    # of each rank: seconds of a mean step by which it was late, by cause
+    # Of each rank: seconds of a mean step by which it was late, by cause.
     rank_late: list[dict[str, float]] = field(default_factory=list)
-    # all who took part, see `paceline.record.outcome.members.RunMembers`
+    # All workers that took part, see `paceline.record.outcome.members.RunMembers`.
     members: list[dict[str, Any]] = field(default_factory=list)
-    # the last value of everything that was logged
+    # Last value of each logged name.
     logged: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The fields of `summary.json`."""
+    """The fields of `summary.json`. They keep their names, so that old runs stay readable."""
 
     sync: str  # in the notation
     workers: int
     hosts: int
     totals: RunTotals
-    bytes_sent: dict[str, float]  # by all workers, in a step: "within" hosts, and "between" them
-    # whether each codec in use paid: the fields of `paceline.sync.codec_cost.CodecVerdict`
+    # Sent by all workers in a step: "within" hosts and "between" hosts.
+    bytes_sent: dict[str, float]
+    # Whether each codec paid: the fields of `paceline.sync.codec_cost.CodecVerdict`.
     codecs: list[dict[str, Any]]
     parameters_sha256: str
-    # the fields of `paceline.checkpoint.saving.SaveTally`, and the "best" if there is one
+    # The fields of `paceline.checkpoint.saving.SaveTally`, and the "best" checkpoint if there is
+    # one.
     checkpoints: dict[str, Any]
-    # joins, losses, recoveries: at least {"time": seconds since the start, "what": text}
+    # Joins, losses and recoveries: at least {"time": seconds since the start, "what": text}.
     events: list[dict[str, Any]]
-    # the last checkpoints, as events with their "step"
+    # The last checkpoints, as events with their "step".
     saves: list[dict[str, Any]] = field(default_factory=list)
-    # messages, bytes, staleness, what was dropped
+    # Messages, bytes, staleness and dropped work of each server.
     servers: list[dict[str, Any]] = field(default_factory=list)
-    # how the training loader was dealt: num_workers, and the shares of a usual batch
+    # How the training loader was dealt: "num_workers", and the "shares" of a usual batch.
     loader: dict[str, Any] | None = None
-    # the size of each axis, if a model was cut; then also
+    # Size of each axis, if a model was cut. The next two fields are then filled, too.
     mesh: dict[str, int] = field(default_factory=dict)
-    places: list[dict[str, int]] = field(default_factory=list)  # where each rank was on the axes
-    # a step's exchange by axis: "seconds", a mean, and all bytes sent
+    # Coordinates of each rank on the axes.
+    places: list[dict[str, int]] = field(default_factory=list)
+    # Exchange of a step by axis: "seconds", a mean over workers, and the bytes of all workers.
     axes: dict[str, dict[str, float]] = field(default_factory=dict)
-    # what each rank held (`paceline.record.memory`)
+    # What each rank held, see `paceline.record.held_memory`.
     memory: list[dict[str, Any]] = field(default_factory=list)
-    # when times in metrics.jsonl are 0, in the seconds of events: what joining took
+    # Seconds from the start of the run (where events begin) to time 0 of metrics.jsonl: the time
+    # that joining took.
     log_began: float = 0.0
-    # causes of lateness that could not be told on some worker
+    # Causes of lateness that could not be told apart on some worker.
     untold: list[str] = field(default_factory=list)
-    # the way between hosts that a measured cluster has decided
-    # (`paceline.sync.route_choice.RouteChoice`)
+    # Route between hosts that a measured cluster decided: the fields of
+    # `paceline.sync.route_choice.RouteChoice`.
     route: dict[str, Any] | None = None
-    # that became slow (`paceline.unequal.probe.link_watch`)
+    # Links that became slow, see `paceline.unequal.probe.link_watch`.
     links: list[dict[str, Any]] = field(default_factory=list)
-    # of each (`paceline.record.pipeline_profile`)
+    # One entry for each pipeline, see `paceline.record.pipeline_profile`.
     pipelines: list[dict[str, Any]] = field(default_factory=list)
-    # what was asked for (`paceline.record.outcome.settings`)
+    # Settings of the run, see `paceline.record.outcome.settings`.
     settings: dict[str, Any] = field(default_factory=dict)
-    # what the script has put into `Run.results`
+    # Contents of `Run.results`, which the script fills.
     results: dict[str, Any] = field(default_factory=dict)
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of the file, those of `totals` among them."""
-        fields = dict(vars(self))  # `asdict` would copy all that is in them
+        """Return the fields of the file. The fields of `totals` are merged in."""
+        # `asdict` would copy everything in the fields.
+        fields = dict(vars(self))
         totals = vars(fields.pop("totals"))
         return {"sync": self.sync, "workers": self.workers, "hosts": self.hosts, **totals, **fields}
 
     def write(self, folder: RunFolder) -> None:
-        """Write the file in full or not at all."""
+        """Write the file completely or not at all."""
         write_whole(folder.summary, strict_json(self.fields(), indent=2) + "\n")
 
 
 def strict_json(value: Any, *, indent: int | None = None) -> str:
-    """Write `value` as strict JSON, with the names of nan and infinities in their place."""
+    """Write `value` as strict JSON. NaN and infinities become their names, as strings."""
     try:
         return json.dumps(value, indent=indent, allow_nan=False)
     except ValueError:
@@ -298,7 +316,7 @@ def strict_json(value: Any, *, indent: int | None = None) -> str:
 
 
 def tame(value: Any) -> Any:
-    """Return `value` as strict JSON allows it: nan and infinities become their names."""
+    """Replace NaN and infinities in `value` by their names, which strict JSON allows."""
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     if isinstance(value, dict):
@@ -307,23 +325,27 @@ def tame(value: Any) -> Any:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write `text` to `path` so that a reader finds the old content or the new, never a part."""
+    """Write `text` to `path` so that a reader finds either the old content or the new."""
     temporary = beside(path)
     try:
         with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
+            # The data has to be on the disk before the rename, or a loss of power could leave an
+            # empty file under the final name.
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        with contextlib.suppress(OSError):  # where nothing can be written, nothing can be removed
+        # A disk that refuses to write may refuse this, too.
+        with contextlib.suppress(OSError):
             temporary.unlink()
         raise unwritten(path, error) from error
 
 
 def beside(path: Path) -> Path:
-    """Return a name beside `path` for what is being written, which nobody can guess: a link that
-    lies there might lead to any file.
+    """Return a path next to `path` for a temporary file.
+
+    The name can't be guessed, so no one can put a symbolic link there that leads to another file.
     """
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}")
 

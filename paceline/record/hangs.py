@@ -1,9 +1,8 @@
-"""Notices that this worker waits for others far longer than it ever did, and tells its launcher,
-which finds the missing worker.
+"""Reports a worker that waits far longer than usual, so that its launcher finds the cause.
 
-thread    looks at the call under way, four times a second          main thread   says when a call
-                                                                    begins and ends (`Agreement`)
-          answers when the launcher asks what this worker does
+main thread      begins and ends calls (`Agreement`)
+watching thread  looks at the current call four times a second, and reports it if it takes long;
+                 answers when the launcher asks what this worker does
 """
 
 from __future__ import annotations
@@ -21,48 +20,55 @@ from paceline.comm.agreement import Agreement
 from paceline.errors import UsageError
 from paceline.timings import DEFAULTS, HangTimings
 
-FACTOR, WIDEST = 10.0, 3.0  # times the median interval between calls, and times the longest
-BORNE = 2.0  # times the longest wait that was reported and then ended well
-KNOWN = 8  # calls that have to be known
+# A wait is late if it is longer than all of these: so many times the median and the longest
+# interval between calls, and so many times the longest wait that was reported and then ended well.
+FACTOR, WIDEST = 10.0, 3.0
+BORNE = 2.0
+# Calls that are needed to learn the usual interval.
+KNOWN = 8
 
 
 class Waits(Protocol):
-    """Whatever a worker may wait in for some of the others."""
+    """A source of waits for other workers, such as an `Agreement`."""
 
     @property
     def since(self) -> float | None:
-        """When the wait under way has begun (`time.monotonic`); None where there is none."""
+        """When the current wait began (`time.monotonic`); None if there is none."""
         ...
 
     @property
     def what(self) -> str:
-        """The wait under way, or the last one, in words."""
+        """Description of the current wait, or of the last one."""
         ...
 
     @property
     def calls(self) -> int:
-        """How many are over: the same number on all workers that have come to the same place."""
+        """Number of calls that have ended. It is the same on all workers at the same place."""
         ...
 
     @property
     def ended(self) -> Sequence[float]:
-        """When the last ones were over."""
+        """Times at which the last calls ended (`time.monotonic`)."""
         ...
 
 
 class WaitUnderWay(NamedTuple):
-    """What this worker waits in, and since when."""
+    """Description of the current wait of this worker, and when it began."""
 
     what: str
     since: float
 
 
 class HangDetector:
-    """A thread that measures how long the present call takes, and answers its launcher.
+    """A thread that measures how long the current call takes, and answers the launcher's questions.
 
-    `deadline` is when waits are given up, `late_after` how long one may last before it is reported
-    (None: learnt from the run's own calls); both in seconds. `others`: where this worker may wait
-    beside calls of `agreement`, as along the axes of a mesh.
+    Args:
+        place: Place of this worker, with the pipes to its launcher.
+        agreement: Calls of all workers.
+        deadline: Seconds after which waits are given up.
+        late_after: Seconds after which a wait is reported. None: learned from the run's own calls.
+        others: Further sources of waits, such as the axes of a mesh. Calls on an axis happen inside
+            calls of `agreement`.
     """
 
     def __init__(
@@ -78,38 +84,40 @@ class HangDetector:
         self._waits: tuple[Waits, ...] = (agreement, *others)
         self._timings = place.timings.hangs
         self._given_up = giving_up(deadline, timings=self._timings)
-        # else the thread that hears of views listens for questions, too (`commands.CommandPipe`)
+        # If views of the membership can change, the thread that receives them receives the
+        # launcher's questions, too (`commands.CommandPipe`).
         self._listens = place.worker is None
-        self._borne = 0.0  # seconds
+        # Seconds of the longest wait that was reported and then ended well.
+        self._borne = 0.0
         self._over = threading.Event()
-        if place.stack_fd is not None:  # only `paceline run` asks its workers
+        # Only `paceline run` asks its workers.
+        if place.stack_fd is not None:
             events.show(place)
             threading.Thread(target=self._watch, name="paceline watching", daemon=True).start()
 
     def answer(self) -> None:
         """Tell the launcher what this worker does."""
         now, wait = time.monotonic(), self._wait()
-        last = max(self._waits, key=lambda each: each.ended[-1] if each.ended else 0.0)
-        seconds = now - (last.ended[-1] if last.ended else now)
+        last_source = max(self._waits, key=lambda each: each.ended[-1] if each.ended else 0.0)
+        seconds = now - (last_source.ended[-1] if last_source.ended else now)
         events.where(
             self._place,
             self._calls,
-            last.what if wait is None else wait.what,
+            last_source.what if wait is None else wait.what,
             seconds,
             waits=wait is not None,
         )
 
     @property
     def _calls(self) -> int:
-        """The calls that are over."""
-        return sum(each.calls for each in self._waits)
+        """Number of calls that have ended, over all sources."""
+        return sum(source.calls for source in self._waits)
 
     def _wait(self) -> WaitUnderWay | None:
-        """Return what this worker waits in; the innermost, as a call of all may exchange along
-        an axis.
-        """
-        for each in reversed(self._waits):
-            what, since = each.what, each.since
+        """Return the innermost current wait; None if this worker doesn't wait."""
+        # A call of all workers may contain an exchange along an axis, and axes come last.
+        for source in reversed(self._waits):
+            what, since = source.what, source.since
             if since is not None:
                 return WaitUnderWay(what, since)
         return None
@@ -120,12 +128,15 @@ class HangDetector:
 
     @property
     def limit(self) -> float:
-        """Seconds after which a wait is reported: ten times what is usual in this run."""
+        """Seconds after which a wait is reported: ten times the usual interval of this run.
+
+        Before enough calls are known, it is the time after which the missing worker is given up.
+        """
         if self._late_after is not None:
             return self._late_after
-        known = [list(each.ended) for each in self._waits]
-        moments = next((found for found in known if len(found) > KNOWN), [])
-        intervals = [after - before for before, after in pairwise(moments)]
+        times_by_source = [list(source.ended) for source in self._waits]
+        end_times = next((times for times in times_by_source if len(times) > KNOWN), [])
+        intervals = [after - start for start, after in pairwise(end_times)]
         if not intervals:
             return self._given_up
         usual = max(
@@ -134,25 +145,27 @@ class HangDetector:
         return min(max(self._timings.least, usual), self._given_up)
 
     def _watch(self) -> None:
-        reported, lasting = (-1, 0), 0.0
+        """Report each wait once when it is late, and once more when it is given up."""
+        last_report, late_seconds = (-1, 0), 0.0
         while not self._pause():
             calls, wait = self._calls, self._wait()
-            if wait is None or self._calls != calls:  # or it may have begun just now
+            # The main thread changes these values without a lock. If a call has ended in between,
+            # `wait` may belong to the next call.
+            if wait is None or self._calls != calls:
                 continue
             waited = time.monotonic() - wait.since
-            if calls > reported[0]:
-                self._borne, lasting = max(self._borne, lasting), 0.0
-            due = 2 if waited > self._given_up else 1 if waited > self.limit else 0
-            lasting = waited if due == 1 else 0.0
-            if due and (calls, due) > reported:
-                reported = (calls, due)
-                events.late(self._place, calls, wait.what, given_up=due == 2)
+            # The reported call has ended after all: longer waits are normal in this run.
+            if calls > last_report[0]:
+                self._borne, late_seconds = max(self._borne, late_seconds), 0.0
+            # 0: nothing to report, 1: late, 2: given up.
+            severity = 2 if waited > self._given_up else 1 if waited > self.limit else 0
+            late_seconds = waited if severity == 1 else 0.0
+            if severity and (calls, severity) > last_report:
+                last_report = (calls, severity)
+                events.late(self._place, calls, wait.what, given_up=severity == 2)
 
     def _pause(self) -> bool:
-        """Wait until the next look, answering a launcher that asks.
-
-        Returns whether the run is over.
-        """
+        """Wait until the next look and answer the launcher. Returns whether the run is over."""
         if not self._listens or self._place.orders_fd is None:
             return self._over.wait(self._timings.look)
         if commands.asked(self._place.orders_fd, self._timings.look):
@@ -161,8 +174,10 @@ class HangDetector:
 
 
 def giving_up(deadline: float, *, timings: HangTimings = DEFAULTS.hangs) -> float:
-    """Return how many seconds a wait may last before the launcher gives up the missing worker;
-    workers give up at the deadline.
+    """Return the seconds after which the launcher gives up a missing worker.
+
+    This is shortly before `deadline`, at which the workers themselves give up, so the launcher can
+    name the missing worker first.
     """
     return max(deadline / 2, deadline - timings.margin)
 

@@ -1,11 +1,10 @@
-"""Says what a script has joined, and at its first step what is missing: workers may train each for
-itself.
+"""Says what a script has joined, and hints at common mistakes: workers may train separately.
 
-first optimizer that steps     nothing prepared         loops over     its gradients
-  is not the run's             said                     -              -
-  is the run's                 -                        no loader, or not the prepared one: said
-  was prepared                 -                        the same       none, and of no prepared
-                                                        model: said
+first optimizer that steps   nothing prepared   no loop over the      no gradients, and not
+                                                prepared loader       of a prepared model
+  not of the run             hint               -                     -
+  has prepared parameters    -                  hint                  -
+  was prepared               -                  hint                  hint
 """
 
 from __future__ import annotations
@@ -24,7 +23,10 @@ _PREPARE = "model, optimizer, loader = run.prepare(model, optimizer, loader)"
 
 
 class StartupHints:
-    """Says what `prepared` has, and what is missing with several workers; each thing once."""
+    """Announces what was joined, and what is missing in a script with several workers.
+
+    Each hint is given once, on the first worker.
+    """
 
     def __init__(self, prepared: Prepared, loop: TrainingLoop) -> None:
         self._prepared, self._loop = prepared, loop
@@ -33,11 +35,11 @@ class StartupHints:
         self._before = self._together()
 
     def begin(self) -> None:
-        """Follow the script from here, until `ended`."""
+        """Watch the script from here, until `end_watching`."""
         self._before = self._together()
 
     def introduce(self, axes: RunAxes, strategy: str) -> None:
-        """Say in one line what was joined, once a loader tells the global batch."""
+        """Announce in one line what was joined, once a loader tells the global batch."""
         loader = next(
             (loader for loader in self._prepared.loaders if loader.terms.train is not False), None
         )
@@ -62,7 +64,7 @@ class StartupHints:
     def strange(self, optimizer: Optimizer, ours: bool) -> None:
         """Hint at an optimizer that steps and wasn't prepared.
 
-        `ours`: it has parameters of the run.
+        `ours` says whether it has parameters of the run.
         """
         if ours:
             self.ours()
@@ -77,7 +79,7 @@ class StartupHints:
             )
 
     def ours(self) -> None:
-        """Hint at loaders, as an optimizer steps on prepared parameters."""
+        """Hint at a missing or unused loader, when an optimizer steps on prepared parameters."""
         training = [loader for loader in self._prepared.loaders if loader.terms.train is not False]
         count = (
             f"each of the {self._size} workers takes batches of its own, whole, and counts as "
@@ -93,6 +95,8 @@ class StartupHints:
                 f"an optimizer steps outside of a loop over the prepared loader: {count}; "
                 f"loop over what run.prepare gives back: {_PREPARE}"
             )
+        # torchmetrics synchronises over the default process group, which a run that survives losses
+        # does not have.
         if self._prepared.survives and HOME in sys.modules:
             self._say(
                 f"with --min-workers torch.distributed has no default process group, so {HOME} "
@@ -101,22 +105,28 @@ class StartupHints:
             )
 
     def prepared(self, optimizer: Optimizer) -> None:
-        """Hint at parameters without gradients, as a prepared optimizer steps."""
+        """Hint at parameters without gradients, when a prepared optimizer steps."""
         self.ours()
-        mine = [p for group in optimizer.param_groups for p in group["params"]]
-        models = {id(p) for _, model in self._prepared.models for p in model.parameters()}
-        if models and not any(p.grad is not None or id(p) in models for p in mine):
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
+        model_parameters = {
+            id(parameter) for _, model in self._prepared.models for parameter in model.parameters()
+        }
+        if model_parameters and not any(
+            parameter.grad is not None or id(parameter) in model_parameters
+            for parameter in parameters
+        ):
             self._say(
-                f"the {type(optimizer).__qualname__} steps, and trains nothing: "
-                f"none of its {len(mine)} parameters has a gradient, or is "
-                "in a model that was given to run.prepare; make it with the parameters of that "
-                "model"
+                f"the {type(optimizer).__qualname__} steps, and trains nothing: none of its "
+                f"{len(parameters)} parameters has a gradient, or is in a model that was given to "
+                "run.prepare; make it with the parameters of that model"
             )
 
     # ---- elsewhere
 
     def had_ghosts(self) -> None:
-        """Hint at metrics, as some workers had no samples in a step."""
+        """Hint at metrics that count ghosts, when some workers had no samples in a step."""
         if HOME in sys.modules and not self._prepared.metrics:
             self._say(
                 "some batches have fewer samples than there are workers, who get the first sample "
@@ -126,7 +136,7 @@ class StartupHints:
             )
 
     def added_up(self) -> None:
-        """Hint at sums that a script has made over a loop in which some workers had no samples."""
+        """Hint at sums over a loop in which some workers had no samples."""
         self._say(
             "run.sum after a loop in which some workers had no samples, and ran on the batch's "
             "first "
@@ -136,7 +146,7 @@ class StartupHints:
         )
 
     def logged(self) -> None:
-        """Hint at loaders, as the script logs numbers without one."""
+        """Hint at a missing loader, when the script logs numbers without one."""
         if not (self._prepared.models or self._prepared.optimizers):
             self._nothing()
         self._say(
@@ -145,7 +155,8 @@ class StartupHints:
         )
 
     def ended(self) -> None:
-        """Hint at a script that gave nothing to run.prepare, as an epoch or the run has ended."""
+        """Hint at a script that gave nothing to run.prepare, when an epoch or the run has ended."""
+        # A script that has called or sent something itself is distributed on purpose.
         prepared = self._prepared
         if (
             not (prepared.models or prepared.optimizers or prepared.loaders)
@@ -154,11 +165,12 @@ class StartupHints:
             self._nothing()
 
     def _together(self) -> tuple[int, Traffic]:
-        """Return counts of what workers have called and sent together."""
+        """Return the number of collective calls, and the bytes sent."""
         context = self._prepared.context
         return context.agreement.calls, context.traffic
 
     def _nothing(self) -> None:
+        """Hint at a script that gave nothing but perhaps a loader to run.prepare."""
         loader = "but a loader " if self._prepared.loaders else ""
         self._say(
             f"nothing {loader}was given to run.prepare: if this script trains, each of the "
@@ -168,9 +180,11 @@ class StartupHints:
 
     @property
     def _size(self) -> int:
+        """Number of workers."""
         return self._prepared.context.group.size
 
     def _say(self, text: str) -> None:
+        """Announce a hint once, if there are several workers."""
         if self._size > 1 and text not in self._said:
             self._said.add(text)
             self._prepared.context.announce(text)
@@ -179,18 +193,23 @@ class StartupHints:
 def introduction(
     workers: int, hosts: int, strategy: str, shares: tuple[int, ...] | None, mesh: str = ""
 ) -> str:
-    """Say in one line what was joined.
+    """Describe in one line what was joined.
 
-    `shares` are those of a usual batch; `mesh` says how workers are dealt to it, if to one.
+    Args:
+        workers: Number of workers.
+        hosts: Number of hosts.
+        strategy: Strategy, as text.
+        shares: Samples of each worker in a usual batch; None if they aren't known.
+        mesh: How workers are placed on the mesh, if there is one.
     """
     batch = ""
     if shares is not None:
-        cut = (
+        terms = (
             f"{len(shares)} x {shares[0]}"
             if len(set(shares)) == 1
             else " + ".join(map(str, shares))
         )
-        batch = f", global batch {sum(shares)}" + (f" = {cut}" if len(shares) > 1 else "")
+        batch = f", global batch {sum(shares)}" + (f" = {terms}" if len(shares) > 1 else "")
     grid = f", {mesh}" if mesh else ""
     return (
         f"{workers} worker{'s' if workers > 1 else ''} on {hosts} "

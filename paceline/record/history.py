@@ -7,15 +7,16 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-SAVES: Final = 1000  # checkpoints that are told of, the last ones
+# Checkpoints that the history keeps; older ones are forgotten.
+SAVES: Final = 1000
 
 
 class RunHistory:
-    """The run's `seed`, when it `began`, its `events` and `saves`; `results` are what the script of
-    the first worker adds to the summary.
+    """The seed of a run, when it began, its events and its checkpoints.
 
-    An event has at least a `time`, in seconds since the run began, and in `what` the words. `saves`
-    are the same of checkpoints, with their `step`.
+    An event has at least `time`, in seconds since the run began, and `what`, a text. `saves` are
+    events of checkpoints, with their `step`. `results` is filled by the script of the first worker,
+    and goes into the summary.
     """
 
     def __init__(self, seed: int, began: float, announce: Callable[[str], None]) -> None:
@@ -25,19 +26,19 @@ class RunHistory:
         self.results: dict[str, Any] = {}
         self._followers: list[Callable[[], None]] = []
 
-    def follow(self, noted: Callable[[], None]) -> None:
-        """Call `noted` each time when something was noted."""
-        self._followers.append(noted)
+    def follow(self, follower: Callable[[], None]) -> None:
+        """Call `follower` each time something is noted."""
+        self._followers.append(follower)
 
     def note(self, what: str) -> None:
-        """Note that something happened."""
+        """Add an event, without announcing it."""
         self.events.append({"time": time.time() - self.began, "what": what})
         self._noted()
 
     def saved(self, name: str, step: int, *, background: bool) -> None:
-        """Note that a checkpoint of this name was written, or begun in the `background`.
+        """Add a checkpoint that was written, or whose writing began in the `background`.
 
-        Of many the last `SAVES` are kept.
+        Only the last `MAX_SAVES` are kept.
         """
         what = f"{name} is being written" if background else f"saved {name}"
         self.saves = [
@@ -47,26 +48,29 @@ class RunHistory:
         self._noted()
 
     def _noted(self) -> None:
-        for noted in self._followers:
-            noted()
+        """Call all followers."""
+        for follower in self._followers:
+            follower()
 
     def tell(self, what: str) -> None:
-        """Note that something happened, and say so."""
+        """Add an event and announce it."""
         self.note(what)
         self._announce(what)
 
     def identity(self, name: str) -> str:
-        """Return what tells the run of this name from all others, in all starts of its job and
-        on all workers that know of its begin.
+        """Return an identifier of the run called `name`.
+
+        It differs from that of every other run. It is the same in all starts of the run's job, and
+        on all workers that know when the run began.
         """
         return hashlib.sha256(f"{name} {self.seed} {self.began!r}".encode()).hexdigest()[:12]
 
     def facts(self) -> dict[str, Any]:
-        """Return what a worker that has just joined has to know."""
+        """Return the facts that a worker needs when it joins."""
         return {"events": self.events, "saves": self.saves, "began": self.began, "seed": self.seed}
 
     def learn(self, facts: dict[str, Any]) -> None:
-        """Take over what the `facts` of another worker say."""
+        """Take over the `facts` of another worker."""
         self.events, self.saves, self.began, self.seed = (
             facts["events"],
             facts["saves"],

@@ -1,6 +1,6 @@
 """A file that grows by whole lines.
 
-What could not be written in full is removed again, so that a reader never finds part of a line.
+A line that could not be written completely is removed again, so a reader never finds part of one.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from paceline.record.folder import unwritten, write_whole
 
 
 class JsonLines:
-    """A file with one JSON object a line.
+    """A file with one JSON object per line.
 
-    If the disk refuses, it raises `ResourceError`, and the file stays as it was.
+    If the disk refuses a write, `ResourceError` is raised and the file stays as it was.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,39 +29,41 @@ class JsonLines:
         """Write these lines, all or none."""
         try:
             file = self._file = self._file or self._open()
-            before = os.fstat(file.fileno()).st_size
+            size_before = os.fstat(file.fileno()).st_size
+            # An unbuffered file may write less than it was given, so writing goes on until nothing
+            # is left.
             data = memoryview("".join(f"{line}\n" for line in lines).encode())
             try:
                 while data:
                     data = data[file.write(data) :]
             except OSError:
                 with contextlib.suppress(OSError):
-                    file.truncate(before)
+                    file.truncate(size_before)
                 raise
         except OSError as error:
             raise unwritten(self._path, error) from error
 
     def last(self) -> dict[str, Any] | None:
-        """Return the last whole line of a file whose writer may have been killed, and remove
-        what follows it. None if there is none.
+        """Return the last whole line, and remove what follows it; None if there is no whole line.
+
+        The process that wrote the file may have been killed in the middle of a line.
         """
         try:
             data = self._path.read_bytes() if self._path.exists() else b""
-            lines, found = data.split(b"\n")[:-1], None
-            while lines and found is None:
-                found = _read(lines[-1])
-                lines = lines if found is not None else lines[:-1]
-            whole = sum(len(line) + 1 for line in lines)
-            if whole < len(data):
-                os.truncate(self._path, whole)
+            lines, last_line = data.split(b"\n")[:-1], None
+            while lines and last_line is None:
+                last_line = _read(lines[-1])
+                lines = lines if last_line is not None else lines[:-1]
+            # Whole lines, with their line ends.
+            nbytes = sum(len(line) + 1 for line in lines)
+            if nbytes < len(data):
+                os.truncate(self._path, nbytes)
         except OSError as error:
             raise unwritten(self._path, error) from error
-        return found
+        return last_line
 
     def cut(self, step: int) -> list[dict[str, Any]]:
-        """Remove the lines of steps after this one, and whatever is no line; return those that
-        stay.
-        """
+        """Remove the lines of steps after `step`, and damaged lines; return the remaining lines."""
         self.close()
         if not self._path.exists():
             return []
@@ -69,9 +71,11 @@ class JsonLines:
             lines = self._path.read_bytes().split(b"\n")
         except OSError as error:
             raise unwritten(self._path, error) from error
-        kept = [line for line in map(_read, lines) if line is not None and line["step"] <= step]
-        write_whole(self._path, "".join(f"{json.dumps(line)}\n" for line in kept))
-        return kept
+        remaining = [
+            line for line in map(_read, lines) if line is not None and line["step"] <= step
+        ]
+        write_whole(self._path, "".join(f"{json.dumps(line)}\n" for line in remaining))
+        return remaining
 
     def close(self) -> None:
         """Close the file. Calling it twice is harmless."""
@@ -80,12 +84,14 @@ class JsonLines:
             file.close()
 
     def _open(self) -> FileIO:
+        """Open the file for appending, without a buffer."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         return FileIO(self._path, "ab")
 
 
 def _read(line: bytes) -> dict[str, Any] | None:
+    """Parse a line; None if it isn't a JSON object."""
     with contextlib.suppress(ValueError):
-        found = json.loads(line)
-        return found if isinstance(found, dict) else None
+        fields = json.loads(line)
+        return fields if isinstance(fields, dict) else None
     return None

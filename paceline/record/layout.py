@@ -1,6 +1,4 @@
-"""Finds out what each worker would hold of a prepared model, for `paceline layout`: where
-parameters are, and how many bytes.
-"""
+"""Describes what each worker would hold of a prepared model, for `paceline layout`."""
 
 from __future__ import annotations
 
@@ -19,8 +17,9 @@ from paceline.workers.axes import RunAxes
 
 
 class ModelLayout:
-    """Writes the layout of what was `prepared` into `folder` in the place of training, and ends
-    the script on all workers.
+    """Writes the layout of the prepared models into `folder`, in place of training.
+
+    It ends the script on all workers.
     """
 
     def __init__(self, prepared: Prepared, axes: RunAxes, folder: Path) -> None:
@@ -28,22 +27,25 @@ class ModelLayout:
 
     def write(self, *_: object) -> None:
         """Write the file on the first worker, then exit. Collective."""
-        rows = [_row(*found) for found in predict(self._prepared, optimizer_nbytes)]
-        held = {kind: sum(row[kind] or 0 for row in rows) for kind in KINDS}
-        held["gradients"] += kept_in_buckets(self._prepared)
+        rows = [_row(*layout) for layout in predict(self._prepared, optimizer_nbytes)]
+        own_totals = {kind: sum(row[kind] or 0 for row in rows) for kind in KINDS}
+        own_totals["gradients"] += kept_in_buckets(self._prepared)
+        # Workers exchange their totals. The rows are those of the first worker.
         everyone = self._axes.everyone
-        totals = [json.loads(body) for body in everyone.meet("layout", json.dumps(held).encode())]
+        totals = [
+            json.loads(body) for body in everyone.meet("layout", json.dumps(own_totals).encode())
+        ]
         if everyone.group.rank == 0:
             cuts = [
                 {"cut": spell(cut), "travels": cut.travels} for cut in self._prepared.cuts.applied
             ]
-            found = {
+            layout = {
                 "mesh": str(self._axes.mesh) if self._axes.cut else "",
                 "cuts": cuts,
                 "rows": rows,
                 "workers": totals,
             }
-            (self._folder / LAYOUT).write_text(json.dumps(found))
+            (self._folder / LAYOUT).write_text(json.dumps(layout))
         raise SystemExit(0)
 
 

@@ -1,14 +1,14 @@
-"""Tells of a run while it is under way: `live.json` in its folder, which the first worker replaces
-about once a second.
+"""Publishes the state of a run while it is under way, in `live.json` in its folder.
 
     log flushed ---+
-    event noted ---+--> what is known now --> .live.json.PID --> live.json      a reader finds it whole
-    failed         --> the same, once more, with why
-    ended well     --> summary.json is there, and live.json goes
+    event noted ---+--> the summary so far --> .live.json.RANDOM --> live.json
+    failed         --> the same once more, with the reason
+    ended well     --> summary.json exists, and live.json is removed
 
-It has the fields of `summary.json` that are known so far, and under `live` what is of this moment
-alone. Where it can't be written the run goes on, and says so once.
-"""  # noqa: E501
+The first worker replaces the file about once a second, by a rename, so a reader always finds a
+whole file. It has the fields of `summary.json` that are known so far, and under `live` the current
+state. If it can't be written, the run goes on and says so once.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +23,23 @@ from paceline.cluster.control.progress import birth
 from paceline.formatting import message
 from paceline.record.folder import RunFolder, beside, strict_json
 
-EVENTS: Final = 200  # that are told while a run is under way, the last ones
-# seconds without a change after which a run whose writer is no more has ended: another worker would
-# have gone on
+# Events in the file; only the last ones are included.
+EVENTS: Final = 200
+# Seconds without a change after which a run whose writer has ended is over. If the run had
+# survived, another worker would have written by then.
 GONE: Final = 5.0
-_LONGEST: Final = 300  # characters of the error that has ended a run
+# Characters of the error that ended a run.
+_LONGEST: Final = 300
 
 
 class LiveRecord:
-    """The file of one run, on one worker.
+    """The live file of one run, on one worker.
 
-    `writes`: whether this worker writes it now; `facts`: what is known of the run so far.
-
-    `say` is told when the file can't be written.
+    Args:
+        folder: Folder of the run.
+        writes: Tells whether this worker writes the file now.
+        facts: Returns the fields that are known so far, with a dict under `live`.
+        say: Function that is told when the file can't be written.
     """
 
     def __init__(
@@ -50,12 +54,12 @@ class LiveRecord:
         self._over = False
 
     def update(self) -> None:
-        """Write what is known now, if this is the worker that does so."""
+        """Write the current state, if this worker is the one that writes."""
         if not self._over and self._writes():
             self._put({"state": "running"})
 
     def fail(self, kind: type[BaseException], error: BaseException | None) -> None:
-        """Write that the run has ended in an error. The file stays, as there will be no summary."""
+        """Record that the run ended in an error. The file stays, as there will be no summary."""
         if not self._over and self._writes():
             words = " ".join(" ".join(message(error)).split())
             self._put(
@@ -67,8 +71,9 @@ class LiveRecord:
         self._over = True
 
     def end(self) -> None:
-        """Remove the file, as there is a summary now, and what writers that were killed have
-        left of theirs.
+        """Remove the file, because there is a summary now.
+
+        Temporary files that killed writers left behind are removed, too.
         """
         if not self._over and self._writes():
             for path in (self._path, *self._path.parent.glob(f".{self._path.name}.*")):
@@ -77,13 +82,14 @@ class LiveRecord:
         self._over = True
 
     def _put(self, state: Mapping[str, Any]) -> None:
+        """Replace the file by the facts so far, with this state."""
         fields = self._facts()
         fields["live"] |= {**state, "time": time.time(), "writer": self._writer}
         temporary = beside(self._path)
         try:
             with temporary.open("x", encoding="utf-8") as file:
                 file.write(strict_json(fields) + "\n")
-            # nothing waits for the disk: it need not outlast a loss of power
+            # No fsync: the file need not survive a loss of power.
             temporary.replace(self._path)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -95,16 +101,15 @@ class LiveRecord:
 
 
 def alive(writer: Mapping[str, Any]) -> bool | None:
-    """Whether the process that has written a file is still there; None where that can't be seen,
-    as it is on another machine.
-    """
+    """Whether the process that wrote a file still runs; None if it is on another machine."""
     if writer.get("machine") != _machine() or not isinstance(pid := writer.get("pid"), int):
         return None
     return birth(pid) == writer.get("born")
 
 
 def _machine() -> str:
-    """Return what is the same for all processes that see each other by their numbers."""
+    """Return an identifier shared by all processes that can see each other's process ids."""
+    # Process ids are valid inside one PID namespace (such as a container) of one booted machine.
     try:
         return f"{machine.boot()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

@@ -1,13 +1,13 @@
 """The log of each worker, and how logs come together on the first worker without any waiting.
 
-    each worker   log, log, ... step      numbers of the step under way, then the step is over
-                  drain -> bytes          what was finished since the last drain; travels with a
-                                          meeting that takes place anyway
-    all workers   absorb(all bytes)       the first merges them by step and writes the means; all
-                                          learn of a loss that is no number
+    each worker   add_values ... end_step    values of the current step, then the step has ended
+                  drain -> bytes             steps that ended since the last drain; they travel with
+                                             a meeting that takes place anyway
+    all workers   absorb(all bytes)          the first worker merges them by step and writes means;
+                                             all learn of a loss that is not a number
 
-All travels as msgpack: [upto, bad, [record, ...]], a record being the fields of a
-`paceline.record.logged.record.LogRecord`. Every record up to the number `upto` has been handed
+A drain is msgpack: [upto, bad, [record, ...]]. A record has the fields of
+`paceline.record.logged.record.LogRecord`. All records up to the number `upto` have been handed
 over, so a step is complete once the smallest `upto` of all workers reaches it.
 """
 
@@ -37,13 +37,13 @@ from paceline.unequal.stragglers.lateness import LatenessTotals
 from paceline.unequal.stragglers.stragglers import StragglerSensor
 
 OnNan = Literal["warn", "stop"]
-_APART = 1.0  # seconds between two drains, about
-_MOST = 1000  # steps between two drains
+_APART = 1.0  # seconds between two drains, roughly
+_MOST = 1000  # steps between two drains, at most
 
 
 @dataclass
 class _LogEntry:
-    """A finished step, or what was logged of it after it was finished."""
+    """A step that has ended, or values that were logged after their step had ended."""
 
     number: int
     step: int
@@ -56,12 +56,21 @@ class _LogEntry:
 
 
 class MetricsLog:
-    """What a script logs, on every worker.
+    """The log of one worker.
 
-    `book`: where the first worker writes them; None on the others. `on_nan`: "warn" says which rank
-    had the first loss that was no number, "stop" has `absorb` return the reason to stop too. `say`
-    is told of such losses, on every worker, and who makes the others wait. `accounts` of codecs are
-    logged with each step. `mesh`: where workers are, if a model is cut between them.
+    Values are collected in `_open_values` by step. When a step ends, they move to `_queue`, where
+    numbers of a device travel to the host. A drain takes them out in order, so a number still on
+    its way holds back all later steps. `_ended_steps` counts the steps that ended in this log. It
+    never goes back, unlike the step of the run, which a resume sets back.
+
+    Args:
+        book: Writer on the first worker, and on workers that may become the first; else None.
+        on_nan: What happens at the first loss that is not a number: "warn" says on which rank it
+            was (the default); with "stop", `absorb` also returns this as the reason to stop.
+        say: Function that is told of such losses, on every worker, and of stragglers.
+        accounts: Accounts of codecs, which are logged with each step.
+        mesh: Places of the workers, if a model is cut.
+        clock: Seconds, as from `time.monotonic`.
     """
 
     def __init__(
@@ -79,69 +88,76 @@ class MetricsLog:
         self.book, self._on_nan, self._say, self._clock = book, on_nan, say, clock
         self._accounts = accounts
         self._began = clock()
-        self.opened = time.time()  # when that was, as the times of events are told
-        self._earlier = 0.0  # seconds that the run had taken when this log was made
+        # Wall time at which this log began, as the history counts events from a wall time.
+        self.opened = time.time()
+        # Seconds that the run had taken before this log was created.
+        self._earlier = 0.0
         self._open: dict[int, LoggedValues] = {}  # by step
         self._queue: deque[_LogEntry] = deque()
-        # of the last finished step in this log; steps of a run go on from a checkpoint, this
-        # doesn't
+        # Steps that ended in this log.
         self._number = 0
         self._drained = (0, clock())
         self._ahead = 1
-        # my first loss that is no number: number, step, name, nan or inf
+        # First loss on this worker that is not a number: number, step, name, "nan" or "inf".
         self._bad: tuple[int, int, str, str] | None = None
-        self._reason: str | None = None  # the first of all workers, in words
-        # of trackers, on workers that may be the first
+        # The first such loss of all workers, in words.
+        self._reason: str | None = None
+        # Feed of the trackers, on workers that may become the first.
         self.feed = None if book is None else book.feed
         self.slowness = StragglerSensor(mesh)
-        # the seconds of PARTS of each step in the last flush, by rank
+        # Seconds of PARTS of each step in the last flush, by rank.
         self.flushed: list[list[list[float]]] = []
-        # of all workers, where it is written
+        # Lateness of all workers, on a worker that writes.
         self.lateness = LatenessTotals(0) if book is None else book.lateness
         self.total_steps: int | None = None
         self._epoch: tuple[int, int] | None = None
 
     def expect(self, steps: int | None, epoch: tuple[int, int] | None = None) -> None:
-        """Tell the time left by so many steps in all, where that is known.
+        """Set the number of steps in all, for the time left, and the current epoch.
 
-        `epoch`: which is under way, from 1 on, and of how many.
+        `epoch` is the current one, counted from 1, and the number of epochs.
         """
         self.total_steps, self._epoch = steps, epoch
 
-    # ---- while a step is under way: never waits
+    # ---- while a step is under way: nothing here waits
 
     def log(self, step: int, values: Mapping[str, Any], weight: float = 1.0) -> None:
-        """Add `values` to what is known of `step`: numbers and tensors of one element, whose mean
-        goes by weight over all calls and workers; metrics; histograms and images of the first
-        worker.
+        """Add values to a step. Never waits for a device.
 
-        With weight 0 no number is logged. Never waits for a device. `step` may be over already (a
-        result of an evaluation).
+        Args:
+            step: Step of the run. It may have ended already, as for the result of an evaluation.
+            values: By name: numbers and tensors of one element, metrics, histograms or images.
+                Numbers become a mean over all calls and workers. Histograms and images are those of
+                the first worker.
+            weight: Weight of the numbers in that mean. With weight 0 no number is logged.
         """
-        shows, found = (
+        shows, logged = (
             self.book is not None and not self.book.stands_by,
             self._open.get(step, LoggedValues()),
         )
         for name, value in values.items():
-            metric = found.add(name, value, weight, shows=shows)
+            metric = logged.add(name, value, weight, shows=shows)
             if metric is not None and self.book is not None:
                 self.book.metrics.know(name, metric)
-        if not found.empty:
-            self._open[step] = found
+        if not logged.empty:
+            self._open[step] = logged
 
     def step(self, step: int, samples: int, seconds: Mapping[str, float]) -> None:
-        """End step number `step`: it had `samples` over all workers (or only here: `adds`), and
-        took `seconds` of each part here.
+        """End a step.
 
-        `seconds` has those of MEASURED, too: what was measured of causes for which workers are
-        late; and the bytes of SENT.
+        Args:
+            step: Number of the step in the run.
+            samples: Samples of all workers; only of this worker if the writer `adds_samples`.
+            seconds: Seconds of each of PARTS on this worker. It also has MEASURED, the causes of
+                lateness that were measured, in seconds, and SENT, in bytes.
         """
         for account in self._accounts:
             self.log(step, account.take())
         self._number += 1
         now = self._now()
-        for late in sorted(number for number in self._open if number != step):
-            self._enqueue(_LogEntry(self._number, late, now, values=self._open.pop(late)))
+        # Values of other steps were logged after their step had ended. They travel along.
+        for ended in sorted(number for number in self._open if number != step):
+            self._enqueue(_LogEntry(self._number, ended, now, values=self._open.pop(ended)))
         split = [seconds.get(part, 0.0) for part in PARTS]
         causes = [round(1e6 * seconds.get(cause, 0.0)) for cause in MEASURED]
         sent = [int(seconds.get(where, 0)) for where in SENT]
@@ -159,29 +175,29 @@ class MetricsLog:
         )
 
     def fold(self, step: int) -> None:
-        """Count what was logged of later steps, none of which is over, to `step`."""
+        """Move the values of later steps, which have not ended either, to `step`."""
         for later in sorted(number for number in self._open if number > step):
             self._open.setdefault(step, LoggedValues()).take_in(self._open.pop(later))
 
     def undo(self) -> None:
-        """Discard what was logged since the last step was over."""
+        """Discard the values that were logged since the last step ended."""
         self._open.clear()
 
     def place(self, number: int) -> None:
-        """Begin at step `number`: the other workers had finished so many when this one joined."""
+        """Begin at step `number`, because the other workers had finished that many steps."""
         self._number = number
         self._drained = (number, self._clock())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was logged of steps that aren't over, for `load_state_dict`."""
+        """Return the values of steps that have not ended, for `load_state_dict`."""
         states = {str(step): values.state() for step, values in self._open.items()}
-        media = {step: shown for step, (_, shown) in states.items() if shown}
+        media = {step: shown_media for step, (_, shown_media) in states.items() if shown_media}
         return {step: sums for step, (sums, _) in states.items()} | (
             {"media": media} if media else {}
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what was logged of steps that weren't over."""
+        """Restore the values of steps that had not ended."""
         media = state.get("media", {})
         self._open = {
             int(step): LoggedValues.load(sums, media.get(step, {}))
@@ -190,47 +206,54 @@ class MetricsLog:
         }
 
     def rewind(self, step: int, seconds: float) -> None:
-        """Go on behind this step, of a run that has taken so many seconds: lines of later steps
-        are removed.
+        """Go on after `step` of a run that has taken `seconds`.
+
+        Lines of later steps are removed.
         """
         self._earlier = seconds - (self._clock() - self._began)
         if self.book is not None:
             self.book.rewind(step)
 
     def hand_over(self, agreement: Agreement) -> None:
-        """Bring all steps that are over to the first worker, which writes them. Collective."""
-        mine = self.drain(waits=True)
-        self.absorb(agreement.meet("run.save, the log", mine), agreement.origins, agreement.hosts)
+        """Send all steps that have ended to the first worker, which writes them. Collective."""
+        drained = self.drain(waits=True)
+        self.absorb(
+            agreement.meet("run.save, the log", drained), agreement.origins, agreement.hosts
+        )
 
     def _now(self) -> float:
+        """Return the seconds that the run has taken, all starts of its job included."""
         return self._earlier + self._clock() - self._began
 
     @property
     def number(self) -> int:
-        """How many steps this log has finished."""
+        """Number of steps that have ended in this log."""
         return self._number
 
     def take_over(self, line: StatusDisplay) -> None:
-        """Write to disk from now on, in place of a worker that was lost, and show `line`."""
+        """Write to the disk from now on, in place of a lost worker, and display on `line`."""
         if self.book is not None:
             self.book.take_over(line)
 
     def _enqueue(self, entry: _LogEntry) -> None:
+        """Queue an entry for the next drain, and start to copy its numbers to the host."""
         entry.values.send()
         self._queue.append(entry)
 
-    # ---- at a meeting
+    # ---- at a meeting of all workers
 
     def drain(self, *, last: bool = False, waits: bool = False) -> bytes:
-        """Return what was finished since the last drain, for `absorb`.
+        """Return the steps that ended since the last drain, for `absorb`.
 
-        Numbers still on their way from a device stay for the next.
+        Steps whose numbers are still on their way from a device stay for the next drain.
 
-        With `waits` it waits for devices; with `last` it does, too, and includes what was logged
-        after the last step.
+        Args:
+            last: Include the values that were logged after the last step, and wait for devices.
+            waits: Wait for devices.
         """
         if last:
-            self._number += 1  # on every worker, whether it has logged something or not
+            # On every worker, whether it has logged something or not, so that `upto` agrees.
+            self._number += 1
             for step in sorted(self._open):
                 self._enqueue(
                     _LogEntry(self._number, step, self._now(), values=self._open.pop(step))
@@ -243,19 +266,22 @@ class MetricsLog:
         return bytes(msgpack.packb([upto, self._bad, records]))
 
     def steps_ahead(self) -> int:
-        """Return in how many steps to drain again, so that drains are about a second apart; at
-        most twice as many as the last time.
+        """Return the number of steps until the next drain, so that drains are about a second apart.
+
+        It at most doubles from one drain to the next.
         """
         return self._ahead
 
     def _pace(self) -> None:
+        """Adapt the number of steps between drains to the speed of the last ones."""
         now = self._clock()
-        number, before = self._drained
-        steps, seconds = max(self._number - number, 1), max(now - before, 1e-9)
+        drained_number, drained_at = self._drained
+        steps, seconds = max(self._number - drained_number, 1), max(now - drained_at, 1e-9)
         self._ahead = max(1, min(int(steps * _APART / seconds), 2 * steps, _MOST))
         self._drained = (self._number, now)
 
     def _record(self, entry: _LogEntry) -> LogRecord:
+        """Return the record of a queued entry, and note the first loss that is not a number."""
         means = entry.values.means()
         for name, (total, _) in means.items():
             if self._bad is None and "loss" in name and not math.isfinite(total):
@@ -282,12 +308,16 @@ class MetricsLog:
         hosts: Sequence[str] = (),
         remark: str = "",
     ) -> str | None:
-        """Take in what every rank has drained, in rank order.
+        """Take in the drains of all ranks.
 
-        Returns the reason to stop, if there is one: the same on all workers.
+        Args:
+            bodies: Drain of each rank, in rank order.
+            names: Numbers of the workers, if ranks may change. Default: the ranks.
+            hosts: Host of each rank, to name stragglers. Without it they are not looked for.
+            remark: Text that the status line ends with.
 
-        `names`: numbers of the workers, where ranks may change. `hosts`: host of each rank, to name
-        stragglers. `remark`: what the status line ends with.
+        Returns:
+            The reason to stop, the same on all workers; None to go on.
         """
         heads, logs = [], []
         for upto, bad, records in map(msgpack.unpackb, bodies):
@@ -295,32 +325,39 @@ class MetricsLog:
             logs.append([LogRecord(*record) for record in records])
         self._judge(heads)
         self.flushed = [
-            [record.seconds for record in mine if record.seconds is not None] for mine in logs
+            [record.seconds for record in rank_records if record.seconds is not None]
+            for rank_records in logs
         ]
         if self.book is not None:
-            entered = [(upto, mine) for (upto, _), mine in zip(heads, logs, strict=True)]
+            drains = [
+                (upto, rank_records) for (upto, _), rank_records in zip(heads, logs, strict=True)
+            ]
             self.book.enter(
-                entered, self.total_steps, names, hosts, remark=remark, epoch=self._epoch
+                drains, self.total_steps, names, hosts, remark=remark, epoch=self._epoch
             )
             causes = [
-                [record.causes for record in mine if record.causes is not None] for mine in logs
+                [record.causes for record in rank_records if record.causes is not None]
+                for rank_records in logs
             ]
-            slow = (
+            straggler = (
                 self.slowness.take(names or range(len(logs)), self.flushed, hosts, causes)
                 if hosts
                 else None
             )
-            if slow is not None:
-                self._say(slow)
+            if straggler is not None:
+                self._say(straggler)
         return self._reason if self._on_nan == "stop" else None
 
     def _judge(self, heads: list[tuple[int, Any]]) -> None:
-        found = [(bad[0], rank, *bad[1:]) for rank, (_, bad) in enumerate(heads) if bad]
-        if self._reason is not None or not found or min(found)[0] > min(upto for upto, _ in heads):
-            # said already, nothing to say, or another rank may still come with an earlier one
+        """Announce the first loss of all workers that is not a number, once."""
+        bad_losses = [(bad[0], rank, *bad[1:]) for rank, (_, bad) in enumerate(heads) if bad]
+        if self._reason is not None or not bad_losses:
             return
-        _, rank, step, name, what = min(found)
-        self._reason = f"{name} was {what} first on rank {rank}, at step {step}"
+        # A rank that is behind may still report an earlier one. All workers have to name the same.
+        if min(bad_losses)[0] > min(upto for upto, _ in heads):
+            return
+        _, rank, step, name, value = min(bad_losses)
+        self._reason = f"{name} was {value} first on rank {rank}, at step {step}"
         option = "" if self._on_nan == "stop" else "; start(on_nan='stop') would have stopped"
         self._say(
             f"{self._reason}. The weights are likely lost from there on: "
@@ -329,29 +366,24 @@ class MetricsLog:
         )
 
     def finish(self, agreement: Agreement) -> str | None:
-        """Hand over the rest and close, waiting for devices.
-
-        Returns what `absorb` returns. Collective.
-        """
+        """Hand over the rest, wait for devices, and close. Returns as `absorb`. Collective."""
         last = self.drain(last=True)
         reason = self.absorb(agreement.meet("the end of the log", last), agreement.origins)
         self.close()
         return reason
 
     def close(self) -> None:
-        """Close files and terminal, without the others. Calling it twice is harmless."""
+        """Close files and the display, without other workers. Calling it twice is harmless."""
         if self.book is not None:
             self.book.close(self.total_steps)
 
     def leave(self) -> None:
-        """Close after an error, and hide it by no other."""
+        """Close after an error. A further error is ignored, so that the first one is seen."""
         with contextlib.suppress(PacelineError, OSError):
             self.close()
 
     def totals(self, *, work: bool = True) -> RunTotals | None:
-        """Return the totals of the run so far (`MetricsWriter.totals`); None on a worker that
-        doesn't write.
-        """
+        """Return the totals so far (`MetricsWriter.compute_totals`); None if it doesn't write."""
         return (
             None
             if self.book is None or self.book.stands_by

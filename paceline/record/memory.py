@@ -1,10 +1,10 @@
-"""What a worker holds of prepared models: predicted before an optimizer steps for the first time,
-and measured while it trains.
+"""Predicts and measures the memory that a worker holds for its prepared models.
 
 parameters    as they are in the model
-gradients     as many bytes as what optimizers step, and the buckets that a cut keeps from pass to
-              pass
-optimizer     predicted: what a copy of it keeps, which has stepped parameters without memory
+gradients     predicted: as large as the parameters that optimizers step, plus the buckets that a
+              cut keeps between passes
+optimizer     predicted: what a copy of the optimizer keeps after a step on "meta" tensors, which
+              have a shape and no memory
 """
 
 from __future__ import annotations
@@ -30,29 +30,39 @@ from paceline.record.folder import KINDS
 from paceline.sync.abilities import RemoteOptimizer
 from paceline.sync.base import Slot
 
-_KEPT: dict[tuple[Any, ...], int | None] = {}  # what `_tried` has found
-# by the id of each parameter; None where it isn't known
+# Bytes that an optimizer keeps for a parameter, as `_probe_cached` has found them. The class, the
+# shape, the dtype and the settings are the key.
+_KEPT: dict[tuple[Any, ...], int | None] = {}
+# Returns bytes by the id of each parameter; None if they aren't known.
 OptimizerBytes = Callable[[Optimizer], dict[int, int] | None]
 
 
 def predict(
     prepared: Prepared, memory: OptimizerBytes
 ) -> Iterator[tuple[Placement, Parameter, dict[str, int | None]]]:
-    """Yield where each parameter is, the parameter, and the bytes that this worker will hold of
-    each of `KINDS`.
+    """Yield each parameter with its placement and the bytes that this worker holds of each kind.
+
+    Args:
+        prepared: What was given to `run.prepare`.
+        memory: Returns the bytes that an optimizer keeps, by the id of each parameter.
+
+    Yields:
+        Placement, parameter, and bytes by kind; None if the optimizer's bytes aren't known.
     """
     cuts, slots = prepared.cuts, {id(slot.parameter): slot for slot in prepared.slots}
-    known: dict[int, dict[int, int] | None] = {}
+    nbytes_by_optimizer: dict[int, dict[int, int] | None] = {}
     for prefix, model in prepared.models:
         for name, parameter in model.named_parameters():
             trained = cuts.trained(parameter)
             slot = slots.get(id(trained), Slot(prefix + name, trained, None))
-            kept: int | None = 0
+            optimizer_nbytes: int | None = 0
             if slot.optimizer is not None and trained.requires_grad:
-                if id(slot.optimizer) not in known:
-                    known[id(slot.optimizer)] = memory(slot.optimizer)
-                by_parameter = known[id(slot.optimizer)]
-                kept = None if by_parameter is None else by_parameter.get(id(trained), 0)
+                if id(slot.optimizer) not in nbytes_by_optimizer:
+                    nbytes_by_optimizer[id(slot.optimizer)] = memory(slot.optimizer)
+                by_parameter = nbytes_by_optimizer[id(slot.optimizer)]
+                optimizer_nbytes = (
+                    None if by_parameter is None else by_parameter.get(id(trained), 0)
+                )
             sizes = {
                 "parameters": nbytes(local(parameter)),
                 "gradients": nbytes(local(trained)) if trained.requires_grad else 0,
@@ -60,12 +70,12 @@ def predict(
             yield (
                 cuts.placements.of(trained, prefix + name),
                 parameter,
-                {**sizes, "optimizer": kept},
+                {**sizes, "optimizer": optimizer_nbytes},
             )
 
 
 def kept_in_buckets(prepared: Prepared) -> int:
-    """Return the bytes of the buckets that cuts keep from pass to pass."""
+    """Return the bytes of the buckets that cuts keep between passes."""
     return sum(source.kept_nbytes for source in prepared.cuts.sources)
 
 
@@ -77,49 +87,56 @@ def nbytes(tensor: Tensor) -> int:
 
 
 def optimizer_nbytes(optimizer: Optimizer) -> dict[int, int] | None:
-    """Return the bytes that an optimizer will keep for each parameter, by steps of a copy of it
-    without memory; None where that fails.
+    """Predict the bytes that an optimizer will keep for each parameter, by the parameter's id.
+
+    Parameters that were stepped before are measured. For the others a copy of the optimizer steps
+    on tensors without memory. Returns None if such a step fails.
     """
-    found: dict[int, int | None] = {}
+    nbytes_by_id: dict[int, int | None] = {}
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key != "params"}
         if "fused" in settings:
-            settings["fused"] = None  # fused steps need memory, and keep what others keep
-        alike: dict[tuple[torch.Size, torch.dtype], int | None] = {}
+            # Fused steps need memory, and keep the same as others.
+            settings["fused"] = None
+        nbytes_by_shape: dict[tuple[torch.Size, torch.dtype], int | None] = {}
         for parameter in group["params"]:
             if parameter in optimizer.state:
-                found[id(parameter)] = sum(map(nbytes, _tensors(optimizer.state[parameter])))
+                nbytes_by_id[id(parameter)] = sum(map(nbytes, _tensors(optimizer.state[parameter])))
             elif parameter.requires_grad:
-                mine = local(parameter)
-                if (mine.shape, mine.dtype) not in alike:
-                    alike[mine.shape, mine.dtype] = _tried(optimizer, settings, mine)
-                found[id(parameter)] = alike[mine.shape, mine.dtype]
-    known = {key: kept for key, kept in found.items() if kept is not None}
-    return known if len(known) == len(found) else None
+                local_parameter = local(parameter)
+                if (local_parameter.shape, local_parameter.dtype) not in nbytes_by_shape:
+                    nbytes_by_shape[local_parameter.shape, local_parameter.dtype] = _tried(
+                        optimizer, settings, local_parameter
+                    )
+                nbytes_by_id[id(parameter)] = nbytes_by_shape[
+                    local_parameter.shape, local_parameter.dtype
+                ]
+    complete = {key: size for key, size in nbytes_by_id.items() if size is not None}
+    return complete if len(complete) == len(nbytes_by_id) else None
 
 
 def _tried(optimizer: Optimizer, settings: dict[str, Any], parameter: Tensor) -> int | None:
-    """Return what an optimizer keeps for such a parameter; what one of torch's own has been seen
-    to keep isn't tried again.
-    """
+    """Return the bytes that an optimizer keeps for such a parameter, from the cache if possible."""
     key = type(optimizer), parameter.shape, parameter.dtype, *settings.items()
+    # Only torch's own optimizers with plain settings are cached, because the memory of others may
+    # depend on anything.
     if not all(map(_plain, settings.values())) or not type(optimizer).__module__.startswith(
         "torch.optim."
     ):
         return _try(optimizer, settings, parameter)
     with contextlib.suppress(KeyError):
         return _KEPT[key]
-    kept = _try(optimizer, settings, parameter)
+    size = _try(optimizer, settings, parameter)
+    # Bounded, as a long session may prepare many models. Another thread may clear it at any time,
+    # which costs only another probe.
     if len(_KEPT) >= 1024:
-        _KEPT.clear()  # perhaps by another thread than one that has just looked
-    _KEPT[key] = kept
-    return kept
+        _KEPT.clear()
+    _KEPT[key] = size
+    return size
 
 
 def _plain(value: Any) -> bool:
-    """Whether a setting of an optimizer is a number, a word, or some of them: equal ones mean
-    the same.
-    """
+    """Whether a setting is a number, a word or a tuple of them, and can be a key of the cache."""
     return (
         all(map(_plain, value))
         if isinstance(value, tuple)
@@ -128,40 +145,39 @@ def _plain(value: Any) -> bool:
 
 
 def _try(optimizer: Optimizer, settings: dict[str, Any], parameter: Tensor) -> int | None:
-    """Return what an optimizer keeps for such a parameter, by a step of a copy of it; None where
-    that fails.
-    """
+    """Return the bytes that an optimizer keeps for such a parameter; None if its step fails."""
     probe = _probe(parameter)
     group = {
         key: value.clone() if isinstance(value, Tensor) else value
         for key, value in settings.items()
     }
+    # A shallow copy with one group and an empty state. It relies on torch's optimizers keeping
+    # everything in `param_groups` and `state`.
     copied = copy.copy(optimizer)
     copied.__dict__.update(param_groups=[{**group, "params": [probe]}], state=defaultdict(dict))
-    step = inspect.unwrap(type(optimizer).step)  # without the hooks on steps
+    # torch wraps `step` to call hooks, such as ours and the profiler's. This is the step itself.
+    step = inspect.unwrap(type(optimizer).step)
     try:
         with torch.no_grad():
             step(copied)
+    # A script's own optimizer may read values, which meta tensors don't have, and raise anything.
     except Exception:  # noqa: BLE001
-        # a script's own optimizer may look at numbers, and raise anything
         return None
     return sum(map(nbytes, _tensors(copied.state[probe])))
 
 
 def _probe(parameter: Tensor) -> Parameter:
-    """Return a parameter of the same shape without memory, which has a gradient."""
+    """Return a parameter of the same shape, with a gradient, on the "meta" device."""
     probe = Parameter(torch.empty_like(parameter, device="meta"))
     probe.grad = torch.empty_like(probe)
     return probe
 
 
 class MemoryWatch:
-    """Predicts and measures what this worker holds, for the summary.
+    """Predicts and measures the memory that this worker holds, for the summary.
 
-    `remote`: what steps optimizers elsewhere, if anything does.
-
-    It is told to measure after the first step of an optimizer, and after the second, fourth, eighth
-    and so on.
+    It measures after the first step of an optimizer, and after the second, fourth, eighth, and so
+    on. `remote` steps the parameters of some optimizers elsewhere, for example on servers.
     """
 
     def __init__(self, prepared: Prepared, remote: RemoteOptimizer | None) -> None:
@@ -170,9 +186,9 @@ class MemoryWatch:
         self._held = dict.fromkeys(KINDS, 0)
 
     def predict(self, optimizer: Optimizer) -> None:
-        """Predict what an optimizer will keep, before it steps for the first time.
+        """Predict what an optimizer will keep, before its first step.
 
-        One that isn't torch's own isn't tried.
+        Only torch's own optimizers are probed.
         """
         if self._remote is not None and self._remote.steps(optimizer):
             self._predicted[id(optimizer)] = {}
@@ -180,9 +196,7 @@ class MemoryWatch:
             self._predicted[id(optimizer)] = optimizer_nbytes(optimizer)
 
     def facts(self) -> dict[str, Any]:
-        """Return the bytes predicted and measured of each of `KINDS`, and the most that this
-        process has had in memory.
-        """
+        """Return the predicted and measured bytes of each kind, and the peak of this process."""
         self.measure()
         rows = [
             held
@@ -195,51 +209,64 @@ class MemoryWatch:
         return {"predicted": predicted, "measured": dict(self._held), "peak": peak()}
 
     def measure(self) -> None:
-        """Measure what is held; the most of each kind counts."""
-        # who asks for values that are on their way would wait for them
+        """Measure what is held now. The maximum of each kind is kept."""
+        # Parameters may be tensor subclasses whose values are still on their way, and reading those
+        # would wait. `torch._C.DisableTorchFunctionSubclass` turns their `__torch_function__` off.
+        # If torch renames it, this raises AttributeError.
         with torch._C.DisableTorchFunctionSubclass():
             self._measure()
 
     def _measure(self) -> None:
+        """Measure without `__torch_function__`, see `measure_held`."""
         prepared = self._prepared
-        trained = {id(slot.parameter): slot.parameter for slot in prepared.slots}
-        parameters = [
-            *(local(p) for _, model in prepared.models for p in model.parameters()),
-            *(local(p) for p in trained.values()),
+        # A parameter may be in several models and optimizers, and a tensor in several states: by
+        # id, or by storage, each counts once.
+        trained_by_id = {id(slot.parameter): slot.parameter for slot in prepared.slots}
+        in_models = (parameter for _, model in prepared.models for parameter in model.parameters())
+        parameters = [local(parameter) for parameter in (*in_models, *trained_by_id.values())]
+        grads = [
+            parameter.grad for parameter in trained_by_id.values() if parameter.grad is not None
         ]
-        grads = [parameter.grad for parameter in trained.values() if parameter.grad is not None]
-        states = {
-            id(x): x for optimizer in prepared.optimizers for x in _tensors(dict(optimizer.state))
+        state_by_id = {
+            id(tensor): tensor
+            for optimizer in prepared.optimizers
+            for tensor in _tensors(dict(optimizer.state))
         }
-        now = {
+        current = {
             "parameters": sum(dict(map(_memory_of, parameters)).values()),
             "gradients": sum(nbytes(local(grad)) for grad in grads)
             + sum(source.nbytes for source in prepared.cuts.sources),
-            "optimizer": sum(map(nbytes, states.values())),
+            "optimizer": sum(map(nbytes, state_by_id.values())),
         }
-        self._held = {kind: max(now[kind], self._held[kind]) for kind in KINDS}
+        self._held = {kind: max(current[kind], self._held[kind]) for kind in KINDS}
 
 
 def peak() -> int:
-    """Return the most bytes that this process has had in memory, torch itself included."""
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    """Return the largest resident memory of this process in bytes, torch itself included."""
+    # macOS reports bytes, Linux KiB.
+    max_resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return max_resident if sys.platform == "darwin" else max_resident * 1024
 
 
-def _memory_of(x: Tensor) -> tuple[int, int]:
-    """Return what tells the memory of a tensor from others', and its bytes, which may be more
-    than those of the elements.
+def _memory_of(tensor: Tensor) -> tuple[int, int]:
+    """Return an identifier of a tensor's memory, and the bytes of that memory.
+
+    Several tensors may share one storage, which may be larger than their elements.
     """
-    if x.layout != torch.strided:
-        return id(x), nbytes(x)
-    return x.untyped_storage()._cdata, x.untyped_storage().nbytes()
+    if tensor.layout != torch.strided:
+        return id(tensor), nbytes(tensor)
+    # `_cdata` is the address of torch's C++ storage. `data_ptr()` would be 0 for all meta tensors.
+    # If torch removes it, this raises AttributeError.
+    return tensor.untyped_storage()._cdata, tensor.untyped_storage().nbytes()
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:
+    """Iterate over the tensors in nested containers."""
+    # `torch.utils._pytree` is private, but used across torch; a rename raises ImportError.
     return (leaf for leaf in _pytree.tree_leaves(state) if isinstance(leaf, Tensor))
 
 
 def _sum(numbers: Iterable[int | None]) -> int | None:
-    """Return the sum of numbers; None where one isn't known."""
-    found = list(numbers)
-    return None if None in found else sum(number for number in found if number is not None)
+    """Return the sum of these numbers; None if one of them isn't known."""
+    values = list(numbers)
+    return None if None in values else sum(value for value in values if value is not None)

@@ -1,12 +1,12 @@
-"""What the steps of a pipeline were, put together from what its workers have measured; and what
-they would be with other terms.
+"""Combines what the workers of a pipeline have measured into a profile of its steps.
 
-worker 0    F0 F1 .  .  B0 B1         its actions, each with the wait before it, on its own clock
+worker 0    F0 F1 .  .  B0 B1         each action with the wait before it, on the worker's own clock
 worker 1    .  F0 B0 F1 B1 .
-              -> the bubble measured; the medians of actions and messages; and the same schedule
-              simulated with these medians
+              -> the measured bubble, medians of actions and messages, and a simulation of the same
+                 schedule with these medians
 
-Times are seconds. Reading a profile takes no torch.
+The profile can then be simulated with another schedule or split. Times are in seconds. Reading a
+profile does not import torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
@@ -26,9 +26,10 @@ from paceline.parallel.pipelining.simulate import ActionSpan, PipelineTimeline, 
 from paceline.parallel.pipelining.split import LayerCost, SplitProblem
 from paceline.record.timeline import ClockOffset
 
-WAITED: Final = 50_000  # nanoseconds: a shorter wait doesn't show when a message came
-# a transfer is told to the simulator as so many bytes for each second, over a link that takes so
-# many a second
+# Nanoseconds. After a shorter wait, the message may have been there before.
+WAITED: Final = 50_000
+# Transfers are known in seconds, and the simulator takes bytes. One second becomes this many bytes,
+# over a link that carries this many bytes per second.
 UNIT: Final = 1e9
 
 
@@ -36,22 +37,28 @@ UNIT: Final = 1e9
 class StageProfile:
     """One stage of a pipeline.
 
-    `seconds`: of a micro-batch, by kind of action; `waited`: before all actions of a step.
+    Attributes:
+        layers: Names of its layers.
+        layer_seconds: Seconds of the forward of each layer, as measured in one step.
+        rank: Rank of its worker in the run.
+        seconds: Seconds of a micro-batch, by kind of action.
+        waited: Seconds of waiting before all of its actions in a step.
+        kept: Bytes that a micro-batch keeps from its forward to its backward.
     """
 
     layers: tuple[str, ...]
-    layer_seconds: tuple[float, ...]  # of their forwards, as measured in one step
-    rank: int  # of the run
+    layer_seconds: tuple[float, ...]
+    rank: int
     seconds: dict[str, float]
     waited: float
-    kept: int  # bytes of a micro-batch, from its forward to its backward
+    kept: int
 
     def dealt(self, kind: str) -> list[float]:
-        """Return the seconds of an action by layer, in proportion to their forwards."""
-        whole = sum(self.layer_seconds)
+        """Divide the seconds of an action among the layers, in proportion to their forwards."""
+        total = sum(self.layer_seconds)
         shares = (
-            [each / whole for each in self.layer_seconds]
-            if whole
+            [each / total for each in self.layer_seconds]
+            if total
             else [1 / len(self.layers)] * len(self.layers)
         )
         return [share * self.seconds.get(kind, 0.0) for share in shares]
@@ -59,12 +66,11 @@ class StageProfile:
 
 @dataclass(frozen=True)
 class PipelineProfile:
-    """A pipeline of a run, medians over `steps` steps.
+    """A pipeline of a run: medians over `steps` steps.
 
-    `ranks` are those of the run, by their place along `stage`.
-
-    `sends` and `returns` are what messages take over each boundary between a stage and the next;
-    None where nobody had to wait for one.
+    `ranks` are those of the run, by their place along the axis `stage`. `sends` and `returns` are
+    the seconds of a message over each boundary between two stages, forwards and backwards; None if
+    no worker had to wait for one.
     """
 
     schedule: str
@@ -75,15 +81,17 @@ class PipelineProfile:
     sends: tuple[float | None, ...]
     returns: tuple[float | None, ...]
     steps: int
-    step_seconds: float  # from the first action of any worker to the last of any
+    # From the first action of any worker to the last action of any worker.
+    step_seconds: float
     bubble: float
     idle: tuple[float, ...]  # of each worker
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> PipelineProfile:
-        """Read what `fields` has made.
+        """Read a profile from the output of `to_fields`.
 
-        Raises KeyError, ValueError or TypeError for anything else.
+        Raises:
+            KeyError, ValueError, TypeError: The fields are not those of a profile.
         """
         stages = tuple(
             StageProfile(
@@ -112,37 +120,41 @@ class PipelineProfile:
         )
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields that `summary.json` has of it, the predicted bubble and the bytes
-        that each worker keeps among them.
+        """Return the fields for `summary.json`.
+
+        They include the predicted bubble, and the bytes that each worker keeps at most.
         """
-        found = self.timeline
+        simulated = self.timeline
         return {
             **asdict(self),
-            "bubble": {"measured": self.bubble, "predicted": found.bubble},
-            "predicted_step_seconds": found.makespan,
-            "kept_at_most": list(found.kept_bytes),
+            "bubble": {"measured": self.bubble, "predicted": simulated.bubble},
+            "predicted_step_seconds": simulated.makespan,
+            "kept_at_most": list(simulated.kept_bytes),
         }
 
     @cached_property
     def plan(self) -> PipelineSchedule:
-        """The schedule that was run."""
+        """The schedule of the run, as a plan of actions."""
         return make_schedule(self.schedule, len(self.ranks), self.micro_batches, self.chunks)
 
     @property
     def split(self) -> list[int]:
-        """The number of layers of each stage."""
+        """Number of layers of each stage."""
         return [len(stage.layers) for stage in self.stages]
 
     @cached_property
     def timeline(self) -> PipelineTimeline:
-        """The schedule, simulated with the medians measured."""
-        whole = [stage.seconds for stage in self.stages]
-        halves = [[each.get(kind, 0.0) for each in whole] for kind in ("input", "weight")]
+        """The schedule, simulated with the measured medians."""
+        seconds_by_stage = [stage.seconds for stage in self.stages]
+        halves = [
+            [each.get(kind, 0.0) for each in seconds_by_stage] for kind in ("input", "weight")
+        ]
         backwards = [
-            each.get("backward", each.get("input", 0.0) + each.get("weight", 0.0)) for each in whole
+            each.get("backward", each.get("input", 0.0) + each.get("weight", 0.0))
+            for each in seconds_by_stage
         ]
         times = StageTimes(
-            forwards=[each["forward"] for each in whole],
+            forwards=[each["forward"] for each in seconds_by_stage],
             backwards=backwards,
             input_backwards=halves[0] if self.plan.split else None,
             weight_backwards=halves[1] if self.plan.split else None,
@@ -155,12 +167,13 @@ class PipelineProfile:
 
     @cached_property
     def costs(self) -> list[LayerCost]:
-        """What each layer takes for a micro-batch, as far as it is known: a stage's times, dealt
-        to its layers as their forwards are.
+        """Costs of each layer for a micro-batch, as far as they are known.
+
+        A stage's times are divided among its layers in proportion to the layers' forwards.
         """
         sends, returns = (_known(each) for each in (self.sends, self.returns))
-        found = list[LayerCost]()
-        for number, stage in enumerate(self.stages):
+        layer_costs = list[LayerCost]()
+        for stage_index, stage in enumerate(self.stages):
             backward = [
                 sum(each)
                 for each in zip(
@@ -170,7 +183,7 @@ class PipelineProfile:
             for name, ahead, back in zip(
                 stage.layers, stage.dealt("forward"), backward, strict=True
             ):
-                found.append(
+                layer_costs.append(
                     LayerCost(
                         name,
                         ahead,
@@ -179,37 +192,32 @@ class PipelineProfile:
                         returns=round(returns[-1] * UNIT),
                     )
                 )
-            if number < len(self.sends):
-                end = LayerCost(
-                    **{
-                        **asdict(found[-1]),
-                        "sends": round(sends[number] * UNIT),
-                        "returns": round(returns[number] * UNIT),
-                    }
+            # Only the boundary behind a stage was measured. Other layers get the usual transfer.
+            if stage_index < len(self.sends):
+                layer_costs[-1] = replace(
+                    layer_costs[-1],
+                    sends=round(sends[stage_index] * UNIT),
+                    returns=round(returns[stage_index] * UNIT),
                 )
-                found[-1] = end
-        return found
+        return layer_costs
 
     def problem(self, schedule: PipelineSchedule) -> SplitProblem:
-        """Return these layers as what a schedule's stages are to have, over workers that are
-        taken to be alike.
+        """Return the problem of splitting these layers over the stages of a schedule.
+
+        Workers are assumed to be equally fast.
         """
         links = [LinkSpeed(0.0, UNIT)] * (schedule.stages - 1)
         return SplitProblem(self.costs, schedule, [1.0] * schedule.ranks, links=links)
 
 
 def _known(transfers: Sequence[float | None]) -> list[float]:
-    """Return transfers with the median of those that are known in the place of others, and after
-    all of them.
-    """
-    usual = statistics.median([each for each in transfers if each is not None] or [0.0])
-    return [*(usual if each is None else each for each in transfers), usual]
+    """Replace unknown transfers by the median of the known ones, and append that median."""
+    usual = statistics.median([seconds for seconds in transfers if seconds is not None] or [0.0])
+    return [*(usual if seconds is None else seconds for seconds in transfers), usual]
 
 
 class _Times(NamedTuple):
-    """When an action began, had all that it needs, and ended: nanoseconds on the clock of rank
-    0.
-    """
+    """Times of an action in nanoseconds on rank 0's clock: it began, had its inputs, ended."""
 
     began: int
     ready: int
@@ -217,7 +225,7 @@ class _Times(NamedTuple):
 
 
 class _Step:
-    """One step of all workers."""
+    """One measured step of all workers, on the clock of rank 0."""
 
     def __init__(self, schedule: PipelineSchedule, rows: Sequence[Sequence[_Times]]) -> None:
         self._schedule = schedule
@@ -237,26 +245,31 @@ class _Step:
 
     @property
     def timeline(self) -> PipelineTimeline:
+        """The measured step as a timeline."""
         return PipelineTimeline(self._schedule, self.spans, (), ())
 
     def transfer(self, source: int, target: int) -> float | None:
-        """Return what the fastest message from a stage to its neighbour took of those that were
-        waited for.
+        """Return the seconds of the fastest message between two neighbouring stages.
+
+        Only messages that were waited for count, because the arrival of others isn't known.
         """
-        took = []
+        transfer_seconds = []
         for action, time in self.at.items():
+            # A weight action receives nothing. Forwards receive from the stage before, backwards
+            # from the one after.
             if (
                 action.kind == "weight"
                 or action.stage != target
                 or (action.kind == "forward") != (source < target)
             ):
                 continue
-            made = self.at.get(Action(action.kind, source, action.micro_batch))
-            if made is not None and time.ready - time.began > WAITED:
-                took.append(max(time.ready - made.ended, 0) / 1e9)
-        return min(took, default=None)
+            sent = self.at.get(Action(action.kind, source, action.micro_batch))
+            if sent is not None and time.ready - time.began > WAITED:
+                transfer_seconds.append(max(time.ready - sent.ended, 0) / 1e9)
+        return min(transfer_seconds, default=None)
 
     def waited(self, stage: int) -> float:
+        """Return the seconds that a stage waited in this step."""
         return (
             sum(
                 time.ready - time.began for action, time in self.at.items() if action.stage == stage
@@ -268,38 +281,42 @@ class _Step:
 def combine(
     workers: Sequence[Mapping[str, Any]], ranks: Sequence[int], offsets: Sequence[ClockOffset]
 ) -> PipelineProfile | None:
-    """Put together what the workers of one pipeline have measured, in their order along `stage`;
-    None where no step was kept.
+    """Combine the measurements of the workers of one pipeline; None if no step was kept.
 
-    `ranks` are theirs in the run, `offsets` how far the clock of each is ahead.
+    Args:
+        workers: Measurements of each worker, in their order along the axis `stage`.
+        ranks: Ranks of these workers in the run.
+        offsets: How far each worker's clock is ahead.
     """
     terms = workers[0]
-    usual = Counter(count for _, count, _ in terms["steps"]).most_common(1)
-    if not usual:
+    # Only steps with the usual number of micro-batches are comparable.
+    most_common = Counter(count for _, count, _ in terms["steps"]).most_common(1)
+    if not most_common:
         return None
-    micro_batches = int(usual[0][0])
+    micro_batches = int(most_common[0][0])
     schedule = make_schedule(terms["schedule"], len(workers), micro_batches, terms["chunks"])
-    rows = [
-        {number: times for number, count, times in each["steps"] if count == micro_batches}
-        for each in workers
+    steps_by_worker = [
+        {step: times for step, count, times in worker["steps"] if count == micro_batches}
+        for worker in workers
     ]
-    both = sorted(set(rows[0]).intersection(*rows[1:]))
-    ahead = [offset.ahead for offset in offsets]
-    steps = [
-        _Step(
-            schedule,
-            [
-                [_Times(*(at - by for at in time)) for time in row[number]]
-                for row, by in zip(rows, ahead, strict=True)
-            ],
-        )
-        for number in both
-        if all(len(row[number]) == len(plan) for row, plan in zip(rows, schedule.rows, strict=True))
-    ]
+    # A worker keeps the times of its last steps only, so a step counts if all workers have it.
+    common_steps = sorted(set(steps_by_worker[0]).intersection(*steps_by_worker[1:]))
+    clocks_ahead = [offset.ahead for offset in offsets]
+    steps = []
+    for number in common_steps:
+        rows = [times_by_step[number] for times_by_step in steps_by_worker]
+        # A step that was broken off, or had another schedule, has other numbers of actions.
+        if any(len(row) != len(plan) for row, plan in zip(rows, schedule.rows, strict=True)):
+            continue
+        shifted = [
+            [_Times(*(at - ahead for at in times)) for times in row]
+            for row, ahead in zip(rows, clocks_ahead, strict=True)
+        ]
+        steps.append(_Step(schedule, shifted))
     if not steps:
         return None
     timelines = [step.timeline for step in steps]
-    boundaries = [pair for pair in pairwise(range(schedule.stages))]
+    boundaries = list(pairwise(range(schedule.stages)))
     return PipelineProfile(
         schedule=str(terms["schedule"]),
         chunks=terms["chunks"],
@@ -330,26 +347,28 @@ def _stage(
     ranks: Sequence[int],
     stage: int,
 ) -> StageProfile:
+    """Return the medians of one stage."""
     place = schedule.placed[stage]
-    mine = workers[place]
-    start, stop = mine["bounds"][stage : stage + 2]
-    took: dict[str, list[float]] = {}
+    worker = workers[place]
+    start, stop = worker["bounds"][stage : stage + 2]
+    seconds_by_kind: dict[str, list[float]] = {}
     for step in steps:
         for action, time in step.at.items():
             if action.stage == stage:
-                took.setdefault(action.kind, []).append((time.ended - time.ready) / 1e9)
+                seconds_by_kind.setdefault(action.kind, []).append((time.ended - time.ready) / 1e9)
     return StageProfile(
-        layers=tuple(mine["layers"][start:stop]),
+        layers=tuple(worker["layers"][start:stop]),
         layer_seconds=tuple(
-            float(mine["layer_seconds"].get(layer, 0.0)) for layer in range(start, stop)
+            float(worker["layer_seconds"].get(layer, 0.0)) for layer in range(start, stop)
         ),
         rank=ranks[place],
-        seconds={kind: statistics.median(seconds) for kind, seconds in took.items()},
+        seconds={kind: statistics.median(seconds) for kind, seconds in seconds_by_kind.items()},
         waited=statistics.median(step.waited(stage) for step in steps),
-        kept=int(mine["kept"].get(stage, 0)),
+        kept=int(worker["kept"].get(stage, 0)),
     )
 
 
 def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+    """Return the median of the known values; None if there are none."""
+    known_values = [value for value in values if value is not None]
+    return statistics.median(known_values) if known_values else None

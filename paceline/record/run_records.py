@@ -1,4 +1,4 @@
-"""What a run writes down, and when workers meet to hand it over."""
+"""The records that a run writes, and when its workers meet to hand them over."""
 
 from __future__ import annotations
 
@@ -11,22 +11,19 @@ from paceline.record.log import MetricsLog
 
 
 class LogMeetings:
-    """When workers meet to hand over what was logged.
-
-    `next`: the step after which they meet next.
-    """
+    """The step after which workers next meet to hand over their logs (`next_step`)."""
 
     def __init__(self) -> None:
         self.next = 1
 
     def put(self, step: int) -> None:
-        """Have workers meet after this step."""
+        """Let the workers meet after this step."""
         self.next = step
 
 
 @dataclass(frozen=True)
 class RunRecords:
-    """What a run writes down, as far as a worker that has just come goes on with it."""
+    """The records of a run that a worker continues when it joins later."""
 
     history: RunHistory
     folder: RunFolder
@@ -34,11 +31,11 @@ class RunRecords:
     meetings: LogMeetings
 
     def facts(self) -> dict[str, Any]:
-        """Return what such a worker has to know."""
+        """Return the facts that a joining worker needs."""
         return {"flush": self.meetings.next, "log": self.log.number, **self.history.facts()}
 
     def learn(self, facts: dict[str, Any]) -> None:
-        """Go on where the others are."""
+        """Continue where the other workers are."""
         self.meetings.put(facts["flush"])
         self.history.learn(facts)
         self.log.place(facts["log"])

@@ -1,6 +1,4 @@
-"""What is shown of a run while it trains: a status now and then, made of its steps, on whatever
-display there is.
-"""
+"""Makes the status of a run from its steps, about once a second, and shows it on a display."""
 
 from __future__ import annotations
 
@@ -14,18 +12,23 @@ from paceline.status.run_status import RunStatus, ValueCurve
 from paceline.trace import PARTS
 from paceline.unequal.stragglers.lateness import RankLateness
 
-EVERY = 0.9  # seconds between two statuses at least: steps come about once a second
-_VALUES = 4  # logged values that are shown, the loss among them
-_BESIDE = 10  # and in a line beside steps
-# of a step, and seconds of it, from which on it is shown that a worker is late
+# Least seconds between two statuses. Steps arrive about once a second, so a full second would miss
+# every other one.
+EVERY = 0.9
+# Logged values in a status, the loss among them.
+_VALUES = 4
+_BESIDE = 10  # logged values in a line of their own
+# A late worker is shown if it is late by this share of a step, and by these seconds.
 LATE, LEAST = 0.2, 1e-3
-WINDOW = 30  # statuses over which the time left is estimated
+# Statuses over which the time left is estimated.
+WINDOW = 30
 
 
 class FinishedStep(NamedTuple):
     """A finished step.
 
-    `time`: seconds since the run began; `seconds`: of each part of it, mean over workers.
+    `time` is in seconds since the run began; `seconds` are those of each part of the step, the mean
+    over workers.
     """
 
     step: int
@@ -36,68 +39,74 @@ class FinishedStep(NamedTuple):
 
 
 class StatusDisplay(Protocol):
-    """A display of how far a run is."""
+    """A display of the status of a run."""
 
-    def step(self, beat: FinishedStep, total: int | None) -> None:
-        """Take in the next step, of `total` if that is known."""
+    def step(self, finished: FinishedStep, total: int | None) -> None:
+        """Add the next finished step. `total` is the number of steps, if it is known."""
 
     def show(self) -> None:
         """Show the newest step, if it is time."""
 
     def at(self, epoch: tuple[int, int] | None) -> None:
-        """Show from the next time on which epoch is under way, from 1 on, and of how many."""
+        """Set the epoch that is shown from now on: its number, from 1 on, and the total."""
 
     def logged(self, step: int, values: Mapping[str, float]) -> None:
-        """Show what was logged of a step once it was over."""
+        """Show values that were logged after their step had ended."""
 
     def late(self, latest: RankLateness, host: str, step: float) -> None:
-        """Show from the next time on who is latest, on which host, where it matters in a step of
-        so many seconds.
+        """Set the latest worker, its host, and the mean seconds of a step.
+
+        It is shown from now on, if it is late enough to matter.
         """
 
     def remark(self, text: str) -> None:
-        """Show this text, too, from the next time on."""
+        """Set a text that is shown from now on, too."""
 
     def close(self, total: int | None) -> None:
-        """Show the last step if it hasn't been, and let go. Calling it twice is harmless."""
+        """Show the last step if it is still unshown, and close. Calling it twice is harmless."""
 
 
 class StatusLine:
-    """Shows on `display` how far the run is, about once a second (as text less often), and the
-    last step in any case.
+    """Shows the status of a run on a display, about once a second (as text less often).
+
+    The last step is always shown. Between two statuses, seconds and samples add up in `_seconds`
+    and `_samples`.
     """
 
     def __init__(self, display: Display, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._display, self._clock = display, clock
         self._began = clock()
-        self._last: FinishedStep | None = None  # the newest step
+        self._last: FinishedStep | None = None
         self._total: int | None = None
         self._unshown = False
         self._next = -float("inf")
-        self._seconds = dict.fromkeys(PARTS, 0.0)  # since the last status
+        # Sums since the last status.
+        self._seconds = dict.fromkeys(PARTS, 0.0)
         self._samples = 0
-        self._curves: dict[str, ValueCurve] = {}  # of the first value alone
+        # Curve of one value: the loss, or else the first by name.
+        self._curves: dict[str, ValueCurve] = {}
         self._epoch: tuple[int, int] | None = None
-        self._late = self._remark = ""  # who is late, and what else is to be seen
-        # what was logged of a step that was over, and isn't shown yet
+        # Texts at the end of a status.
+        self._late = self._remark = ""
+        # Values that were logged after their step had ended, and are not shown yet.
         self._beside: tuple[int, dict[str, float]] | None = None
         self._next_beside = -float("inf")
         self._marks: deque[tuple[int, float]] = deque(maxlen=WINDOW)
 
-    def step(self, beat: FinishedStep, total: int | None) -> None:
-        """Take in the next step, of `total` if that is known."""
+    def step(self, finished: FinishedStep, total: int | None) -> None:
+        """Add the next finished step. `total` is the number of steps, if it is known."""
         for part in PARTS:
-            self._seconds[part] += beat.seconds.get(part, 0.0)
-        self._samples += beat.samples
-        self._last, self._total, self._unshown = beat, total, True
-        if beat.values:
-            name = "loss" if "loss" in beat.values else min(beat.values)
+            self._seconds[part] += finished.seconds.get(part, 0.0)
+        self._samples += finished.samples
+        self._last, self._total, self._unshown = finished, total, True
+        if finished.values:
+            name = "loss" if "loss" in finished.values else min(finished.values)
             if name not in self._curves:
                 self._curves = {name: ValueCurve()}
-            self._curves[name].add(beat.values[name])
+            self._curves[name].add(finished.values[name])
 
     def show(self) -> None:
-        """Show the newest step, unless the last status is too new."""
+        """Show the newest step, unless the last status is too recent."""
         now = self._clock()
         if self._unshown and now >= self._next:
             self._next = now + (
@@ -108,56 +117,56 @@ class StatusLine:
             self._show(self._total)
 
     def at(self, epoch: tuple[int, int] | None) -> None:
-        """Show from the next status on which epoch is under way, from 1 on, and of how many."""
+        """Set the epoch that is shown from now on: its number, from 1 on, and the total."""
         self._epoch = epoch
 
     def logged(self, step: int, values: Mapping[str, float]) -> None:
-        """Show in a line of its own what was logged of a step once it was over, at most once a
-        second, and the last in any case.
+        """Show values that were logged after their step had ended, in a line of their own.
+
+        There is at most one such line in a second. The last one is always shown.
         """
-        before = self._beside[1] if self._beside is not None and self._beside[0] == step else {}
-        self._beside = (step, {**before, **values})
+        earlier = self._beside[1] if self._beside is not None and self._beside[0] == step else {}
+        self._beside = (step, {**earlier, **values})
         now = self._clock()
         if now >= self._next_beside:
             self._next_beside = now + EVERY
             self._show_beside()
 
     def late(self, latest: RankLateness, host: str, step: float) -> None:
-        """Show from the next status on who is latest, on which host, where it matters in a step
-        of so many seconds.
-        """
+        """Set the latest worker, its host, and the mean seconds of a step."""
         self._late = late_words(latest, host, step)
 
     def remark(self, text: str) -> None:
-        """End statuses with this text from the next one on."""
+        """Set the text that statuses end with."""
         self._remark = text
 
     def close(self, total: int | None) -> None:
-        """Show the last step if it hasn't been, and release the display.
-
-        Calling it twice is harmless.
-        """
+        """Show the last step if it is still unshown, and close. Calling it twice is harmless."""
         if self._unshown:
             self._show(total)
         self._show_beside()
         self._display.close()
 
     def _show_beside(self) -> None:
-        found, self._beside = self._beside, None
-        if found is not None:
-            self._display.say(beside_words(*found))
+        """Print the later values, if there are new ones."""
+        late_values, self._beside = self._beside, None
+        if late_values is not None:
+            self._display.say(beside_words(*late_values))
 
     def _show(self, total: int | None) -> None:
+        """Show the newest step with the sums since the last status, and reset the sums."""
         assert self._last is not None
         self._marks.append((self._last.step, self._last.time))
-        beat = self._last._replace(samples=self._samples, seconds=self._seconds)
-        curve = self._curves.get("loss" if "loss" in beat.values else min(beat.values, default=""))
-        left = time_left(self._marks, total)
+        finished = self._last._replace(samples=self._samples, seconds=self._seconds)
+        curve = self._curves.get(
+            "loss" if "loss" in finished.values else min(finished.values, default="")
+        )
+        seconds_left = time_left(self._marks, total)
         self._display.show(
             summary(
-                beat,
+                finished,
                 total,
-                left=left,
+                left=seconds_left,
                 epoch=self._epoch,
                 curve=curve,
                 late=self._late,
@@ -177,11 +186,19 @@ def summary(
     late: str = "",
     remark: str = "",
 ) -> RunStatus:
-    """Make a status of the newest step, which has the samples and the seconds of all since the
-    last status. `left`: seconds.
+    """Make a status of the newest step.
+
+    Args:
+        beat: Newest step, with the samples and the seconds of all steps since the last status.
+        total: Number of steps, if it is known.
+        left: Seconds until the last step, if they are known.
+        epoch: Current epoch, from 1 on, and the number of epochs.
+        curve: Earlier values of the loss.
+        late: Text on the latest worker.
+        remark: Text at the end.
     """
     names = sorted(beat.values, key=lambda name: (name != "loss", name))[:_VALUES]
-    whole = sum(beat.seconds.values())
+    step_seconds = sum(beat.seconds.values())
     return RunStatus(
         step=beat.step,
         steps=total,
@@ -189,8 +206,10 @@ def summary(
         epochs=None if epoch is None else epoch[1],
         values={name: beat.values[name] for name in names},
         curve=() if curve is None else curve.points(),
-        rate=beat.samples / whole if whole > 0 else None,
-        parts={part: beat.seconds.get(part, 0.0) / whole for part in PARTS} if whole > 0 else {},
+        rate=beat.samples / step_seconds if step_seconds > 0 else None,
+        parts={part: beat.seconds.get(part, 0.0) / step_seconds for part in PARTS}
+        if step_seconds > 0
+        else {},
         left=left if left is not None and (total is None or beat.step < total) else None,
         late=late,
         remark=remark,
@@ -198,8 +217,9 @@ def summary(
 
 
 def late_words(latest: RankLateness, host: str, step: float) -> str:
-    """Say by how much of a step of so many seconds the latest worker is late, and why; nothing
-    where it doesn't matter.
+    """Describe how late the latest worker is, and why; empty if it doesn't matter.
+
+    `step` is the mean seconds of a step.
     """
     seconds = latest.seconds
     matters = seconds >= LEAST and seconds >= LATE * step
@@ -209,8 +229,9 @@ def late_words(latest: RankLateness, host: str, step: float) -> str:
 
 
 def time_left(marks: Sequence[tuple[int, float]], total: int | None) -> float | None:
-    """Return the seconds until step `total`, by steps and the seconds at which they were over,
-    oldest first; None if that isn't known.
+    """Estimate the seconds until step `total`; None if that can't be done.
+
+    `marks` are steps, and the seconds at which they had ended, oldest first.
     """
     (first, began), (last, now) = marks[0], marks[-1]
     if total is None or last == first:
@@ -219,7 +240,7 @@ def time_left(marks: Sequence[tuple[int, float]], total: int | None) -> float | 
 
 
 def beside_words(step: int, values: Mapping[str, float]) -> str:
-    """Format what was logged of a step once it was over."""
+    """Format values that were logged after their step had ended."""
     return "  ".join(
         [f"step {step}", *(f"{name} {values[name]:.4g}" for name in sorted(values)[:_BESIDE])]
     )

@@ -32,50 +32,68 @@ from paceline.workers.axes import RunAxes
 
 
 class RunOutcome(NamedTuple):
-    """What a run was, and what it has come to."""
+    """The settings of a run and its results, as one worker knows them."""
 
     strategy: Strategy
     cluster: Topology
     prepared: Prepared
-    sent: Traffic  # by this worker, in all steps
-    # of that, and of its time, what it has exchanged along each axis, where a model is cut
+    # Bytes sent by this worker, in all steps.
+    sent: Traffic
+    # Time and bytes of this worker's exchanges along each axis, if a model is cut.
     along: dict[str, AxisTotals]
-    memory: dict[str, Any]  # the facts of this worker's `MemoryWatch`
-    untold: Sequence[str]  # causes of lateness that can't be told where this worker runs
+    # Facts of this worker's `MemoryWatch`.
+    memory: dict[str, Any]
+    # Causes of lateness that can't be told apart where this worker runs.
+    untold: Sequence[str]
     event: Callable[[str], None]
     events: list[dict[str, Any]]
     saves: list[dict[str, Any]]
-    began: float  # when the run did, which events count from
+    # Wall time at which the run began; events count from it.
+    began: float
     checkpoints: dict[str, Any]
-    servers: list[dict[str, Any]]  # what each has done
-    served: list[Served]  # and when, on the first worker
+    # Facts of each server.
+    servers: list[dict[str, Any]]
+    # Spans of each server, on the first worker.
+    served: list[Served]
     results: dict[str, Any]
-    links: list[dict[str, Any]]  # that became slow
-    settings: dict[str, Any]  # what was asked for
+    # Links that became slow.
+    links: list[dict[str, Any]]
+    # Settings of the run.
+    settings: dict[str, Any]
 
 
 class GatheredEnds(NamedTuple):
-    """What the workers tell each other at the end."""
+    """What the workers tell each other at the end of a run."""
 
-    sent: list[list[int]]  # by each worker, within hosts and between them
-    along: list[dict[str, list[float]]]  # the `AxisTotals` of each one
-    memory: list[dict[str, Any]]  # of each one
-    untold: list[str]  # on some of them
-    ahead: list[timeline.ClockOffset]  # of each one
+    # Bytes sent by each worker, within hosts and between them.
+    sent: list[list[int]]
+    # The `AxisTotals` of each worker.
+    along: list[dict[str, list[float]]]
+    memory: list[dict[str, Any]]
+    # Causes of lateness that some workers could not tell apart.
+    untold: list[str]
+    # Offset of each worker's clock.
+    ahead: list[timeline.ClockOffset]
     pipelines: list[PipelineProfile]
     spans: dict[int, list[Span]]
-    digest: str  # of the parameters
-    different: dict[int, int]  # ranks that have other ones than the rank whose replicas they are
+    # SHA-256 of the parameters.
+    digest: str
+    # Ranks whose parameters differ, with the rank whose replicas they are.
+    different: dict[int, int]
     codecs: list[Any]
 
 
 def conclude(outcome: RunOutcome, axes: RunAxes, folder: RunFolder, log: MetricsLog) -> None:
-    """Write the summary and the trace. Collective: where the disk refuses, all workers raise."""
-    found = _gather(outcome, axes)
-    axes.everyone.tell("the summary", lambda: _write(outcome, axes, folder, log, found))
+    """Write the summary and the trace. Collective.
+
+    If the disk refuses, all workers raise.
+    """
+    ends = _gather(outcome, axes)
+    axes.everyone.tell("the summary", lambda: _write(outcome, axes, folder, log, ends))
 
 
 def _gather(outcome: RunOutcome, axes: RunAxes) -> GatheredEnds:
+    """Exchange all that only single workers know. Collective."""
     agreement, cluster, context = axes.everyone, outcome.cluster, axes.slice
     bytes_sent = [outcome.sent.within, outcome.sent.between]
     heads = [
@@ -88,14 +106,23 @@ def _gather(outcome: RunOutcome, axes: RunAxes) -> GatheredEnds:
     ahead = timeline.compare(agreement, cluster.where())
     spans = timeline.gather(agreement, context.trace.spans())
     pipelines = _pipelines(outcome.prepared, axes, ahead)
-    mine = outcome.prepared.tables.fingerprint(
+    # Replicas must have equal parameters. A rank is compared with the first rank that holds the
+    # same part of the model.
+    own_digest = outcome.prepared.tables.fingerprint(
         fingerprint(model for _, model in outcome.prepared.models)
     )
-    digests = [body.decode() for body in agreement.meet("parameters", mine.encode())]
-    twins = [axes.twin(rank) for rank in range(len(digests))]
-    different = {rank: twin for rank, twin in enumerate(twins) if digests[rank] != digests[twin]}
-    parts = [digests[rank] for rank in dict.fromkeys(twins)]
-    digest = parts[0] if len(parts) == 1 else hashlib.sha256("".join(parts).encode()).hexdigest()
+    digests = [body.decode() for body in agreement.meet("parameters", own_digest.encode())]
+    reference_ranks = [axes.twin(rank) for rank in range(len(digests))]
+    different = {
+        rank: twin for rank, twin in enumerate(reference_ranks) if digests[rank] != digests[twin]
+    }
+    # One digest for the whole model: of all its different parts in rank order.
+    part_digests = [digests[rank] for rank in dict.fromkeys(reference_ranks)]
+    digest = (
+        part_digests[0]
+        if len(part_digests) == 1
+        else hashlib.sha256("".join(part_digests).encode()).hexdigest()
+    )
     codecs = [
         msgpack.unpackb(body)
         for body in agreement.meet(
@@ -117,37 +144,37 @@ def _gather(outcome: RunOutcome, axes: RunAxes) -> GatheredEnds:
 
 
 def _write(
-    outcome: RunOutcome, axes: RunAxes, folder: RunFolder, log: MetricsLog, found: GatheredEnds
+    outcome: RunOutcome, axes: RunAxes, folder: RunFolder, log: MetricsLog, ends: GatheredEnds
 ) -> bytes:
-    """Write both files, on the first worker."""
+    """Write both files on the first worker."""
     totals = log.totals()
     assert totals is not None, "the first worker keeps the book"
     cluster, context = outcome.cluster, axes.slice
-    if found.different:
-        different, others = (
+    if ends.different:
+        different, reference = (
             ", ".join(map(str, dict.fromkeys(ranks)))
-            for ranks in (found.different, found.different.values())
+            for ranks in (ends.different, ends.different.values())
         )
         text = (
             f"replicas have parted: the parameters of rank {different} are not those of rank "
-            f"{others}"
+            f"{reference}"
         )
         outcome.event(text)
         context.announce(f"{text} at the end; was something changed on some workers only?")
     steps = max(totals.steps, 1)
-    step = sum(totals.step_seconds.values())
-    verdicts = [judge(facts, step, totals.steps) for facts in zip(*found.codecs, strict=True)]
+    mean_step = sum(totals.step_seconds.values())
+    verdicts = [judge(facts, mean_step, totals.steps) for facts in zip(*ends.codecs, strict=True)]
     summary = RunSummary(
         sync=spell(outcome.strategy),
         workers=axes.everyone.group.size,
         hosts=len(cluster.hosts),
         totals=totals,
         bytes_sent={
-            "within": sum(s[0] for s in found.sent) / steps,
-            "between": sum(s[1] for s in found.sent) / steps,
+            "within": sum(s[0] for s in ends.sent) / steps,
+            "between": sum(s[1] for s in ends.sent) / steps,
         },
         codecs=[asdict(verdict) for verdict in verdicts if verdict is not None],
-        parameters_sha256=found.digest,
+        parameters_sha256=ends.digest,
         events=outcome.events,
         saves=outcome.saves,
         checkpoints=outcome.checkpoints,
@@ -155,11 +182,11 @@ def _write(
         loader=dealt(outcome.prepared.loaders),
         mesh=dict(axes.mesh.axes) if axes.cut else {},
         places=[axes.mesh.coordinates(rank) for rank in range(axes.mesh.size)] if axes.cut else [],
-        axes=_by_axis(found.along, axes, steps),
-        memory=found.memory,
+        axes=_by_axis(ends.along, axes, steps),
+        memory=ends.memory,
         log_began=log.opened - outcome.began,
-        untold=found.untold,
-        pipelines=[profile.fields() for profile in found.pipelines],
+        untold=ends.untold,
+        pipelines=[profile.fields() for profile in ends.pipelines],
         route=axes.replicas.route,
         links=outcome.links,
         settings=outcome.settings,
@@ -168,26 +195,27 @@ def _write(
     summary.write(folder)
     if log.feed is not None:
         log.feed.conclude(summary.fields())
-    if any(found.spans.values()):
+    # Without spans (trace="off") there is no trace file.
+    if any(ends.spans.values()):
         mesh = axes.mesh if axes.cut else None
-        spans = timeline.mark_late(found.spans, log.lateness.recent())
+        spans = timeline.mark_late(ends.spans, log.lateness.recent())
         events = timeline.merge(
-            spans, names=cluster.names(), offsets=found.ahead, servers=outcome.served, mesh=mesh
+            spans, names=cluster.names(), offsets=ends.ahead, servers=outcome.served, mesh=mesh
         )
-        timeline.write(folder.trace, events, offsets=found.ahead)
-    if totals.steps and not (
-        folder.path.is_absolute() and folder.path.is_relative_to(tempfile.gettempdir())
-    ):  # else it is removed by what asked for it
+        timeline.write(folder.trace, events, offsets=ends.ahead)
+    # A run in the temporary folder is removed by the tool that started it, so its path is useless.
+    is_temporary = folder.path.is_absolute() and folder.path.is_relative_to(tempfile.gettempdir())
+    if totals.steps and not is_temporary:
         context.announce(told(folder.path, totals))
     return b""
 
 
 def told(path: Path, totals: RunTotals) -> str:
-    """Say in a line where a run's folder is, what came of it, and how to learn more."""
+    """Describe in one line where the run's folder is, its result, and how to learn more."""
     loss = "" if totals.final_loss is None else f", loss {totals.final_loss:.4g}"
-    took = f"{totals.seconds:.1f} s" if totals.seconds < 60 else spoken(totals.seconds)
+    duration = f"{totals.seconds:.1f} s" if totals.seconds < 60 else spoken(totals.seconds)
     return (
-        f"{path}: {counted(totals.steps, 'step')}{loss}, {took}; "
+        f"{path}: {counted(totals.steps, 'step')}{loss}, {duration}; "
         f"paceline report {shlex.quote(str(path))}"
     )
 
@@ -195,43 +223,40 @@ def told(path: Path, totals: RunTotals) -> str:
 def _by_axis(
     along: Sequence[Mapping[str, Sequence[float]]], axes: RunAxes, steps: int
 ) -> dict[str, dict[str, float]]:
-    """Return what a step has taken for exchanges along each axis: the mean of seconds, and the
-    bytes of all workers.
+    """Return the exchange of a step along each axis.
+
+    It has the mean seconds of a worker, and the bytes of all workers.
     """
-    found = {}
+    totals_by_axis = {}
     for axis in (name for name, size in axes.mesh.axes if axes.cut and size > 1):
-        seconds, within, between = (
-            sum(column) / steps
-            for column in zip(*(each.get(axis, (0.0, 0, 0)) for each in along), strict=True)
-        )
-        found[axis] = {"seconds": seconds / len(along), "within": within, "between": between}
-    return found
+        rows = [worker.get(axis, (0.0, 0, 0)) for worker in along]
+        seconds, within, between = (sum(column) / steps for column in zip(*rows, strict=True))
+        totals_by_axis[axis] = {
+            "seconds": seconds / len(along),
+            "within": within,
+            "between": between,
+        }
+    return totals_by_axis
 
 
 def _pipelines(
     prepared: Prepared, axes: RunAxes, ahead: Sequence[timeline.ClockOffset]
 ) -> list[PipelineProfile]:
-    """Return what was measured of each pipeline: of each model, and of each replica or part of it.
-
-    Collective.
-    """
-    mine = [pipeline.profile() for _, pipeline in prepared.cuts.pipelines]
-    if not mine:
+    """Return the profile of each pipeline: of each model, and of each replica. Collective."""
+    own_profiles = [pipeline.profile() for _, pipeline in prepared.cuts.pipelines]
+    if not own_profiles:
         return []
-    told = [
-        msgpack.unpackb(body, strict_map_key=False)
-        for body in axes.everyone.meet("pipelines", msgpack.packb(mine))
-    ]
-    groups = itertools.product(range(len(mine)), axes.mesh.groups(["stage"]))
-    found = (
-        combine([told[rank][at] for rank in ranks], ranks, [ahead[rank] for rank in ranks])
-        for at, ranks in groups
-    )
-    return [profile for profile in found if profile is not None]
+    bodies = axes.everyone.meet("pipelines", msgpack.packb(own_profiles))
+    profiles_by_rank = [msgpack.unpackb(body, strict_map_key=False) for body in bodies]
+    combined = []
+    for at, ranks in itertools.product(range(len(own_profiles)), axes.mesh.groups(["stage"])):
+        profiles = [profiles_by_rank[rank][at] for rank in ranks]
+        combined.append(combine(profiles, ranks, [ahead[rank] for rank in ranks]))
+    return [profile for profile in combined if profile is not None]
 
 
 def dealt(loaders: Iterable[ShareLoader]) -> dict[str, Any] | None:
-    """Return how the first training loader is dealt; None where there is none."""
+    """Describe how the first training loader is dealt; None if there is none."""
     terms = next(
         (
             loader.terms
@@ -250,7 +275,7 @@ def dealt(loaders: Iterable[ShareLoader]) -> dict[str, Any] | None:
 
 
 def fingerprint(models: Iterable[nn.Module]) -> str:
-    """Return the SHA-256 of all parameters, names and bits."""
+    """Return the SHA-256 of the names and the bits of all parameters."""
     digest = hashlib.sha256()
     for model in models:
         for name, parameter in model.named_parameters():

@@ -1,9 +1,8 @@
-"""The timeline of all ranks, on one clock, in Chrome's trace format, which Perfetto
-(ui.perfetto.dev) opens.
+"""The timeline of all ranks on one clock, in Chrome's trace format, for Perfetto (ui.perfetto.dev).
 
-A rank is a process of the picture; each kind of span has a row of its own, more than one where
-spans of a kind overlap. Where a model is cut, a rank has its place in the mesh, each axis that
-something is cut along a row, and an exchange says along which axis it is:
+A rank is a process of the picture. Each kind of span has a row, or several if spans of the kind
+overlap. If a model is cut, a rank shows its place in the mesh, each axis with a cut has a row, and
+an exchange says along which axis it is:
 
     rank 0 on A   step      [ turn          ][ turn         ]
                   late                 [data loading]
@@ -13,7 +12,6 @@ something is cut along a row, and an exchange says along which axis it is:
                   bucket 2           [ 1  ]         [ 1  ]
                   between          [][][][]       [][][][]
     server 0 on A serve          [][][ ]        [][][ ]     and a curve of the messages that wait
-                                                            for something
 """
 
 from __future__ import annotations
@@ -31,7 +29,8 @@ from paceline.record.folder import write_whole
 from paceline.trace import Served, Span
 from paceline.unequal.stragglers.lateness import RankLateness
 
-if TYPE_CHECKING:  # so that reading a run's folder doesn't import torch
+# Only for types, so that reading a run's folder doesn't import torch.
+if TYPE_CHECKING:
     from paceline.comm.agreement import Agreement
 
 KINDS: Final = (
@@ -39,18 +38,23 @@ KINDS: Final = (
     *("tensor", "stage", "shard"),
     *("within", "between"),
 )  # rows in order
-OF_STRATEGIES: Final = ("exchange", "bucket")  # what strategies do, which exchange along `data`
-SERVERS: Final = 1 << 20  # the number of the first server, as a process of the picture
-# seconds, and a share of a turn, from which on it is drawn that a rank was late
+# Kinds of spans of strategies, which exchange along the axis `data`.
+OF_STRATEGIES: Final = ("exchange", "bucket")
+# Process number of the first server in the picture, above all ranks.
+SERVERS: Final = 1 << 20
+# A rank is drawn as late from these seconds, and from this share of a turn.
 LATE_LEAST, LATE_SHARE = 1e-3, 0.1
-_MEETINGS = 16  # that clocks are compared at
+# Meetings at which clocks are compared.
+_MEETINGS = 16
 
-Meeting = tuple[int, int]  # the clock of one rank before and after a meeting, in nanoseconds
+# Clock of one rank just before and just after a meeting of all ranks, in nanoseconds.
+Meeting = tuple[int, int]
 
 
 class ClockOffset(NamedTuple):
-    """How far the clock of a rank is `ahead` of rank 0's, and by how much that may be wrong
-    (`within`), in nanoseconds.
+    """How far a rank's clock is ahead of rank 0's, in nanoseconds.
+
+    `within` is the most by which `ahead` may be wrong.
     """
 
     ahead: int = 0
@@ -58,53 +62,57 @@ class ClockOffset(NamedTuple):
 
 
 def offsets(meetings: Sequence[Sequence[Meeting]], hosts: Sequence[int]) -> list[ClockOffset]:
-    """Return the offset of each rank's clock, judged by meetings that all ranks took part in.
+    """Estimate the offset of each rank's clock from meetings that all ranks took part in.
 
-    `meetings[rank][k]` is that rank's clock just before and just after meeting k, `hosts` the host
-    of each rank. Nobody leaves a meeting before everybody has come, so for ranks r and s: before_s
-    <= after_r - offset_r + offset_s. Each meeting bounds the offset from both sides; the middle of
-    the narrowest bounds is taken, which is off by at most half the fastest meeting. Ranks of one
-    host share its clock. A ping-pong is a meeting too: (sent, received) on one side, (answered,
+    No rank leaves a meeting before all ranks have entered it. So for ranks r and s: before_s <=
+    after_r - offset_r + offset_s. Each meeting bounds the offset from both sides. The middle of the
+    narrowest bounds is taken, which is wrong by at most half the fastest meeting. Ranks of one host
+    share its clock. A ping-pong is a meeting, too: (sent, received) on one side, (answered,
     answered) on the other.
+
+    Args:
+        meetings: Clock of each rank just before and just after each meeting, in nanoseconds.
+        hosts: Host of each rank.
     """
     bounds: dict[int, tuple[int, int]] = {}
-    here = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
+    # Ranks on the host of rank 0 all show its clock, so each of them gives bounds.
+    base_ranks = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
     for rank, host in enumerate(hosts):
         pairs = [
-            (mine, theirs)
-            for base in here
-            for mine, theirs in zip(meetings[rank], meetings[base], strict=True)
+            (own, other)
+            for base in base_ranks
+            for own, other in zip(meetings[rank], meetings[base], strict=True)
         ]
-        low = [mine[0] - theirs[1] for mine, theirs in pairs]
-        high = [mine[1] - theirs[0] for mine, theirs in pairs]
-        known = bounds.get(host)
-        bounds[host] = (
-            max(low if known is None else [*low, known[0]]),
-            min(high if known is None else [*high, known[1]]),
-        )
+        lowest = [own[0] - other[1] for own, other in pairs]
+        highest = [own[1] - other[0] for own, other in pairs]
+        if host in bounds:
+            lowest.append(bounds[host][0])
+            highest.append(bounds[host][1])
+        bounds[host] = max(lowest), min(highest)
     return [ClockOffset() if host == hosts[0] else _middle(*bounds[host]) for host in hosts]
 
 
 def _middle(low: int, high: int) -> ClockOffset:
+    """Return the offset in the middle of these bounds."""
     return ClockOffset((low + high) // 2, -((low - high) // 2))
 
 
 def compare(
     agreement: Agreement, hosts: Sequence[int], *, clock: Callable[[], int] = time.perf_counter_ns
 ) -> list[ClockOffset]:
-    """Return the `offsets` of this job's ranks; takes no time where there is one host.
-
-    Collective.
-    """
+    """Estimate the offsets of all ranks; takes no time on a single host. Collective."""
     if len(set(hosts)) == 1:
         return [ClockOffset()] * len(hosts)
-    mine = []
+    own_meetings = []
     for _ in range(_MEETINGS):
-        before = clock()
+        entered = clock()
         agreement.meet("comparing clocks")
-        mine.append((before, clock()))
+        own_meetings.append((entered, clock()))
     return offsets(
-        [msgpack.unpackb(body) for body in agreement.meet("compared clocks", msgpack.packb(mine))],
+        [
+            msgpack.unpackb(body)
+            for body in agreement.meet("compared clocks", msgpack.packb(own_meetings))
+        ],
         hosts,
     )
 
@@ -120,21 +128,27 @@ def gather(agreement: Agreement, spans: Sequence[Span]) -> dict[int, list[Span]]
 def mark_late(
     spans: Mapping[int, Sequence[Span]], late: Mapping[int, Sequence[RankLateness]]
 ) -> dict[int, list[Span]]:
-    """Return the spans of each rank, and one at the end of each turn in which it was late: as long
-    as it was, by the name of the cause.
+    """Return the spans of each rank, with a further one for each turn in which it was late.
 
-    `late`: by step, who was late in it.
+    That span ends with the turn, is as long as the rank was late, and has the name of the cause.
+    `late` lists the late ranks by step.
     """
-    marked = {rank: [*each] for rank, each in spans.items()}
-    for rank, each in spans.items():
-        turns = {span.step: span for span in each if span.kind == "step"}
+    marked = {rank: [*rank_spans] for rank, rank_spans in spans.items()}
+    for rank, rank_spans in spans.items():
+        turns = {span.step: span for span in rank_spans if span.kind == "step"}
         for turn in turns.values():
             least = max(LATE_LEAST * 1e9, LATE_SHARE * (turn.end - turn.start))
             marked[rank] += [
-                Span(found.cause, "late", turn.end - int(found.seconds * 1e9), turn.end, turn.step)
-                # a span has the number of steps that are over
-                for found in late.get(turn.step + 1, ())
-                if found.rank == rank and found.seconds * 1e9 >= least
+                Span(
+                    lateness.cause,
+                    "late",
+                    turn.end - int(lateness.seconds * 1e9),
+                    turn.end,
+                    turn.step,
+                )
+                # A span has the number of steps that have ended, so its own step is the next one.
+                for lateness in late.get(turn.step + 1, ())
+                if lateness.rank == rank and lateness.seconds * 1e9 >= least
             ]
     return marked
 
@@ -147,62 +161,64 @@ def merge(
     servers: Sequence[Served] = (),
     mesh: Mesh | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the events of all ranks.
+    """Yield the events of all ranks and servers, in microseconds since the first span.
 
-    `names` are their hosts, `offsets` those of their clocks (default: none).
-
-    `mesh`: where ranks are, if a model is cut between them. Times of events are microseconds since
-    the first span.
+    Args:
+        spans: Spans of each rank, on its own clock in nanoseconds.
+        names: Host of each rank.
+        offsets: Clock offset of each rank. Default: none.
+        servers: Spans of servers, and the number of messages that wait there.
+        mesh: Places of the ranks, if a model is cut.
     """
     shift = {rank: offsets[rank].ahead if rank < len(offsets) else 0 for rank in spans}
-    starts = [span.start - shift[rank] for rank, each in spans.items() for span in each]
+    starts = [span.start - shift[rank] for rank, rank_spans in spans.items() for span in rank_spans]
     origin = min(
         [*starts, *(span.start - server.ahead for server in servers for span in server.spans)],
         default=0,
     )
-    for rank, each in sorted(spans.items()):
+    for rank, rank_spans in sorted(spans.items()):
         name = f"rank {rank} on {names[rank]}" if rank < len(names) else f"rank {rank}"
         place, axis = (
             ("", "")
             if mesh is None
             else (f" ({mesh.place(rank)})", "data" * (mesh.extent("data") > 1))
         )
-        yield from _process(rank, name + place, each, shift[rank] + origin, axis)
-    for number, server in enumerate(servers, SERVERS):
+        yield from _process(rank, name + place, rank_spans, shift[rank] + origin, axis)
+    for process_number, server in enumerate(servers, SERVERS):
         zero = server.ahead + origin
-        yield from _process(number, server.name, server.spans, zero)
-        for when, count in server.waiting:
+        yield from _process(process_number, server.name, server.spans, zero)
+        for moment, count in server.waiting:
             yield {
                 "ph": "C",
                 "name": "put off",
-                "pid": number,
+                "pid": process_number,
                 "tid": 0,
-                "ts": (when - zero) / 1000,
+                "ts": (moment - zero) / 1000,
                 "args": {"messages": count},
             }
 
 
 def _process(
-    number: int, name: str, spans: Sequence[Span], zero: int, axis: str = ""
+    process_number: int, name: str, spans: Sequence[Span], zero: int, axis: str = ""
 ) -> Iterator[dict[str, Any]]:
-    """Yield the events of a process.
+    """Yield the events of one process.
 
-    `axis`: along which strategies exchange, where a model is cut.
+    `axis` is the axis along which strategies exchange, if a model is cut.
     """
-    yield _named("process", number, 0, name)
+    yield _named("process", process_number, 0, name)
     yield {
         "ph": "M",
         "name": "process_sort_index",
-        "pid": number,
+        "pid": process_number,
         "tid": 0,
-        "args": {"sort_index": number},
+        "args": {"sort_index": process_number},
     }
     for row, (title, lane) in enumerate(_rows(spans)):
-        yield _named("thread", number, row, title)
+        yield _named("thread", process_number, row, title)
         yield {
             "ph": "M",
             "name": "thread_sort_index",
-            "pid": number,
+            "pid": process_number,
             "tid": row,
             "args": {"sort_index": row},
         }
@@ -212,7 +228,7 @@ def _process(
                 "ph": "X",
                 "name": span.name,
                 "cat": span.kind,
-                "pid": number,
+                "pid": process_number,
                 "tid": row,
                 "ts": (span.start - zero) / 1000,
                 "dur": max(span.end - span.start, 0) / 1000,
@@ -223,41 +239,47 @@ def _process(
 def write(
     path: Path, events: Iterator[dict[str, Any]], *, offsets: Sequence[ClockOffset] = ()
 ) -> None:
-    """Write the events as a trace that Perfetto and chrome://tracing read, and say in it how the
-    clocks of ranks were taken to differ.
+    """Write the events as a trace for Perfetto and chrome://tracing.
+
+    The estimated clock offsets are written, too.
     """
     lines = ",\n".join(json.dumps(event) for event in events)
-    found = {
+    clocks = {
         "clock_ahead_us": [each.ahead / 1000 for each in offsets],
         "clock_within_us": [each.within / 1000 for each in offsets],
     }
-    about = json.dumps(found)
+    about = json.dumps(clocks)
     write_whole(
         path, f'{{"displayTimeUnit": "ms", "otherData": {about}, "traceEvents": [\n{lines}\n]}}\n'
     )
 
 
 def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    """Return the event that names a process or a thread."""
     return {"ph": "M", "name": f"{what}_name", "pid": pid, "tid": tid, "args": {"name": name}}
 
 
 def _rows(spans: Sequence[Span]) -> Iterator[tuple[str, list[Span]]]:
+    """Yield the rows of the picture with their titles, kinds in the order of `SPAN_KINDS`."""
     kinds = sorted(
         {span.kind for span in spans},
         key=lambda kind: (KINDS.index(kind) if kind in KINDS else len(KINDS), kind),
     )
     for kind in kinds:
-        for number, lane in enumerate(_lanes([span for span in spans if span.kind == kind]), 1):
-            yield kind if number == 1 else f"{kind} {number}", lane
+        for row_number, lane in enumerate(_lanes([span for span in spans if span.kind == kind]), 1):
+            yield kind if row_number == 1 else f"{kind} {row_number}", lane
 
 
 def _lanes(spans: Sequence[Span]) -> list[list[Span]]:
-    """Sort spans into rows in which any two are apart, or one inside the other: only such can be
-    drawn in one row.
+    """Sort spans into rows so that any two in a row are apart, or one contains the other.
+
+    The viewer can draw only such spans in one row.
     """
-    # the spans of a row, and the ends of those that are open
+    # Each row with its spans, and the ends of the spans that are still open.
     lanes: list[tuple[list[Span], list[int]]] = []
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
+        # Spans come in the order of their starts, so whatever ended before this one is closed for
+        # good.
         for _, ends in lanes:
             while ends and ends[-1] <= span.start:
                 ends.pop()

@@ -1,6 +1,4 @@
-"""How many steps a run will take, as far as that is known, to estimate the time left; and which
-epoch is under way.
-"""
+"""Estimates how many steps a run will take, for the time left, and tracks the current epoch."""
 
 from __future__ import annotations
 
@@ -10,13 +8,14 @@ from paceline.data.loader import ShareLoader
 
 
 class TotalSteps:
-    """Calls `tell` with the number of steps in all (None: not known), and the epoch: which, from 1
-    on, and of how many.
+    """Reports the total number of steps and the current epoch to `tell`.
 
-    `given`: the number that the script says, which holds. Else it is that of the epochs times the
-    lengths of the loaders whose turns are steps. The only one that may train is known from the
-    start; of several (one for training and one for validation, or two that take turns) each is
-    known from its first step on.
+    The total is None if it isn't known. The epoch is counted from 1, with the number of epochs.
+
+    `given` is the total that the script has stated, which holds. Otherwise the total is the number
+    of epochs times the lengths of the loaders whose turns are steps. If only one loader may train,
+    it is known from the start. If there are several (one for training and one for validation, or
+    two that take turns), each is known from its first step on.
     """
 
     def __init__(
@@ -29,27 +28,29 @@ class TotalSteps:
         self._say(given)
 
     def begin(self, epochs: int, loaders: Sequence[ShareLoader]) -> None:
-        """Begin a training of so many epochs, led by one of these loaders."""
+        """Begin a training of several epochs, led by some of these loaders."""
         self._epochs, self._epoch, self._leading = epochs, 0, []
-        possible = [loader for loader in loaders if loader.terms.train is not False]
-        if len(possible) == 1:
-            self.led(possible[0])
+        training_loaders = [loader for loader in loaders if loader.terms.train is not False]
+        if len(training_loaders) == 1:
+            self.led(training_loaders[0])
         elif self._given is None:
             self._say(None)
 
     def led(self, loader: ShareLoader) -> None:
-        """Note that a turn of this loader is a step. Called at each of them."""
+        """Note that a turn of this loader is a step. Called at each turn."""
         if loader in self._leading or self._given is not None or not self._epochs:
             return
         self._leading.append(loader)
-        lengths = [length for each in self._leading if (length := each.length) is not None]
+        lengths = [length for leading in self._leading if (length := leading.length) is not None]
+        # A loader without a known length makes the total unknown.
         self._say(self._epochs * sum(lengths) if len(lengths) == len(self._leading) else None)
 
     def epoch_begins(self, number: int) -> None:
-        """Note that this epoch is under way, counted from 0."""
+        """Set the current epoch, counted from 0."""
         self._epoch = number + 1
         self._say(self._known)
 
     def _say(self, steps: int | None) -> None:
+        """Report the total and the epoch."""
         self._known = steps
         self._tell(steps, (self._epoch, self._epochs) if self._epoch else None)

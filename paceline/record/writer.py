@@ -1,6 +1,4 @@
-"""Writes the metrics of a run on the first worker: records of all ranks merged by step, a line
-for each, and totals.
-"""
+"""Writes the metrics of a run on the first worker: one line for each step, and totals."""
 
 from __future__ import annotations
 
@@ -27,14 +25,15 @@ from paceline.unequal.stragglers.lateness import (
 )
 from paceline.unequal.stragglers.stragglers import WORK, unequal
 
-# what says nothing new when a step is taken again
+# Fields that say nothing new when a step is taken again after a resume.
 REPEATED = {"step", "time", "bytes_sent", "ranks"}
 LAST = 1000  # steps that are searched for stragglers
 
 
 class LatestRank(NamedTuple):
-    """The rank that was latest in some steps, the seconds of a mean one, and the numbers of the
-    workers that took part in them, by rank.
+    """The rank that was latest in some steps, and the seconds of a mean step.
+
+    `workers` are the numbers of the workers that took part in them, by rank.
     """
 
     late: RankLateness
@@ -43,10 +42,19 @@ class LatestRank(NamedTuple):
 
 
 class MetricsWriter:
-    """Writes `folder.metrics`, shows the steps on `line` if there is one, and adds up.
+    """Merges the records of all ranks by step, writes a line for each step, and sums up.
 
-    A writer that `stands_by` only adds up, until `take_over`. `adds`: the samples of a record are
-    its worker's own, and not those of all. `feed` reports what is written to trackers.
+    Records wait in `_records_by_step` until all ranks have handed over their step. Several workers
+    may become the first. They all merge and sum up in the same way, but only one writes; the others
+    stand by.
+
+    Args:
+        folder: Folder of the run.
+        line: Display of the steps, if there is one.
+        stands_by: Only sum up, until `take_over`.
+        adds: The samples of a record are those of its own worker, and not of all workers. This is
+            so if workers are not in lockstep.
+        feed: Feed that reports the lines to trackers.
     """
 
     def __init__(
@@ -62,29 +70,33 @@ class MetricsWriter:
         self.metrics = MetricValues()
         self.stands_by = stands_by
         self.adds = adds
-        # what another worker has written last, or not any more
+        # Lines of the last flush, which the writing worker may not have written. Kept while
+        # standing by.
         self._recent: list[dict[str, Any]] = []
         self._groups: defaultdict[tuple[int, int], dict[int, LogRecord]] = defaultdict(dict)
         self._steps = self._samples = 0
         self._final_loss: float | None = None
-        # of all steps, means over ranks
+        # Seconds of all steps, means over ranks.
         self._seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-        # seconds of each rank, and its "steps"
+        # Seconds of each rank by part, and its number of "steps".
         self._ranks: defaultdict[int, Counter[str]] = defaultdict(Counter)
-        # by step: the fields of lines that an earlier start of the job has written
+        # By step: the fields of lines that an earlier start of the job has written.
         self._there: dict[int, set[str]] = {}
-        # seconds of own work of each rank in a step
+        # Seconds of own work of each rank in a step.
         self._work: deque[dict[int, float]] = deque(maxlen=LAST)
-        self._logged: dict[str, float] = {}  # the last value of each name
+        # Last value of each logged name.
+        self._logged: dict[str, float] = {}
         self.lateness = LatenessTotals(LAST)
-        self.latest: LatestRank | None = None  # in the steps that were entered last
-        # of these steps: how many, their samples, and of PARTS the seconds of a mean one
+        # Latest rank in the steps of the last flush.
+        self.latest: LatestRank | None = None
+        # Number of steps of the last flush, their samples, and the seconds of PARTS of a mean one.
         self.recent: dict[str, float] = {}
         self.members = RunMembers()
 
     def take_over(self, line: StatusDisplay) -> None:
-        """Write from now on, in place of a worker that was lost: first the last lines that it
-        had not written.
+        """Write from now on, in place of a worker that was lost.
+
+        The last lines come first, as far as that worker had not written them.
         """
         if not self.stands_by:
             return
@@ -92,12 +104,12 @@ class MetricsWriter:
         if self.feed is not None:
             self.feed.take_over()
         last = self._lines.last() or {"step": 0}
-        self._write([found for found in self._recent if found["step"] > last["step"]])
+        self._write([fields for fields in self._recent if fields["step"] > last["step"]])
 
     def rewind(self, step: int) -> None:
-        """Remove the lines of later steps, which are taken again.
+        """Remove the lines of later steps, which will be taken again.
 
-        What is there of earlier ones isn't written twice.
+        Remaining lines of earlier steps are not written a second time.
         """
         if self.feed is not None and not self.stands_by:
             self.feed.rewind(step)
@@ -118,14 +130,18 @@ class MetricsWriter:
         remark: str = "",
         epoch: tuple[int, int] | None = None,
     ) -> None:
-        """Take in (upto, records) of each rank and write what is complete.
+        """Merge the records of each rank, and write the steps that are complete.
 
-        `names`: numbers of the workers (None: their ranks).
+        Args:
+            parts: (upto, records) of each rank, in rank order, see `paceline.record.log`.
+            total: Number of steps of the run, if it is known.
+            names: Numbers of the workers. Default: their ranks.
+            hosts: Host of each rank, to name the latest one on the status line.
+            remark: Text that the status line ends with.
+            epoch: Current epoch, from 1 on, and the number of epochs.
 
-        `hosts`: of each rank, to name on the status line who is late; `remark`: what that line ends
-        with; `epoch`: which one is under way, of how many.
-
-        Raises `ResourceError` if the disk is full.
+        Raises:
+            ResourceError: The disk is full.
         """
         for rank, (_, records) in zip(names or range(len(parts)), parts, strict=False):
             for record in records:
@@ -134,23 +150,25 @@ class MetricsWriter:
             self._line.remark(remark)
             self._line.at(epoch)
         self.members.meet([*(names or range(len(parts)))][: len(hosts) or None], hosts)
+        # A step is complete once every rank has handed over all records up to it.
         complete = min(upto for upto, _ in parts)
         ready = sorted(key for key in self._groups if key[0] <= complete)
         self._find_late(
             {key[1]: self._groups[key] for key in ready}, list(names or range(len(parts))), hosts
         )
         lines = [self._merge(key[1], self._groups.pop(key), total) for key in ready]
-        if timed := [line for line in lines if "seconds" in line]:
+        if step_lines := [line for line in lines if "seconds" in line]:
             means = {
-                part: sum(line["seconds"][part] for line in timed) / len(timed) for part in PARTS
+                part: sum(line["seconds"][part] for line in step_lines) / len(step_lines)
+                for part in PARTS
             }
             self.recent = {
-                "steps": len(timed),
-                "samples": sum(line["samples"] for line in timed),
+                "steps": len(step_lines),
+                "samples": sum(line["samples"] for line in step_lines),
                 **means,
             }
-            if (looks := self.members.look(timed[-1]["time"])) is not None:
-                timed[-1]["ranks"] = looks
+            if (looks := self.members.look(step_lines[-1]["time"])) is not None:
+                step_lines[-1]["ranks"] = looks
         if self._line is not None:
             self._line.show()
         self._write(
@@ -169,49 +187,52 @@ class MetricsWriter:
     def _find_late(
         self, steps: dict[int, dict[int, LogRecord]], ranks: list[int], hosts: Sequence[str]
     ) -> None:
-        """Find out who was late in these steps, and why."""
-        whole = {
+        """Find out which rank was latest in these steps, and why."""
+        # Lateness compares ranks, so only steps that all of them took count.
+        complete_steps = {
             step: records
             for step, records in steps.items()
             if all(rank in records and records[rank].seconds for rank in ranks)
         }
-        if not whole:
+        if not complete_steps:
             return
         self.latest = None
         if len(ranks) < 2 or self.adds:
             return
-        late = lateness(stacked([*whole.values()], ranks))
-        self.lateness.add([*whole], ranks, late)
-        self.members.late(dict(zip(ranks, late.sum(axis=(0, 2)).tolist(), strict=True)))
-        latest = worst(late, range(len(ranks)))
-        mean = sum(
+        lateness_array = lateness(stacked([*complete_steps.values()], ranks))
+        self.lateness.add([*complete_steps], ranks, lateness_array)
+        self.members.late(dict(zip(ranks, lateness_array.sum(axis=(0, 2)).tolist(), strict=True)))
+        worst_rank = worst(lateness_array, range(len(ranks)))
+        # A step takes as long as it takes its slowest rank.
+        step_seconds = [
             max(sum(record.seconds or ()) for record in records.values())
-            for records in whole.values()
-        ) / len(whole)
-        self.latest = LatestRank(latest, mean, tuple(ranks))
+            for records in complete_steps.values()
+        ]
+        mean_step = sum(step_seconds) / len(step_seconds)
+        self.latest = LatestRank(worst_rank, mean_step, tuple(ranks))
         if self._line is not None and hosts:
-            self._line.late(latest, hosts[latest.rank], mean)
+            self._line.late(worst_rank, hosts[worst_rank.rank], mean_step)
 
     def totals(self, seconds: float, *, work: bool = True) -> RunTotals:
         """Return the totals of all steps, after `seconds` of running.
 
-        Without `work` the `rank_work` is left out, which takes long.
+        Without `work` the field `rank_work` is left out, which takes long to compute.
         """
-        inside = sum(self._seconds.values())
-        # workers have taken different numbers of steps: the time is that of the one that trained
-        # longest
+        step_seconds = sum(self._seconds.values())
+        # Workers have taken different numbers of steps: the one that trained longest sets the time.
         if self.adds:
-            inside = max(
+            step_seconds = max(
                 (sum(ranks[part] for part in PARTS) for ranks in self._ranks.values()), default=0.0
             )
         return RunTotals(
             steps=self._steps,
             samples=self._samples,
             seconds=seconds,
-            samples_per_second=self._samples / inside if inside > 0 else None,
+            samples_per_second=self._samples / step_seconds if step_seconds > 0 else None,
             final_loss=self._final_loss,
             step_seconds={
-                part: spent / max(self._steps, 1) for part, spent in self._seconds.items()
+                part: seconds_of_part / max(self._steps, 1)
+                for part, seconds_of_part in self._seconds.items()
             },
             rank_seconds=[
                 {part: ranks[part] / ranks["steps"] for part in PARTS}
@@ -230,15 +251,16 @@ class MetricsWriter:
             self._line.close(total)
 
     def _merge(self, step: int, records: dict[int, LogRecord], total: int | None) -> dict[str, Any]:
-        """Return the line of one step, which is counted and shown, or of what was logged of it
-        later.
+        """Return the line of one step, or of values that were logged after it had ended.
+
+        A step is also counted and shown.
         """
         sums: dict[str, list[float]] = {}
         for rank in sorted(records):
             for name, (value, weight) in records[rank].sums.items():
-                whole = sums.setdefault(name, [0.0, 0.0])
-                whole[0] += value
-                whole[1] += weight
+                weighted_sum = sums.setdefault(name, [0.0, 0.0])
+                weighted_sum[0] += value
+                weighted_sum[1] += weight
         values = {name: value / weight for name, (value, weight) in sums.items()} | self._measured(
             records
         )
@@ -249,55 +271,59 @@ class MetricsWriter:
         timed = {
             rank: record.seconds for rank, record in records.items() if record.seconds is not None
         }
+        # No rank reports seconds: the step had ended before, and these are later values.
         if not timed:
             if self._line is not None and values:
                 self._line.logged(step, values)
             return line
         samples = sum(record.samples for record in records.values()) if self.adds else first.samples
         sent = {rank: record.sent or [] for rank, record in records.items() if rank in timed}
-        for rank, spent in timed.items():
-            self.members.step(rank, step, spent, sent[rank])
+        for rank, rank_seconds in timed.items():
+            self.members.step(rank, step, rank_seconds, sent[rank])
         seconds = self._count(samples, timed)
         if self._line is not None:
             self._line.step(FinishedStep(step, first.time, samples, values, seconds), total)
         line |= {
             "samples": samples,
-            "seconds": {part: round(spent, 6) for part, spent in seconds.items()},
+            "seconds": {part: round(mean, 6) for part, mean in seconds.items()},
         }
         nbytes = [sum(column) for column in zip(*sent.values(), strict=True)]
         return {**line, "bytes_sent": dict(zip(SENT, nbytes, strict=True))} if any(nbytes) else line
 
     def _measured(self, records: dict[int, LogRecord]) -> dict[str, float]:
-        """Return the values of metrics, each by the states of all ranks that have logged it."""
+        """Compute the value of each metric from the states of all ranks that have logged it."""
         states = defaultdict[str, list[bytes]](list)
         for rank in sorted(records):
             for name, state in records[rank].states.items():
                 states[name].append(state)
         return {
             key: value
-            for name, found in states.items()
-            for key, value in self.metrics.of(name, found).items()
+            for name, rank_states in states.items()
+            for key, value in self.metrics.of(name, rank_states).items()
         }
 
-    def _count(self, samples: int, spent: dict[int, list[float]]) -> dict[str, float]:
+    def _count(self, samples: int, seconds_by_rank: dict[int, list[float]]) -> dict[str, float]:
+        """Add a step to the totals, and return its seconds of PARTS, means over ranks."""
         self._steps += 1
         self._samples += samples
         self._work.append(
-            {rank: seconds[WORK[0]] + seconds[WORK[1]] for rank, seconds in spent.items()}
+            {rank: seconds[WORK[0]] + seconds[WORK[1]] for rank, seconds in seconds_by_rank.items()}
         )
-        for rank, seconds in spent.items():
+        for rank, seconds in seconds_by_rank.items():
             self._ranks[rank].update({"steps": 1})
             for part, value in zip(PARTS, seconds, strict=True):
                 self._ranks[rank][part] += value  # type: ignore[assignment]
+        columns = zip(*seconds_by_rank.values(), strict=True)
         means = {
-            part: sum(column) / len(spent)
-            for part, column in zip(PARTS, zip(*spent.values(), strict=True), strict=True)
+            part: sum(column) / len(seconds_by_rank)
+            for part, column in zip(PARTS, columns, strict=True)
         }
         for part, value in means.items():
             self._seconds[part] += value
         return means
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
+        """Write these lines and report them, or keep them while standing by."""
         if self.feed is not None and self.stands_by:
             self.feed.pass_over()
         if not lines:

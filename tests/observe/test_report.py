@@ -538,7 +538,7 @@ def test_a_folder_of_something_else(tmp_path: Path) -> None:
     unfinished(tmp_path)
     with pytest.raises(
         UsageError,
-        match=r"is no run folder: it has neither .* it holds the runs run: name one of them",
+        match=r"is not a run folder: it has neither .* it holds the runs run: name one of them",
     ):
         report(tmp_path)
 

@@ -82,7 +82,8 @@ def test_names_that_are_none(tmp_path: Path, name: str) -> None:
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
     with pytest.raises(
-        UsageError, match=r"can't be made \(Not a directory\); give start\(folder=\.\.\.\)"
+        UsageError,
+        match=r"can't be created \(Not a directory\); give another place, start\(folder=\.\.\.\)",
     ):
         RunFolder.create(tmp_path / "runs", "a", say=silent)
 
@@ -111,7 +112,7 @@ def test_a_place_where_no_folder_can_be_made(
     """It doesn't try for ever."""
     make(tmp_path / "runs")
     with pytest.raises(
-        UsageError, match=rf"can't be made \({why}\); give start\(folder=\.\.\.\) a place for it"
+        UsageError, match=rf"can't be created \({why}\); give another place, start\(folder=\.\.\.\)"
     ):
         RunFolder.create(tmp_path / "runs", name, say=silent)
 

@@ -1,6 +1,4 @@
-"""The course of a run: its steps, what was logged and what single workers did, in a few hundred
-stretches each.
-"""
+"""The course of a run for a page: steps, values and workers, in a few hundred stretches each."""
 
 from __future__ import annotations
 
@@ -15,53 +13,58 @@ from paceline.observe.metrics import Floats, Look, MetricsReader, StepColumns
 from paceline.observe.page.decimation import lasts, starts, stretches, sums
 from paceline.trace import PARTS, SENT
 
-LOOKS: Final = 120  # stretches of the time of single workers
-NAMES: Final = 24  # logged names that have a curve, at most; all others are named
+# Most stretches of the time of single workers.
+LOOKS: Final = 120
+NAMES: Final = 24  # most logged names that have a curve
 
 
 def course(metrics: MetricsReader) -> dict[str, Any]:
-    """Return the steps in stretches: the last step and second of each, how many steps and
-    samples it has, and in all seconds and bytes.
+    """Return the steps in stretches.
+
+    For each stretch there are the last step and its time, the numbers of steps and samples, and the
+    seconds and bytes in all.
     """
     columns = metrics.steps
     begins = starts(len(columns.step))
-    spent, sent = sums(columns.seconds, begins), sums(columns.sent, begins)
+    seconds, sent = sums(columns.seconds, begins), sums(columns.sent, begins)
     return {
         "step": numbers(lasts(columns.step, begins)),
         "time": numbers(lasts(columns.time, begins)),
         "count": np.diff(np.append(begins, len(columns.step))).tolist(),
         "samples": numbers(sums(columns.samples, begins)),
-        "seconds": {part: numbers(spent[:, at]) for at, part in enumerate(PARTS)},
+        "seconds": {part: numbers(seconds[:, at]) for at, part in enumerate(PARTS)},
         "bytes_sent": {to: numbers(sent[:, at]) for at, to in enumerate(SENT)},
     }
 
 
 def values(metrics: MetricsReader, usual: Mapping[str, float] | None) -> dict[str, dict[str, Any]]:
-    """Return the curves of what was logged, `loss` first.
+    """Return the curves of logged values, `loss` first.
 
-    `usual`: the bytes of a mean step, where those of each one aren't known.
+    `usual` has the bytes of a mean step, for a file of metrics that doesn't have those of each
+    step.
     """
-    found = {}
+    curves = {}
     logged = metrics.values
     totals = _totals(metrics.steps, usual)
+    # The loss comes first, so it is never among the names that are left out.
     for name in sorted(logged, key=lambda name: (name != "loss", name))[:NAMES]:
         columns = logged[name]
         begins = starts(len(columns.step))
-        each = stretches(columns.value, begins)
+        stretch_values = stretches(columns.value, begins)
         step = lasts(columns.step, begins)
-        found[name] = {
+        curves[name] = {
             "step": numbers(step),
             "time": numbers(lasts(columns.time, begins)),
-            "mean": numbers(each.mean),
-            "low": numbers(each.low),
-            "high": numbers(each.high),
-            "bad": each.bad.tolist(),
+            "mean": numbers(stretch_values.mean),
+            "low": numbers(stretch_values.low),
+            "high": numbers(stretch_values.high),
+            "bad": stretch_values.bad.tolist(),
             **{
                 to: numbers(np.interp(step, *totals[to])) if len(totals[to][0]) else []
                 for to in SENT
             },
         }
-    return found
+    return curves
 
 
 def _totals(
@@ -75,32 +78,38 @@ def _totals(
 
 
 def looks(metrics: MetricsReader) -> dict[str, Any]:
-    """Return what single workers did over the time: the part of each stretch that each spent by
-    parts, and by which it was late.
+    """Return what single workers did over the time of the run.
+
+    For each stretch and worker there is the share of each of PARTS, and the share by which it was
+    late.
     """
-    found = metrics.looks
-    begins = [*starts(len(found), LOOKS).tolist(), len(found)]
-    pieces = [found[begin:end] for begin, end in pairwise(begins)]
-    names = sorted({name for look in found for name in look.workers}, key=int)
+    all_looks = metrics.looks
+    begins = [*starts(len(all_looks), LOOKS).tolist(), len(all_looks)]
+    pieces = [all_looks[begin:end] for begin, end in pairwise(begins)]
+    # Numbers of workers are text in JSON, and are sorted as numbers.
+    workers = sorted({name for look in all_looks for name in look.workers}, key=int)
     return {
         "step": [piece[-1].step for piece in pieces],
         "time": [piece[-1].time for piece in pieces],
-        "workers": {name: [_share(piece, name) for piece in pieces] for name in names},
+        "workers": {name: [_share(piece, name) for piece in pieces] for name in workers},
     }
 
 
 def _share(piece: Sequence[Look], name: str) -> list[float] | None:
-    """Return the parts of its time that a worker spent, as PARTS are, and by which it was late;
-    None where it wasn't there.
+    """Return the shares of its time that a worker spent in each of PARTS, and by which it was late.
+
+    None if the worker was absent.
     """
     rows = [look.workers[name] for look in piece if name in look.workers]
-    _, *spent, late = (
+    _, *part_seconds, late_seconds = (
         [sum(column) for column in zip(*rows, strict=True)] if rows else [0.0] * (len(PARTS) + 2)
     )
-    whole = sum(spent)
-    return [round(value / whole, 4) for value in (*spent, late)] if whole > 0 else None
+    total = sum(part_seconds)
+    return (
+        [round(value / total, 4) for value in (*part_seconds, late_seconds)] if total > 0 else None
+    )
 
 
 def numbers(column: Any) -> list[float | None]:
-    """Return a column as JSON takes it: None for what is no number."""
+    """Convert a column to JSON: None for NaN and infinities."""
     return [value if math.isfinite(value) else None for value in np.asarray(column).tolist()]

@@ -1,6 +1,4 @@
-"""The data of a page: what it shows of one run, as plain values that JSON takes, small however
-long the run was.
-"""
+"""Makes the data of a page: plain values for JSON, small however long the run was."""
 
 from __future__ import annotations
 
@@ -21,19 +19,24 @@ from paceline.record.folder import RunFolder
 from paceline.record.pipeline_profile import PipelineProfile
 from paceline.trace import PARTS, SENT
 
-SPANS: Final = 3000  # actions of a pipeline that are drawn, at most
+# Most actions of a pipeline that are drawn.
+SPANS: Final = 3000
 
 
 def page_data(folder: Path | RunFolder, metrics: MetricsReader | None = None) -> dict[str, Any]:
-    """Return what a page shows of the run in `folder`, under way or ended.
+    """Return what a page shows of a run, which may be under way.
 
-    `metrics`: a reader of that run, which goes on where it was. Raises UsageError as
-    `paceline.observe.facts.read` does.
+    `summary` has the fields of summary.json. If the run is under way, they come from live.json and
+    the metrics, as far as they are known. Everything else is made for drawing: `course` and
+    `values` over the steps, `looks` of single workers over the time, `events` and checkpoints with
+    their kinds, `pipelines` as spans, and texts.
 
-    `summary` has the fields of summary.json, or those of them that are known of a run under way,
-    which live.json and the metrics tell; all else is made for drawing: `course` and `values` over
-    the steps, `looks` of single workers over the time, `events` with their kinds, and among them
-    checkpoints, `pipelines` as spans, and texts.
+    Args:
+        folder: Folder of the run.
+        metrics: Reader of the run's metrics, which continues where it was. Default: a new one.
+
+    Raises:
+        UsageError: As `paceline.observe.facts.read_facts`.
     """
     folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
     metrics = metrics or MetricsReader(folder)
@@ -60,46 +63,43 @@ def page_data(folder: Path | RunFolder, metrics: MetricsReader | None = None) ->
 
 
 def _summary(folder: RunFolder) -> dict[str, Any]:
-    """Return the fields of the summary, which was read before, as strict JSON has them."""
+    """Return the fields of the summary as strict JSON. The summary was checked before."""
     try:
-        found: dict[str, Any] = plain(read_fields(folder.summary))
+        fields: dict[str, Any] = plain(read_fields(folder.summary))
     except (OSError, ValueError) as error:
-        raise UsageError(f"{folder.summary} can't be read any more ({error})") from error
-    return found
+        raise UsageError(f"{folder.summary} can no longer be read ({error})") from error
+    return fields
 
 
 def _so_far(folder: RunFolder, facts: RunFacts, metrics: MetricsReader) -> dict[str, Any]:
-    """Return the fields that are known of a run under way: what it tells of itself, and of its
-    steps what the metrics have.
-    """
-    inside = facts.step * facts.steps
+    """Return the fields that are known of a run under way, from live.json and the metrics."""
+    seconds_in_steps = facts.step * facts.steps
     fields = {
         "steps": facts.steps,
         "samples": facts.samples,
         "seconds": facts.seconds,
-        "samples_per_second": facts.samples / inside if inside > 0 else None,
+        "samples_per_second": facts.samples / seconds_in_steps if seconds_in_steps > 0 else None,
         "final_loss": facts.final_loss,
         "step_seconds": {part: facts.step_seconds[part] for part in PARTS},
     }
+    # The summary has the bytes of a mean step. Until there is one, the metrics give them.
     if facts.steps:
         fields["bytes_sent"] = dict(
             zip(SENT, metrics.steps.sent.mean(axis=0).tolist(), strict=True)
         )
-    found: dict[str, Any] = plain({**so_far(folder), **fields})
-    return found
+    known_fields: dict[str, Any] = plain({**so_far(folder), **fields})
+    return known_fields
 
 
 def _events(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the events of a run and its checkpoints, each with its kind, in the order of their
-    times.
-    """
+    """Return the events and checkpoints of a run with their kinds, in order of time."""
     events = [{**event, "kind": kind(event)} for event in summary.get("events") or ()]
     saves = [{**save, "kind": "checkpoint"} for save in summary.get("saves") or ()]
     return sorted([*events, *saves], key=lambda event: float(event["time"]))
 
 
 def plain(value: Any) -> Any:
-    """Return a value as strict JSON takes it: numbers that are none become their names."""
+    """Convert a value to strict JSON. NaN and infinities become their names."""
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
     if isinstance(value, Mapping):
@@ -108,19 +108,24 @@ def plain(value: Any) -> Any:
 
 
 def _spans(profile: PipelineProfile) -> dict[str, Any]:
-    """Return the schedule of a pipeline with the times measured: for each worker [kind, stage,
-    micro-batch, start, end] of its actions.
+    """Return the schedule of a pipeline with the measured times.
+
+    Each worker has a row of actions: [kind, stage, micro-batch, start, end].
     """
     timeline = profile.timeline
     rows = [
-        [[s.action.kind, s.action.stage, s.action.micro_batch, s.start, s.end] for s in row]
+        [
+            [span.action.kind, span.action.stage, span.action.micro_batch, span.start, span.end]
+            for span in row
+        ]
         for row in timeline.rows
     ]
-    small = sum(map(len, rows)) <= SPANS
+    # A pipeline with very many actions would make the page large, and its boxes invisible.
+    fits = sum(map(len, rows)) <= SPANS
     return {
         "schedule": profile.schedule,
         "micro_batches": profile.micro_batches,
         "ranks": list(profile.ranks),
         "seconds": timeline.makespan,
-        "rows": rows if small else [],
+        "rows": rows if fits else [],
     }

@@ -1,10 +1,9 @@
-"""Decimation: a curve of any length becomes a few hundred points, of which each has the mean, the
-least and the most of its stretch.
+"""Decimation: a curve of any length becomes a few hundred points, one for each stretch of it.
 
 values      1 3 | 2 8 | nan 4 | 5            seven steps in four stretches
 mean         2     5      4     5
 low, high   1 3   2 8    4 4   5 5           a single peak stays visible
-bad          0     0      1     0            values that are no numbers
+bad          0     0      1     0            values that are not finite
 """
 
 from __future__ import annotations
@@ -14,14 +13,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-POINTS = 400  # of a curve: more than a screen tells apart
+# Most points of a curve; a screen doesn't show more.
+POINTS = 400
 
 Floats = NDArray[np.float64]
 
 
 class Stretches(NamedTuple):
-    """The means, least and most of the finite values of each stretch, and how many were not
-    finite; nan where none was.
+    """Values of each stretch: mean, minimum and maximum of its finite values.
+
+    They are NaN if no value is finite. `bad` is the number of values that are not finite.
     """
 
     mean: Floats
@@ -31,26 +32,31 @@ class Stretches(NamedTuple):
 
 
 def starts(length: int, points: int = POINTS) -> NDArray[np.int64]:
-    """Return where each of at most `points` stretches of nearly the same length begins."""
+    """Return the starts of at most `points` stretches of nearly the same length."""
     count = min(length, points)
     return np.arange(count, dtype=np.int64) * length // max(count, 1)
 
 
 def stretches(values: Floats, begins: NDArray[np.int64]) -> Stretches:
-    """Return what each stretch of `values`, which begin there, comes to."""
+    """Summarize the stretches of `values` that begin at `begins`."""
     if not len(begins):
         empty = np.empty(0)
         return Stretches(empty, empty, empty, np.empty(0, dtype=np.int64))
     finite = np.isfinite(values)
-    good = np.add.reduceat(finite.astype(np.int64), begins)
+    # `reduceat` reduces from each start to the next one. Values that are not finite are replaced by
+    # the neutral element of each reduction.
+    finite_count = np.add.reduceat(finite.astype(np.int64), begins)
     sums = np.add.reduceat(np.where(finite, values, 0.0), begins)
     low = np.minimum.reduceat(np.where(finite, values, np.inf), begins)
     high = np.maximum.reduceat(np.where(finite, values, -np.inf), begins)
-    none = good == 0
+    is_empty = finite_count == 0
     lengths = np.diff(np.append(begins, len(values)))
-    mean = np.divide(sums, good, out=np.full(len(begins), np.nan), where=~none)
+    mean = np.divide(sums, finite_count, out=np.full(len(begins), np.nan), where=~is_empty)
     return Stretches(
-        mean, np.where(none, np.nan, low), np.where(none, np.nan, high), lengths - good
+        mean,
+        np.where(is_empty, np.nan, low),
+        np.where(is_empty, np.nan, high),
+        lengths - finite_count,
     )
 
 
@@ -61,5 +67,5 @@ def lasts(values: Floats, begins: NDArray[np.int64]) -> Floats:
 
 
 def sums(values: Floats, begins: NDArray[np.int64]) -> Floats:
-    """Return the sum of each stretch, along the first axis."""
+    """Return the sum of each stretch, along the first dim."""
     return np.add.reduceat(values, begins, axis=0) if len(begins) else values[:0]

@@ -1,6 +1,4 @@
-"""The whole page: one file that holds its own style and script, and asks no network for
-anything.
-"""
+"""The whole page: one file with its own style and script, which loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -12,6 +10,7 @@ from paceline.observe.page.drawing.bars import hatchings
 from paceline.observe.page.markup import Markup, element, join
 from paceline.observe.page.sections import sections, titles
 
+# Content-Security-Policy of the page: nothing may be loaded, not even by text that a run has named.
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
     "connect-src 'self'"
@@ -21,14 +20,17 @@ _POLICY = (
 def page(datas: Sequence[Mapping[str, Any]], *, head: str = "", script: str = "") -> str:
     """Return the page of these runs as HTML.
 
-    `head`: more of the head of the page, as HTML; `script`: more JavaScript, which runs last.
+    Args:
+        datas: Data of each run, from `make_page_data`.
+        head: Further HTML for the head of the page.
+        script: Further JavaScript, which runs last.
     """
-    found = sections(datas)
+    drawn_sections = sections(datas)
     names = ", ".join(str(data["name"]) for data in datas)
     body = join(
         hatchings(),
-        _links(datas, found),
-        element("main", None, Markup("\n".join(found.values()))),
+        _links(datas, drawn_sections),
+        element("main", None, Markup("\n".join(drawn_sections.values()))),
         element(
             "footer", None, "Made by paceline. Where the pointer is, curves tell their values."
         ),
@@ -53,15 +55,16 @@ def page(datas: Sequence[Mapping[str, Any]], *, head: str = "", script: str = ""
     )
 
 
-def _links(datas: Sequence[Mapping[str, Any]], found: Mapping[str, str]) -> Markup:
-    """Write the links to the sections that there are."""
+def _links(datas: Sequence[Mapping[str, Any]], drawn_sections: Mapping[str, str]) -> Markup:
+    """Return links to the sections of the page."""
     links = (
         element("a", {"href": f"#{name}"}, title)
         for name, title in titles(datas).items()
-        if title and name in found
+        if title and name in drawn_sections
     )
     return element("nav", {"aria-label": "sections"}, links)
 
 
 def _static(name: str) -> str:
+    """Read a file of the folder `static`."""
     return files("paceline.observe.page").joinpath("static", name).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Events of a run by kinds, as a page marks them."""
+"""Kinds of events, which a page shows by different marks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-KINDS: Final[Mapping[str, str]] = {  # in the order of rows
+# Kinds in the order of their rows, with the titles of the rows.
+KINDS: Final[Mapping[str, str]] = {
     "lost": "lost",
     "came": "came",
     "evicted": "late",
@@ -17,7 +18,8 @@ KINDS: Final[Mapping[str, str]] = {  # in the order of rows
     "fault": "fault",
     "other": "other",
 }
-_SIGNS: Final = (  # the first that is found in an event's words says of which kind it is
+# Patterns of the words of an event, for events that don't say their kind. The first match counts.
+_SIGNS: Final = (
     (
         "lost",
         re.compile(
@@ -35,8 +37,8 @@ _SIGNS: Final = (  # the first that is found in an event's words says of which k
 
 
 def kind(event: Mapping[str, Any]) -> str:
-    """Return which of `KINDS` an event is of: as it says itself, or by its words."""
-    said = str(event.get("event", ""))
-    if said in KINDS:
-        return said
+    """Return the kind of an event: as it says itself, or by its words."""
+    stated_kind = str(event.get("event", ""))
+    if stated_kind in KINDS:
+        return stated_kind
     return next((name for name, sign in _SIGNS if sign.search(str(event["what"]))), "other")

@@ -1,6 +1,6 @@
-"""Elements of HTML and SVG, as text.
+"""Elements of HTML and SVG as text.
 
-What isn't markup already is escaped, so nothing that a run has named can become markup.
+Text that isn't `Markup` is escaped, so no name in a run can become markup.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-# elements without an end
+# Elements without a closing tag.
 EMPTY: Final = frozenset(("br", "col", "hr", "meta", "circle", "line", "path", "polygon", "rect"))
 
-_BARE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")  # what no page may contain
+# Characters that may not be in a page: control characters and lone surrogates.
+_BARE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
 
 
 class Markup(str):
-    """Text that is HTML, and isn't escaped again."""
+    """Text that is HTML already, and is not escaped again."""
 
     __slots__ = ()
 
@@ -29,26 +30,33 @@ Attributes = Mapping[str, str | float | None]
 def element(
     tag: str, attributes: Attributes | None = None, *children: Child | Iterable[Child]
 ) -> Markup:
-    """Return an element with these children, in order: markup, and text or numbers; None is left
-    out, as are attributes of None.
+    """Return an element of HTML or SVG.
+
+    Args:
+        tag: Name of the element.
+        attributes: Attributes by name. Those that are None are left out.
+        children: Markup, text or numbers, or several of them; None is left out.
     """
-    given = "".join(
+    attribute_text = "".join(
         f' {name}="{_escaped(value)}"'
         for name, value in (attributes or {}).items()
         if value is not None
     )
-    inside = join(*children)
+    content = join(*children)
     return Markup(
-        f"<{tag}{given}/>" if tag in EMPTY and not inside else f"<{tag}{given}>{inside}</{tag}>"
+        f"<{tag}{attribute_text}/>"
+        if tag in EMPTY and not content
+        else f"<{tag}{attribute_text}>{content}</{tag}>"
     )
 
 
 def join(*children: Child | Iterable[Child]) -> Markup:
-    """Return children one after the other."""
+    """Concatenate children to markup."""
     return Markup("".join(map(_written, children)))
 
 
 def _written(child: Child | Iterable[Child]) -> str:
+    """Convert a child to HTML."""
     if child is None:
         return ""
     if isinstance(child, Markup):
@@ -59,4 +67,5 @@ def _written(child: Child | Iterable[Child]) -> str:
 
 
 def _escaped(value: str | float) -> str:
+    """Escape a value. Floats are written with six digits."""
     return html.escape(_BARE.sub("�", f"{value:.6g}" if isinstance(value, float) else str(value)))

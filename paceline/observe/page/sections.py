@@ -1,4 +1,4 @@
-"""The sections of a page by name, each drawn from the data of one run, or of several to compare."""
+"""The sections of a page by name, drawn from the data of one run, or of several to compare."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from paceline.observe.page.subjects import (
 
 Data = Mapping[str, Any]
 
+# Sections of a page on one run: title, and the function that draws it.
 OF_ONE: Final[Mapping[str, tuple[str, Callable[[Data], Markup | None]]]] = {
     "overview": ("", overview.section),
     "loss": ("Loss", loss.section),
@@ -36,6 +37,7 @@ OF_ONE: Final[Mapping[str, tuple[str, Callable[[Data], Markup | None]]]] = {
     "checkpoints": ("Checkpoints", checkpoints.section),
     "setup": ("How it was set up", setup.section),
 }
+# Sections of a page that compares runs.
 OF_SEVERAL: Final[Mapping[str, tuple[str, Callable[[Sequence[Data]], Markup | None]]]] = {
     "overview": ("", compare.overview),
     "loss": ("Loss", compare.loss),
@@ -46,36 +48,36 @@ OF_SEVERAL: Final[Mapping[str, tuple[str, Callable[[Sequence[Data]], Markup | No
 
 
 def sections(datas: Sequence[Data]) -> dict[str, str]:
-    """Return the sections of the page of these runs as HTML, by their ids, in order; those that
-    have nothing to show are left out.
+    """Return the sections of the page as HTML, by their ids, in order.
 
-    Raises UsageError for a run whose summary has something else in a field than this version writes
-    there.
+    Sections that have nothing to show are left out.
+
+    Raises:
+        UsageError: A field of a summary is not of this version.
     """
-    found: dict[str, str] = {}
+    drawn: dict[str, str] = {}
     for name, title in titles(datas).items():
         content = _drawn(datas, name)
         if content is not None:
-            found[name] = element(
+            drawn[name] = element(
                 "section", {"id": name}, element("h2", None, title) if title else None, content
             )
-    return found
+    return drawn
 
 
 def titles(datas: Sequence[Data]) -> dict[str, str]:
-    """Return the titles of all sections that the page of these runs may have; that of the first
-    is empty.
-    """
+    """Return the titles of all sections that the page may have. The first one has none."""
     return {name: title for name, (title, _) in (OF_ONE if len(datas) == 1 else OF_SEVERAL).items()}
 
 
 def _drawn(datas: Sequence[Data], name: str) -> Markup | None:
+    """Draw a section; None if it has nothing to show."""
     try:
         return OF_ONE[name][1](datas[0]) if len(datas) == 1 else OF_SEVERAL[name][1](datas)
     except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
         names = ", ".join(str(data["name"]) for data in datas)
         raise UsageError(
-            f"the summary of {names} has something in a field that is not of this version of "
-            f"paceline ({error!r}, for the section "
-            f"{name}): make the page with the version that the run was made with"
+            f"the summary of {names} has a field that this version of paceline can't draw "
+            f"({error!r}, in the section "
+            f"{name}): make the page with the version of paceline that made the run"
         ) from error

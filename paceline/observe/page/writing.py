@@ -1,4 +1,4 @@
-"""Writes a page of runs to a file, or says in a line why that can't be."""
+"""Writes a page of runs to a file, or explains in one line why that is impossible."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ from paceline.errors import ResourceError, UsageError
 from paceline.observe.page.data import page_data
 from paceline.observe.page.document import page
 
-MOST = 36  # runs: as many lines as colours and dashes tell apart
+# Most runs of a page: 6 colours times 6 kinds of dashes tell their lines apart.
+MOST = 36
 
 
 def write(folders: Sequence[Path], out: Path) -> int:
-    """Write the page of the runs in these folders to `out`, which is replaced if it is there;
-    return its size in bytes.
+    """Write the page of some runs to a file, and return its size in bytes.
 
-    Raises UsageError for a folder that is of no run, and for a place that can't be written.
+    Args:
+        folders: Folders of the runs.
+        out: File to write. It is replaced if it exists.
+
+    Raises:
+        UsageError: A folder isn't that of a run, there are too many, or the file can't be written.
+        ResourceError: The disk refuses.
     """
     if len(folders) > MOST:
         raise UsageError(f"{len(folders)} runs are too many for one page: give {MOST} or fewer")

@@ -1,3 +1,1 @@
-"""The page of a run while it trains: served from a process of its own, and brought up to date as
-the run's folder changes.
-"""
+"""The live page of a run: served by its own process, and updated as the run's folder changes."""

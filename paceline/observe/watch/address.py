@@ -1,6 +1,4 @@
-"""Where a page is served: the address that was asked for, the socket that listens there, and the
-token that readers from elsewhere need.
-"""
+"""The address of a live page: its socket, and the token for readers on other machines."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ HOME = "127.0.0.1"
 
 @dataclass(frozen=True)
 class WatchAddress:
-    """An address as it was asked for by `option`: a host and a port; port 0 is any that is free."""
+    """The address that an option has given: a host and a port. Port 0 is any free port."""
 
     host: str
     port: int
@@ -26,30 +24,35 @@ class WatchAddress:
 
     @classmethod
     def parse(cls, text: str, option: str) -> WatchAddress:
-        """Read [HOST:]PORT; an IPv6 address is in brackets.
+        """Parse [HOST:]PORT. An IPv6 address is in brackets, and the default host is loopback.
 
-        Without a host it is loopback. Raises `UsageError`.
+        Raises:
+            UsageError: `text` has another form.
         """
         host, _, port = text.rpartition(":")
-        number = network.port(port)
-        if number is None:
+        port_number = network.port(port)
+        if port_number is None:
             raise UsageError(
                 f"{option} {text} isn't [HOST:]PORT, such as 8080 or 0.0.0.0:8080 (port 0 is any "
                 "that is free)"
             )
-        return cls(host.removeprefix("[").removesuffix("]") or HOME, number, option)
+        return cls(host.removeprefix("[").removesuffix("]") or HOME, port_number, option)
 
     def listen(self) -> socket.socket:
-        """Open a socket that listens there. Raises `UsageError` where that can't be."""
+        """Open a socket that listens at this address.
+
+        Raises:
+            UsageError: The port is in use, or the host is not one of this machine.
+        """
         try:
             return network.listen(network.resolve(self.host)[0], self.port)
         except OSError as error:
-            taken = (
+            port_in_use = (
                 f"port {self.port} is in use on {self.host}: give another one, or 0 for any that "
                 "is free"
             )
             why = (
-                taken
+                port_in_use
                 if error.errno == errno.EADDRINUSE
                 else f"{self.host}, port {self.port}: {os.strerror(error.errno or 0)}"
             )
@@ -58,16 +61,19 @@ class WatchAddress:
 
 @dataclass(frozen=True)
 class PageGuard:
-    """The readers that a page is for: on loopback everybody there, and elsewhere those who have
-    the `token`.
+    """The readers that a page admits.
+
+    On loopback everyone on this machine is admitted; elsewhere the `token` is needed.
     """
 
     token: str = ""
 
     @classmethod
     def of(cls, listening: socket.socket, key: bytes) -> PageGuard:
-        """Return the guard of this socket: one with a token made of the job's secret, unless
-        only this machine reaches it.
+        """Return the guard of a socket.
+
+        Unless only this machine reaches it, the guard has a token, which is derived from the job's
+        secret.
         """
         return (
             cls()
@@ -77,7 +83,7 @@ class PageGuard:
 
 
 def url(listening: socket.socket, guard: PageGuard) -> str:
-    """Return what to open in a browser."""
+    """Return the address to open in a browser."""
     address, port = listening.getsockname()[:2]
     host = (
         socket.gethostname()
@@ -90,7 +96,7 @@ def url(listening: socket.socket, guard: PageGuard) -> str:
 
 
 def check_installed() -> None:
-    """Raise `UsageError` where the library that serves pages isn't installed."""
+    """Raise `UsageError` if aiohttp, which serves pages, isn't installed."""
     if find_spec("aiohttp") is None:
         raise UsageError(
             "a live page needs aiohttp, which is not installed: pip install 'paceline[watch]'"

@@ -1,6 +1,4 @@
-"""`paceline watch`: serves the page of a run that somebody else has started, or that has ended,
-until Ctrl-C.
-"""
+"""`paceline watch`: serves the page of any run, under way or ended, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -18,19 +16,28 @@ OVER = "paceline watch has ended, and with it the connection: this page stays as
 
 
 def check_run(folder: Path) -> None:
-    """Raise `UsageError` for a folder that is no run's."""
+    """Raise `UsageError` if a folder isn't that of a run."""
     run = RunFolder(folder)
     if not any(path.is_file() for path in (run.live, run.metrics, run.summary)):
-        read(run)  # says what is wrong with it, unless it is empty
+        # Raises with the reason, unless the folder is empty.
+        read(run)
         raise UsageError(f"{folder} is empty: give the folder of a run that has begun")
 
 
 def watch(folder: Path, address: WatchAddress, key: bytes, say: Callable[[str], None]) -> int:
-    """Serve the page of this run until a signal asks for the end; returns the exit code.
+    """Serve the page of a run until a signal ends it.
 
-    `say` is told where the page is.
+    Args:
+        folder: Folder of the run.
+        address: Address to serve at.
+        key: Secret from which the token of readers is derived.
+        say: Function that is told the address of the page.
 
-    Raises `UsageError` where there is nothing to be served, or it can't be.
+    Returns:
+        The exit code: 128 plus the number of the signal.
+
+    Raises:
+        UsageError: There is nothing to serve, or it can't be served.
     """
     check_installed()
     check_run(folder)
@@ -38,26 +45,29 @@ def watch(folder: Path, address: WatchAddress, key: bytes, say: Callable[[str], 
     guard = PageGuard.of(listening, key)
     say(f"{folder} can be watched at {url(listening, guard)} (Ctrl-C ends this)")
 
-    # here: the library may not be installed
+    # Imported here because aiohttp may not be installed.
     from paceline.observe.watch.server import PageServer, serve
     from paceline.observe.watch.source import RunPage
 
-    asked: list[int] = []
+    signals: list[int] = []
 
     async def until() -> str:
+        """Wait for a signal, and return the last words to readers."""
         over, loop = asyncio.Event(), asyncio.get_running_loop()
 
-        def end(number: int) -> None:
-            asked.append(number)
+        def end(signum: int) -> None:
+            """Note the signal, and end the page."""
+            signals.append(signum)
             over.set()
 
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, end, number)
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(signum, end, signum)
         await over.wait()
         return OVER
 
     async def run() -> None:
+        """Serve the page on an event loop."""
         await serve(PageServer(RunPage(folder), guard), listening, until)
 
     asyncio.run(run())
-    return 128 + asked[0]
+    return 128 + signals[0]

@@ -1,10 +1,11 @@
-"""The process that serves the page of a run for its launcher, which writes to its standard input
-what is to be shown, a JSON object a line.
+"""The process that serves the page of a run for its launcher, which sends messages to its input.
 
-{"token": "..."}      first, who may read; empty where only this machine can
-{"follow": FOLDER}    the run's folder, once it is known, and again when that is another one
-{"tell": WORDS}       a line to be shown
-the end of the input  the launcher has ended: readers get the last words, and the process ends
+Each message is one line of JSON:
+
+{"token": "..."}      first: the token that readers need; empty if only this machine can read
+{"follow": FOLDER}    the run's folder, once it is known, and again if it changes
+{"tell": WORDS}       a line to show
+end of the input      the launcher has ended: readers get the last words, and the process ends
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from paceline.observe.watch.server import PageServer, serve
 from paceline.observe.watch.source import RunPage
 
 OVER = "The job has ended, and with it the connection: this page stays as it was."
-_LATER = 10  # what is added to its niceness: training goes first
+# Added to the niceness of the process, because training goes first.
+_LATER = 10
 
 
 async def _lines() -> asyncio.StreamReader:
+    """Open standard input as a stream of lines."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
@@ -40,6 +43,7 @@ async def run(descriptor: int) -> None:
     page, guard = RunPage(), PageGuard(json.loads(await lines.readline())["token"])
 
     async def until() -> str:
+        """Handle the launcher's messages to the end, and return the last words to readers."""
         while line := await lines.readline():
             message = json.loads(line)
             if "follow" in message:
@@ -52,8 +56,9 @@ async def run(descriptor: int) -> None:
 
 
 def main(descriptor: int) -> None:
-    """Serve, whatever signals the terminal sends: the launcher gets those, and ends the input
-    when it ends.
+    """Serve, and ignore Ctrl-C.
+
+    The terminal sends it to the launcher, too, which ends the input when it ends.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(OSError):

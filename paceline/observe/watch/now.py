@@ -1,6 +1,4 @@
-"""What the folder of a run says of this moment: whether it is under way, how far, who takes
-part, who is late, what has happened last.
-"""
+"""Reads the current state of a run from its folder: progress, workers, lateness and last events."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from paceline.record.folder import RunFolder
 from paceline.record.live import GONE, alive
 from paceline.trace import PARTS
 
-# seconds without a word after which that is said, as a step takes less in most runs
+# Seconds without a change after which the page says so. A step takes less in most runs.
 SILENT: Final = 60.0
 
 State = Literal["waiting", "running", "silent", "gone", "failed", "ended"]
@@ -27,96 +25,99 @@ class LateRank:
 
     rank: int
     host: str
-    seconds: float  # in a mean step
-    step: float  # seconds of such a step, of the worker that took longest
+    seconds: float  # by which it was late in a mean step
+    # Seconds of a mean step of the slowest worker.
+    step: float
     cause: str
 
 
 @dataclass(frozen=True)
 class RunNow:
-    """A run at one moment. What isn't known is None or empty."""
+    """The state of a run at one moment. Unknown values are None or empty."""
 
     name: str = ""
     state: State = "waiting"
-    why: str = ""  # it has failed
+    why: str = ""  # reason of a failure
     sync: str = ""
     workers: int = 0
-    # the name of each host, and the ranks there
+    # The name of each host, and the ranks there.
     cluster: tuple[tuple[str, tuple[int, ...]], ...] = ()
     step: int = 0
     total_steps: int | None = None
-    loss: float | str | None = None  # "nan" and its like are words
+    loss: float | str | None = None  # NaN and infinities are their names
     seconds: float | None = None  # since it began
     samples_per_second: float | None = None
-    # seconds of a mean step: of the last steps, or of all where it has ended
+    # Seconds of a mean step by part: of the last steps, or of all steps if the run has ended.
     parts: Mapping[str, float] = field(default_factory=dict)
     late: LateRank | None = None
-    link: str = ""  # whose link is slow now
+    link: str = ""  # describes a link that is slow now
     shares: tuple[int, ...] = ()  # of a usual batch
     checkpoints: int = 0
-    # seconds since it began, and what happened; the last ones
+    # The last events: seconds since the run began, and a text.
     events: tuple[tuple[float, str], ...] = ()
 
     @property
     def left(self) -> float | None:
-        """Seconds until the last step, if steps go on taking as long; None where that can't be
-        told.
-        """
-        each = sum(self.parts.values())
-        if self.state != "running" or self.total_steps is None or each <= 0:
+        """Seconds until the last step, if steps take as long as before; None if unknown."""
+        step_seconds = sum(self.parts.values())
+        if self.state != "running" or self.total_steps is None or step_seconds <= 0:
             return None
-        return max(self.total_steps - self.step, 0) * each
+        return max(self.total_steps - self.step, 0) * step_seconds
 
 
 class NowReader:
-    """Reads the moment of one run again and again.
+    """Reads the current state of one run again and again.
 
-    `clock`: seconds, by which it is told for how long nothing has changed.
+    `clock` returns seconds. It measures for how long nothing has changed, independently of wall
+    clocks, which may differ between machines.
     """
 
     def __init__(self, folder: RunFolder, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._clock = folder, clock
-        self._mark: tuple[int, ...] = ()  # of the file that was read last
+        self._mark: tuple[int, ...] = ()  # identifies the file that was read last
         self._changed = clock()
         self._now = RunNow(folder.name)
         self._writer: Mapping[str, Any] = {}
 
     def read(self) -> RunNow:
-        """Return the moment.
+        """Return the current state.
 
-        A file that can't be read, or is of another version, leaves what was known.
+        If a file can't be read, or is of another version, the last known state remains.
         """
-        # where both are there, it goes on
-        found = [path for path in (self._folder.live, self._folder.summary) if path.is_file()]
-        mark = _mark(found[0]) if found else ()
-        if found and mark != self._mark:
+        # If both files exist, the run was resumed, so the live file counts.
+        paths = [path for path in (self._folder.live, self._folder.summary) if path.is_file()]
+        mark = _mark(paths[0]) if paths else ()
+        if paths and mark != self._mark:
             self._mark, self._changed = mark, self._clock()
-            fields = _read(found[0])
-            now = _parsed(self._folder.name, fields, ended=found[0] == self._folder.summary)
+            fields = _read(paths[0])
+            now = _parsed(self._folder.name, fields, ended=paths[0] == self._folder.summary)
             if now is not None:
                 self._now, self._writer = now, (fields.get("live") or {}).get("writer") or {}
         if self._now.state != "running":
             return self._now
+        # A dead writer alone proves nothing: another worker may have taken over, and will write
+        # soon.
         if self.quiet >= GONE and alive(self._writer) is False:
             return replace(self._now, state="gone")
         return replace(self._now, state="silent") if self.quiet >= SILENT else self._now
 
     @property
     def quiet(self) -> float:
-        """Seconds for which nothing has changed."""
+        """Seconds since the last change."""
         return self._clock() - self._changed
 
 
 def _mark(path: Path) -> tuple[int, ...]:
-    """Return what differs as soon as a file is replaced."""
+    """Return a value that changes when a file is replaced."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return ()
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _read(path: Path) -> Mapping[str, Any]:
+    """Read the fields of a file; none if it can't be read."""
     try:
         return read_fields(path)
     except (OSError, ValueError, TypeError, LookupError):
@@ -124,9 +125,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _parsed(name: str, fields: Mapping[str, Any], *, ended: bool) -> RunNow | None:
-    """Read `live.json`, or the summary of a run that has ended; None where it is of another
-    version.
-    """
+    """Convert live.json or a summary; None if it is of another version."""
     try:
         return _of(name, fields, ended=ended)
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -134,10 +133,18 @@ def _parsed(name: str, fields: Mapping[str, Any], *, ended: bool) -> RunNow | No
 
 
 def _of(name: str, fields: Mapping[str, Any], *, ended: bool) -> RunNow:
+    """Convert the fields of live.json or a summary."""
     live = {} if ended else fields["live"]
     recent = live.get("recent") or {}
     parts = {part: float(recent.get(part, fields["step_seconds"][part])) for part in PARTS}
-    late, whole = live.get("late"), sum(parts.values()) * float(recent.get("steps", 0))
+    late_fields, recent_seconds = (
+        live.get("late"),
+        sum(parts.values()) * float(recent.get("steps", 0)),
+    )
+    late = None
+    if late_fields is not None:
+        details = (late_fields[key] for key in ("host", "seconds", "step", "cause"))
+        late = LateRank(int(late_fields["rank"]), *details)
     return RunNow(
         name=name,
         state="ended" if ended else "failed" if live["state"] == "failed" else "running",
@@ -151,15 +158,11 @@ def _of(name: str, fields: Mapping[str, Any], *, ended: bool) -> RunNow:
         total_steps=None if live.get("total_steps") is None else int(live["total_steps"]),
         loss=_loss(fields.get("final_loss")),
         seconds=float(fields["seconds"]),
-        samples_per_second=float(recent["samples"]) / whole
-        if whole > 0
+        samples_per_second=float(recent["samples"]) / recent_seconds
+        if recent_seconds > 0
         else _number(fields.get("samples_per_second")),
         parts=parts,
-        late=None
-        if late is None
-        else LateRank(
-            int(late["rank"]), *(late[key] for key in ("host", "seconds", "step", "cause"))
-        ),
+        late=late,
         link=str(live.get("link", "")),
         shares=tuple(map(int, (fields.get("loader") or {}).get("shares", ()))),
         checkpoints=int((fields.get("checkpoints") or {}).get("count", 0)),
@@ -174,8 +177,10 @@ def _of(name: str, fields: Mapping[str, Any], *, ended: bool) -> RunNow:
 
 
 def _loss(value: Any) -> float | str | None:
+    """Convert a loss. The names of NaN and infinities stay."""
     return value if value is None or isinstance(value, str) else float(value)
 
 
 def _number(value: Any) -> float | None:
+    """Return a float, or None for None."""
     return None if value is None else float(value)

@@ -1,6 +1,4 @@
-"""The server of a run's page as its launcher sees it: a process beside the workers, on which
-nothing that trains depends.
-"""
+"""The launcher's side of a live page, which is served by a process beside the workers."""
 
 from __future__ import annotations
 
@@ -19,19 +17,24 @@ from paceline.cluster.discover import environment
 from paceline.errors import UsageError
 from paceline.observe.watch.address import PageGuard, WatchAddress, check_installed, url
 
-PATIENCE: Final = 5.0  # seconds for the last words to readers
+# Seconds for sending the last words to readers.
+PATIENCE: Final = 5.0
 
 
 class WatchedJob:
-    """The page of the job that a launcher starts, at this address.
+    """The live page of a job, as its launcher controls it.
 
-    `key`: the job's secret, of which the token of readers is made.
+    The port is taken at once.
 
-    The port is taken at once. Where the run may be of another host (`elsewhere`), which serves its
-    page then, that it can't be had matters only once the run turns out to be here. `say` is told
-    where the page is.
+    Args:
+        address: Address to serve at.
+        key: Secret of the job, from which the token of readers is derived.
+        elsewhere: Whether the run may be written on another host, which then serves the page. A
+            taken port is then an error only once the run turns out to be written here.
+        say: Function that is told the address of the page.
 
-    Raises `UsageError` where nothing can be served.
+    Raises:
+        UsageError: The page can't be served.
     """
 
     def __init__(
@@ -46,14 +49,18 @@ class WatchedJob:
         self._address, self._key, self._say = address, key, say
         self._process: subprocess.Popen[bytes] | None = None
         self._listening: socket.socket | None = None
-        self._said = False  # that there is no page
+        # Whether it was announced that there is no page.
+        self._said = False
         with contextlib.suppress(*([UsageError] if elsewhere else [])):
             self._listening = address.listen()
 
     def begin(self) -> None:
-        """Serve the page, as the run is of this host.
+        """Start to serve the page, because the run is written on this host.
 
-        Raises `UsageError` where the port can't be had. Twice is harmless.
+        Calling it twice is harmless.
+
+        Raises:
+            UsageError: The port can't be taken.
         """
         if self._process is not None:
             return
@@ -64,18 +71,20 @@ class WatchedJob:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=[listening.fileno()],
-            # Ctrl-C is for the launcher, which has this process show what comes of it
+            # Ctrl-C goes to the launcher alone. This process shows how the job ends.
             process_group=0,
             env={**environment(), "OMP_NUM_THREADS": "1"},
         )
         assert self._process.stdin is not None
-        os.set_blocking(self._process.stdin.fileno(), False)  # a server that hangs holds up nobody
+        # If the server hangs, the pipe fills up. A blocking write would then stop the launcher.
+        os.set_blocking(self._process.stdin.fileno(), False)
         self._write({"token": guard.token})
         self._say(f"this run can be watched at {url(listening, guard)}")
 
     def follow(self, folder: Path) -> None:
-        """Show the run in this folder, which a worker of this host writes from now on; a line
-        says so where that can't be.
+        """Show the run in this folder, which a worker of this host writes from now on.
+
+        If the page can't be served, a message says so, once.
         """
         try:
             self.begin()
@@ -86,16 +95,18 @@ class WatchedJob:
         self._write({"follow": str(folder)})
 
     def tell(self, words: str) -> None:
-        """Show this line."""
+        """Show this line on the page."""
         self._write({"tell": words})
 
     def _write(self, message: Mapping[str, str]) -> None:
+        """Send a message to the process, which may be gone."""
         if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(OSError):  # its death is no matter of the training
+            # A server that has died, or is too slow, must not disturb the training.
+            with contextlib.suppress(OSError):
                 os.write(self._process.stdin.fileno(), json.dumps(message).encode() + b"\n")
 
     def close(self) -> None:
-        """Let readers have the last words, and end the process."""
+        """Send readers the last words, and end the process."""
         process, listening = self._process, self._listening
         if listening is not None:
             listening.close()

@@ -1,5 +1,6 @@
-"""The section of a live page that says how the run is now: drawn from the few numbers in
-`live.json`, so it can be made each second.
+"""The section "now" of a live page, drawn from the few numbers in `live.json`.
+
+It is cheap, so it can be drawn every second.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from paceline.observe.watch.now import LateRank, RunNow
 from paceline.record.status_line import LATE, LEAST
 from paceline.trace import PARTS
 
-SHOWN: Final = 12  # of the last events
+SHOWN: Final = 12  # events that are listed
 _STATES: Final = {
     "waiting": "waiting for the workers to begin",
     "running": "running",
@@ -24,17 +25,14 @@ _STATES: Final = {
 }
 
 
-def now_section(now: RunNow, told: Sequence[str] = ()) -> str:
-    """Return the section with the id `now`.
-
-    `told`: what the launcher has said of the run, in its words.
-    """
+def now_section(now: RunNow, messages: Sequence[str] = ()) -> str:
+    """Draw the section with the id `now`. `told` are messages of the launcher."""
     return element(
         "section",
         {"id": "now", "data-state": now.state},
         element("h2", None, "Now"),
         _state(now),
-        *(element("p", {"class": "told"}, line) for line in told),
+        *(element("p", {"class": "told"}, line) for line in messages),
         _numbers(now),
         _parts(now),
         _late(now),
@@ -45,6 +43,7 @@ def now_section(now: RunNow, told: Sequence[str] = ()) -> str:
 
 
 def _state(now: RunNow) -> Markup:
+    """Draw the state of the run."""
     words = f"failed at step {now.step}: {now.why}" if now.state == "failed" else _STATES[now.state]
     if now.state == "silent":
         words = (
@@ -61,10 +60,11 @@ def _state(now: RunNow) -> Markup:
 
 
 def _numbers(now: RunNow) -> Markup | None:
-    """Draw the figures that a glance looks for."""
+    """Draw the main figures."""
     if now.state == "waiting":
         return None
     step = f"{now.step:,}" if now.total_steps is None else f"{now.step:,} of {now.total_steps:,}"
+    # Unknown values have no cell.
     cells = [("step", step), ("loss", _loss(now.loss))]
     if now.samples_per_second is not None:
         cells.append(("samples/s", f"{now.samples_per_second:,.0f}"))
@@ -75,29 +75,31 @@ def _numbers(now: RunNow) -> Markup | None:
     cells.append(("workers", str(now.workers)))
     if now.checkpoints:
         cells.append(("checkpoints", str(now.checkpoints)))
-    return element(
-        "dl",
-        {"class": "figures"},
-        *(element("div", None, element("dt", None, k), element("dd", None, v)) for k, v in cells),
+    figures = (
+        element("div", None, element("dt", None, name), element("dd", None, value))
+        for name, value in cells
     )
+    return element("dl", {"class": "figures"}, *figures)
 
 
 def _loss(loss: float | str | None) -> str:
+    """Format the loss."""
     return "none logged" if loss is None else loss if isinstance(loss, str) else f"{loss:.4g}"
 
 
 def _parts(now: RunNow) -> Markup | None:
-    """Draw where the time of the last steps went, as a bar with its numbers beside it."""
-    whole = sum(now.parts.values())
-    if whole <= 0:
+    """Draw how the last steps spent their time, as a bar with its numbers."""
+    step_seconds = sum(now.parts.values())
+    if step_seconds <= 0:
         return None
-    shares = {part: now.parts[part] / whole for part in PARTS}
-    when = "a mean step" if now.state == "ended" else "the last steps"
+    shares = {part: now.parts[part] / step_seconds for part in PARTS}
+    subject = "a mean step" if now.state == "ended" else "the last steps"
+    # `flex-grow` divides the width among the parts.
     bar = [
         element("span", {"class": f"part {part}", "style": f"flex-grow:{share:.4f}"})
         for part, share in shares.items()
     ]
-    named = [
+    legend = [
         element(
             "span",
             None,
@@ -106,17 +108,18 @@ def _parts(now: RunNow) -> Markup | None:
         )
         for part, share in shares.items()
     ]
-    words = ", ".join(f"{part} {share:.0%}" for part, share in shares.items())
+    description = ", ".join(f"{part} {share:.0%}" for part, share in shares.items())
     return element(
         "div",
         {"class": "parts"},
-        element("p", None, f"Where the time of {when} went ({seconds(whole)} each):"),
-        element("div", {"class": "bar", "role": "img", "aria-label": words}, *bar),
-        element("p", {"class": "key"}, *named),
+        element("p", None, f"Where the time of {subject} went ({seconds(step_seconds)} each):"),
+        element("div", {"class": "bar", "role": "img", "aria-label": description}, *bar),
+        element("p", {"class": "key"}, *legend),
     )
 
 
 def _late(now: RunNow) -> Markup | None:
+    """Draw the worker that makes others wait, or that there is none."""
     late = now.late
     if now.state == "ended" or late is None:
         return None
@@ -131,16 +134,18 @@ def _late(now: RunNow) -> Markup | None:
 
 
 def matters(late: LateRank) -> bool:
-    """Whether a worker is as late as the status line says it, too."""
+    """Whether a worker is late enough to be shown, by the limits of the status line."""
     return late.seconds >= LEAST and late.seconds >= LATE * late.step
 
 
 def _hosts(now: RunNow) -> Markup | None:
+    """Draw a table of the hosts and their workers, with shares of the batch."""
     if not now.cluster:
         return None
-    late = now.late.rank if now.late is not None and matters(now.late) else None
-    share = (
-        {rank: str(share) for rank, share in enumerate(now.shares)}
+    late_rank = now.late.rank if now.late is not None and matters(now.late) else None
+    # Shares of another number of workers are from before a change.
+    shares_by_rank = (
+        {rank: str(shares_by_rank) for rank, shares_by_rank in enumerate(now.shares)}
         if len(now.shares) == now.workers
         else {}
     )
@@ -149,18 +154,26 @@ def _hosts(now: RunNow) -> Markup | None:
             "tr",
             None,
             element("th", {"scope": "row"}, host),
-            element("td", None, *(_worker(r, share.get(r), late=r == late) for r in ranks)),
+            element(
+                "td",
+                None,
+                *(
+                    _worker(rank, shares_by_rank.get(rank), late=rank == late_rank)
+                    for rank in ranks
+                ),
+            ),
         )
         for host, ranks in now.cluster
     ]
-    has = f"; samples of each in a batch of {sum(now.shares):,}" if share else ""
-    head = f"{counted(now.workers, 'worker')} on {counted(len(now.cluster), 'host')}{has}"
+    note = f"; samples of each in a batch of {sum(now.shares):,}" if shares_by_rank else ""
+    title = f"{counted(now.workers, 'worker')} on {counted(len(now.cluster), 'host')}{note}"
     return element(
-        "table", {"class": "hosts"}, element("caption", None, head), element("tbody", None, *rows)
+        "table", {"class": "hosts"}, element("caption", None, title), element("tbody", None, *rows)
     )
 
 
 def _worker(rank: int, share: str | None, *, late: bool) -> Markup:
+    """Draw a worker with its share of the batch."""
     words = (
         f"rank {rank}" + (f": {share}" if share is not None else "") + (", late" if late else "")
     )
@@ -168,6 +181,7 @@ def _worker(rank: int, share: str | None, *, late: bool) -> Markup:
 
 
 def _events(now: RunNow) -> Markup | None:
+    """Draw the last events, the newest first."""
     if not now.events:
         return None
     rows = [

@@ -1,17 +1,18 @@
 """Serves the page of a run, and pushes its sections as they change.
 
     GET /         the page as it is now
-    GET /events   server-sent events: `sections`, those that are new to this reader; `end`, once
-                  nothing more will come
+    GET /events   server-sent events: `sections`, with the sections that are new to this reader;
+                  `end`, when nothing more will come
 
-    folder --look, about once a second, while somebody reads--> sections, each with the number of the look that changed it
-                                                                  | woken
-                              reader A: has all up to 7  <--------+------->  reader B, slow: has all
-                                                         up to 3
-                                        8 is sent                            still sends; gets the newest next, and nothing in between
+    folder --look, about once a second, while someone reads--> sections, each with the number of
+                                                               the look that changed it
+                                                                  | wakes
+                              reader A: has all up to 7  <--------+------->  reader B: has up to 3
+                              gets 8                                         still busy; gets the
+                                                                             newest next
 
 Nothing else is answered, nothing can be changed, and no path of a request reaches the file system.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -31,13 +32,14 @@ from paceline.cluster import network
 from paceline.observe.watch.address import PageGuard
 
 LOOK: Final = 1.0  # seconds between two looks at the folder
-# seconds after which a reader is sent something in any case, so that it knows that it is still
-# connected
+# Seconds after which a reader gets a sign of life if nothing has changed.
 ALIVE: Final = 15.0
-STALLED: Final = 30.0  # seconds in which a reader takes nothing, after which it is let go
-READERS: Final = 256  # at once
-# an IPv6 address in brackets, or a name; a port
+# Seconds in which a reader takes nothing, after which it is disconnected.
+STALLED: Final = 30.0
+READERS: Final = 256  # readers at once
+# A Host header: an IPv6 address in brackets or a name, and a port.
 _HOST: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9.-]+))(?::[0-9]{1,5})?")
+# Headers of all answers: nothing is cached, and pages of other sites can't embed or read this one.
 HEADERS: Final = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": (
@@ -53,28 +55,34 @@ HEADERS: Final = {
 
 
 class LiveSource(Protocol):
-    """What a page shows; called in a thread of its own, by one at a time."""
+    """The content of a live page. Its methods are called on a thread, one at a time."""
 
     def look(self) -> Mapping[str, str]:
-        """Return the sections as they are now, as HTML, by their ids."""
+        """Return the current sections as HTML, by their ids."""
         ...
 
     @property
     def key(self) -> str:
-        """What differs where a page has to be loaded again, and not only some of its sections."""
+        """A value that changes when the whole page has to be loaded again."""
         ...
 
     def document(self) -> str:
-        """Return the whole page as it was at the last look; its script is the last element that
-        it has.
-        """
+        """Return the whole page as it was at the last look. Its script is its last element."""
         ...
 
 
 class PageServer:
     """Serves one page.
 
-    `every`: seconds between two looks; `stalled`: in which a reader has to take something.
+    All methods run on one event loop; only `source` is called on threads. `_look_lock` makes sure
+    that one look happens at a time. `_news` wakes the readers when `_look_count` or `_last_words`
+    has changed. `_sections` has for each section the number of the look that changed it.
+
+    Args:
+        source: Content of the page.
+        guard: Readers that are admitted.
+        every: Seconds between two looks. Default: 1.
+        stalled: Seconds in which a reader has to take something. Default: 30.
     """
 
     def __init__(
@@ -82,20 +90,20 @@ class PageServer:
     ) -> None:
         self._source, self._guard, self._every, self._stalled = source, guard, every, stalled
         self._looks = 0
-        # the look that has changed each, and its HTML
         self._sections: dict[str, tuple[int, str]] = {}
         self._key = ""
         self._looked = -float("inf")
         self._looking = asyncio.Lock()
         self._news = asyncio.Condition()
-        self._poked = asyncio.Event()  # somebody reads, or there is something to look at
-        self._end: str | None = None  # the last words
+        # Set when a reader has come, so that looking starts again.
+        self._poked = asyncio.Event()
+        self._end: str | None = None  # last words to readers, once the page ends
         self.readers = 0
 
     # ---- what is served
 
     def application(self) -> web.Application:
-        """Return the application, which looks at the folder while it runs."""
+        """Create the application, which looks at the folder while it runs."""
         app = web.Application(middlewares=[self._admit], client_max_size=1024)
         app.router.add_get("/", self._page)
         app.router.add_get("/events", self._events, allow_head=False)
@@ -107,31 +115,37 @@ class PageServer:
     async def _admit(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
+        """Answer a request only if its reader is admitted."""
         token = self._guard.token
         if token:
-            given = request.query.get("token") or request.headers.get(
+            given_token = request.query.get("token") or request.headers.get(
                 "Authorization", ""
             ).removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(errors="replace"), token.encode()):
+            if not hmac.compare_digest(given_token.encode(errors="replace"), token.encode()):
                 return web.Response(
                     status=401,
                     text="open the address that the command has printed, with its token\n",
                 )
+        # On loopback there is no token, so DNS rebinding has to be prevented: another site could
+        # point its own name at this address, and its pages could then read this one.
         elif not network.literal(_name(request.host)):
-            # a name of somebody else's that leads here: its pages could read this one
             return web.Response(status=403, text="this page is served for localhost\n")
         return await handler(request)
 
     async def _page(self, request: web.Request) -> web.Response:
+        """Serve the page as it is now."""
         await self._look()
         async with self._looking:
             text = await asyncio.to_thread(self._source.document)
+        # Only the script of this page may run, whatever a run has named. The policy contains its
+        # hash.
         policy = f"script-src {_script(text)}; {HEADERS['Content-Security-Policy']}"
         return web.Response(
             text=text, content_type="text/html", headers={"Content-Security-Policy": policy}
         )
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
+        """Serve events to a reader until it leaves, stalls, or nothing more will come."""
         if self.readers >= READERS:
             return web.Response(
                 status=503, text=f"{READERS} readers are connected, and no more are let in\n"
@@ -152,7 +166,7 @@ class PageServer:
         return response
 
     async def _send_all(self, response: web.StreamResponse) -> None:
-        """Send a reader what is new to it until nothing more will come."""
+        """Send a reader all sections that are new to it, until nothing more will come."""
         await self._look()
         seen = 0
         while True:
@@ -171,6 +185,7 @@ class PageServer:
                 return
 
     def _new_since(self, seen: int) -> str:
+        """Format the sections that have changed since the look number `seen`; empty if none."""
         changed = {name: html for name, (look, html) in self._sections.items() if look > seen}
         return (
             _event("sections", {"key": self._key, "changed": changed})
@@ -181,11 +196,13 @@ class PageServer:
     # ---- what is looked at
 
     async def _follow(self, app: web.Application) -> AsyncIterator[None]:
+        """Run the task that looks at the folder, as long as the application runs."""
         task = asyncio.create_task(self._look_on())
         yield
         task.cancel()
 
     async def _look_on(self) -> None:
+        """Look at the folder again and again while someone reads."""
         while True:
             await self._poked.wait()
             self._poked.clear()
@@ -194,32 +211,37 @@ class PageServer:
                 await asyncio.sleep(self._every)
 
     async def _look(self, *, fresh: bool = False) -> None:
-        """Look at the folder, unless that was done just now and nothing `fresh` is asked for."""
+        """Look at the folder.
+
+        Without `fresh` a look that was made just now is enough.
+        """
         loop = asyncio.get_running_loop()
         async with self._looking:
             if not fresh and loop.time() < self._looked + self._every:
                 return
-            found = await asyncio.to_thread(self._source.look)
+            html_by_name = await asyncio.to_thread(self._source.look)
             self._looked = loop.time()
-            number = self._looks + 1
-            before = self._sections
-            kept = {
-                name: before[name]
-                for name in found
-                if name in before and before[name][1] == found[name]
+            look_number = self._looks + 1
+            old_sections = self._sections
+            unchanged = {
+                name: old_sections[name]
+                for name, html in html_by_name.items()
+                if name in old_sections and old_sections[name][1] == html
             }
-            if len(kept) == len(found) == len(before):
+            # Nothing is new, gone or different, so no reader has to be woken.
+            if len(unchanged) == len(html_by_name) == len(old_sections):
                 return
-            self._sections, self._key = (
-                {name: kept.get(name, (number, html)) for name, html in found.items()},
-                self._source.key,
-            )
+            self._sections = {
+                name: unchanged.get(name, (look_number, html))
+                for name, html in html_by_name.items()
+            }
+            self._key = self._source.key
             async with self._news:
-                self._looks = number
+                self._looks = look_number
                 self._news.notify_all()
 
     async def end(self, words: str) -> None:
-        """Look a last time, send that to all readers, and let them go with these words."""
+        """Look once more, send the result to all readers, and disconnect them with these words."""
         await self._look(fresh=True)
         async with self._news:
             self._end = words
@@ -229,7 +251,13 @@ class PageServer:
 async def serve(
     server: PageServer, listening: socket.socket, until: Callable[[], Awaitable[str]]
 ) -> None:
-    """Serve a page on this socket until `until` returns the last words, which readers still get."""
+    """Serve a page until `until` returns the last words, which readers still get.
+
+    Args:
+        server: The page.
+        listening: Socket to serve on.
+        until: Returns the last words when the page ends.
+    """
     runner = web.AppRunner(
         server.application(),
         access_log=None,
@@ -241,7 +269,8 @@ async def serve(
     try:
         await web.SockSite(runner, listening, backlog=128).start()
         await server.end(await until())
-        for _ in range(20):  # of a tenth of a second: those that read take it at once
+        # Readers get two seconds for the last words. One that is connected takes them at once.
+        for _ in range(20):
             if not server.readers:
                 break
             await asyncio.sleep(0.1)
@@ -250,12 +279,14 @@ async def serve(
 
 
 async def _protect(request: web.Request, response: web.StreamResponse) -> None:
+    """Add the headers of all answers, and remove the name of the server."""
     for name, value in HEADERS.items():
         response.headers.setdefault(name, value)
     response.headers.popall("Server", None)
 
 
 async def _wait(news: asyncio.Condition, seconds: float) -> None:
+    """Wait for news, at most this long."""
     try:
         await asyncio.wait_for(news.wait(), seconds)
     except TimeoutError:
@@ -263,16 +294,17 @@ async def _wait(news: asyncio.Condition, seconds: float) -> None:
 
 
 def _event(kind: str, data: Mapping[str, object]) -> str:
+    """Format a server-sent event."""
     return f"event: {kind}\ndata: {json.dumps(data)}\n\n"
 
 
 def _script(text: str) -> str:
-    """Return how a Content-Security-Policy names the script of a page."""
+    """Return the name of the page's script in a Content-Security-Policy: its hash."""
     script = text.rpartition("<script>")[2].rpartition("</script>")[0]
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
 def _name(host: str) -> str:
-    """Return the name in a Host header, without its port; empty for a header that is none."""
-    found = _HOST.fullmatch(host)
-    return "" if found is None else found[1] or found[2]
+    """Return the name in a Host header without its port; empty if the header is malformed."""
+    match = _HOST.fullmatch(host)
+    return "" if match is None else match[1] or match[2]

@@ -1,5 +1,6 @@
-"""What a live page shows: the moment of a run, at each look, and the sections of its report, as
-often as drawing them takes little.
+"""The content of a live page: the current state at each look, and the report at times.
+
+The report is drawn as often as drawing takes a small share of a core.
 """
 
 from __future__ import annotations
@@ -20,30 +21,34 @@ from paceline.observe.watch.now import NowReader, RunNow
 from paceline.observe.watch.section import now_section
 from paceline.record.folder import RunFolder
 
-PART: Final = 0.005  # of one core, which drawing the report may take: training has the rest
-LONGEST: Final = 60.0  # seconds for which it may stay as it is
+# Share of one core for drawing the report, because training needs the rest.
+PART: Final = 0.005
+LONGEST: Final = 60.0  # most seconds between two drawings
 Clock = Callable[[], float]
 
 
 class _Followed:
-    """One run that is followed."""
+    """One run that a page follows."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder, self.now, self.metrics = folder, NowReader(folder), MetricsReader(folder)
-        self.data: dict[str, Any] | None = None  # of its report, once there is some
-        self.drawn: dict[str, str] = {}  # of that
-        # when it is drawn again, and of which state of the run it was drawn
+        # Data of the report, once there is some.
+        self.data: dict[str, Any] | None = None
+        # Sections of the report.
+        self.drawn: dict[str, str] = {}
+        # Time of the next drawing, and the run's state at the last one.
         self._due, self._state = -float("inf"), ""
 
     def draw(self, state: str, clock: Clock, spent: Clock) -> None:
-        """Draw the report, if it is time or the run has come to another state."""
+        """Draw the report, if it is time, or the run has reached another state."""
         if clock() < self._due and state == self._state:
             return
         began = spent()
         try:
             self.data = {**page_data(self.folder, self.metrics), "beside_now": True}
             self.drawn = dict(sections([self.data]))
-        except (UsageError, OSError) as error:  # a file of it is damaged, or has just been replaced
+        # A file of the run is damaged, or has just been replaced.
+        except (UsageError, OSError) as error:
             self.drawn = {
                 "problem": element(
                     "section", {"id": "problem"}, element("p", {"class": "warning"}, str(error))
@@ -53,10 +58,12 @@ class _Followed:
 
 
 class RunPage:
-    """The page of a run.
+    """The live page of a run.
 
-    By `clock` the report is drawn again; `spent` are the seconds of a processor that this thread
-    has taken.
+    Args:
+        folder: Folder of the run, if it is known.
+        clock: Seconds, by which the report is drawn again.
+        spent: Processor seconds of the calling thread, to measure the cost of drawing.
     """
 
     def __init__(
@@ -71,16 +78,16 @@ class RunPage:
         self._told: tuple[str, ...] = ()
 
     def follow(self, folder: Path) -> None:
-        """Show this run from now on."""
+        """Show the run in this folder from now on."""
         if self._run is None or self._run.folder.path != folder:
             self._run = _Followed(RunFolder(folder))
 
     def tell(self, words: str) -> None:
-        """Show what the launcher says of the run."""
+        """Show a message of the launcher. The last three stay."""
         self._told = (*self._told, words)[-3:]
 
     def look(self) -> Mapping[str, str]:
-        """Return the sections as they are now, the moment first."""
+        """Return the current sections, the state first."""
         run = self._run
         if run is None:
             return {"now": now_section(RunNow(), self._told)}
@@ -90,14 +97,12 @@ class RunPage:
 
     @property
     def key(self) -> str:
-        """What differs where a page has to be loaded again, as there is another run on it, or
-        other sections.
-        """
+        """A value that changes with the run and with the list of its sections."""
         run = self._run
         return "" if run is None else "\n".join([str(run.folder.path), *run.drawn])
 
     def document(self) -> str:
-        """Return the page as it was at the last look, with what follows it from there on."""
+        """Return the page as it was at the last look, with the script that updates it."""
         run, head = self._run, f"<style>\n{_static('live.css')}</style>"
         if run is None or run.data is None:
             return _EMPTY.format(head=head, script=_static("live.js"))
@@ -121,4 +126,5 @@ _EMPTY: Final = """<!doctype html>
 
 
 def _static(name: str) -> str:
+    """Read a file of the folder `static`."""
     return files("paceline.observe.watch").joinpath("static", name).read_text(encoding="utf-8")

@@ -1,1 +1,1 @@
-"""What scripts log."""
+"""The values that scripts log."""

@@ -1,9 +1,9 @@
-"""Histograms: how often numbers of a tensor lie in which of some intervals of equal width.
+"""Histograms of tensors: how many elements lie in each of some intervals of equal width.
 
 low                                  high
- |----|----|----|----|----|----|----|      counts[i] numbers lie from low + i * width on, and below the next edge;
-   0    1    2   ...             6         the last interval has `high`, too
-"""  # noqa: E501
+ |----|----|----|----|----|----|----|      counts[i] elements lie from low + i * width up to, and
+   0    1    2   ...             6         without, the next edge; the last interval includes `high`
+"""
 
 from __future__ import annotations
 
@@ -15,44 +15,68 @@ from torch import Tensor
 
 from paceline.errors import UsageError
 
-MOST: Final = 512  # intervals; W&B takes no more
-_FACTS: Final = 6  # numbers before the counts in a vector that holds a histogram
+# Most intervals; W&B accepts no more.
+MOST: Final = 512
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """A tensor whose histogram is logged, and the number of intervals; the first worker counts
-    when it is given to `run.log`.
+    """A tensor whose histogram is logged, and the number of intervals.
+
+    The first worker counts when the histogram is given to `run.log`.
     """
 
     values: Tensor
     bins: int = 64
 
     def compact(self) -> Tensor:
-        """Count, where the tensor is and without waiting for it: a float64 vector for
-        `HistogramCounts.of`.
+        """Count on the tensor's device, without waiting for it.
+
+        Returns:
+            A float64 vector for `HistogramCounts.from_vector`: low, high, the number of finite
+            elements, the number of others, the sum, the sum of squares, and then the counts.
         """
         values = self.values.detach().reshape(-1)
         values = values if values.dtype == torch.float64 else values.to(torch.float32)
         finite = values.isfinite()
         low = values.where(finite, torch.inf).amin()
         high = values.where(finite, -torch.inf).amax()
-        kept = finite.to(values.dtype)
-        inside = values.where(finite, low)  # counts nothing
+        weights = finite.to(values.dtype)
+        # Nothing here may depend on a value, which would wait for the device. So elements that are
+        # not finite stay in the tensor: they fall into the first interval with a weight of 0.
+        clamped = values.where(finite, low)
+        # If all elements are equal, the width is 0, and the division must not be by 0.
         width = (high - low).clamp_min(torch.finfo(values.dtype).tiny)
-        at = ((inside - low) / width * self.bins).nan_to_num().long().clamp_(0, self.bins - 1)
-        counts = torch.zeros(self.bins, dtype=torch.float64, device=values.device).index_add_(
-            0, at, kept.to(torch.float64)
+        interval = (
+            ((clamped - low) / width * self.bins).nan_to_num().long().clamp_(0, self.bins - 1)
         )
-        exact = values.where(finite, 0).to(torch.float64)
-        facts = [low, high, finite.sum(), (~finite).sum(), exact.sum(), exact.square().sum()]
+        counts = torch.zeros(self.bins, dtype=torch.float64, device=values.device).index_add_(
+            0, interval, weights.to(torch.float64)
+        )
+        finite_values = values.where(finite, 0).to(torch.float64)
+        facts = [
+            low,
+            high,
+            finite.sum(),
+            (~finite).sum(),
+            finite_values.sum(),
+            finite_values.square().sum(),
+        ]
         return torch.cat([torch.stack([fact.to(torch.float64) for fact in facts]), counts])
 
 
 @dataclass(frozen=True)
 class HistogramCounts:
-    """A histogram: `other` numbers were not finite; `total` and `squares` are sums of the
-    `count` finite ones and of their squares.
+    """The counts of a histogram.
+
+    Attributes:
+        low: Smallest finite element.
+        high: Largest finite element.
+        count: Number of finite elements.
+        other: Number of elements that are not finite.
+        total: Sum of the finite elements.
+        squares: Sum of their squares.
+        counts: Number of elements in each interval.
     """
 
     low: float
@@ -65,7 +89,7 @@ class HistogramCounts:
 
     @staticmethod
     def of(vector: Tensor) -> HistogramCounts:
-        """Read what `Histogram.compact` has counted."""
+        """Read the vector that `Histogram.to_compact_tensor` has computed."""
         low, high, count, other, total, squares, *counts = vector.tolist()
         if not count:
             low = high = 0.0
@@ -75,16 +99,16 @@ class HistogramCounts:
 
     @property
     def edges(self) -> list[float]:
-        """The edges of the intervals, one more than there are.
+        """Edges of the intervals, one more than there are intervals.
 
-        They differ also where all numbers are the same.
+        They are distinct even if all elements are equal.
         """
         width = (self.high - self.low) or max(abs(self.low), 1.0) * 1e-6
         bins = len(self.counts)
         return [self.low + width * at / bins for at in range(bins)] + [self.low + width]
 
     def fields(self) -> dict[str, Any]:
-        """Return what a line of media.jsonl says of it."""
+        """Return the fields of a line in media.jsonl."""
         facts = {
             "low": self.low,
             "high": self.high,
@@ -97,22 +121,32 @@ class HistogramCounts:
 
 
 def histogram(values: Tensor, bins: int = 64) -> Histogram:
-    """Give `run.log` a tensor of which it shows how the numbers are distributed.
+    """Log how the elements of a tensor are distributed, with `run.log`.
 
     >>> run.log(outputs=pl.histogram(model(x)))
 
-    `values`: any real tensor that isn't empty; the first worker's counts. `bins`: the number of
-    intervals of equal width between its smallest and its largest finite number, up to 512. Nothing
-    is computed before `run.log` has it, and on other workers than the first nothing at all. Raises
-    `UsageError` for anything else.
+    Nothing is computed before `run.log` gets it, and nothing on other workers than the first.
+
+    Args:
+        values: Any real tensor that isn't empty. The first worker's tensor counts.
+        bins: Number of intervals of equal width between the smallest and the largest finite
+            element, up to 512. Default: 64.
+
+    Returns:
+        A value for `run.log`.
+
+    Raises:
+        UsageError: The tensor is complex or empty, or the number of intervals is out of range.
     """
     if not isinstance(values, Tensor) or values.is_complex() or not values.numel():
-        found = (
+        description = (
             f"{values.dtype}, {tuple(values.shape)}"
             if isinstance(values, Tensor)
             else type(values).__qualname__
         )
-        raise UsageError(f"pl.histogram got {found}: give a real tensor with at least one number")
+        raise UsageError(
+            f"pl.histogram got {description}: give a real tensor with at least one number"
+        )
     if not 1 <= bins <= MOST:
         raise UsageError(f"pl.histogram(..., bins={bins}): give 1 to {MOST}")
     return Histogram(values, bins)

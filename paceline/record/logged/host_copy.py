@@ -1,6 +1,4 @@
-"""A tensor on its way to the host, which is read once it has arrived: nobody waits for a device
-meanwhile.
-"""
+"""A copy of a tensor on its way to the host, which is read once it has arrived."""
 
 from __future__ import annotations
 
@@ -9,28 +7,30 @@ from torch import Tensor
 
 
 class HostCopy:
-    """The present content of a tensor.
+    """A copy of the current content of a tensor.
 
-    With `shared` a tensor of the host isn't copied: nobody else may change it.
+    With `shared`, a tensor that is on the host already isn't copied. No one else may change it
+    then.
     """
 
-    def __init__(self, there: Tensor, *, shared: bool = False) -> None:
+    def __init__(self, tensor: Tensor, *, shared: bool = False) -> None:
         self._event: torch.cuda.Event | None = None
-        if there.is_cuda:
-            self._here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True).copy_(
-                there, non_blocking=True
+        if tensor.is_cuda:
+            # Only a copy into pinned memory is asynchronous. The event tells when it is done.
+            self._here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
+                tensor, non_blocking=True
             )
             self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(there.device))
+            self._event.record(torch.cuda.current_stream(tensor.device))
         else:
-            self._here = there.cpu() if shared or there.device.type != "cpu" else there.clone()
+            self._here = tensor.cpu() if shared or tensor.device.type != "cpu" else tensor.clone()
 
     def done(self) -> bool:
-        """Whether `read` would not wait."""
+        """Whether the copy has arrived, so that reading it would not wait."""
         return self._event is None or self._event.query()
 
     def read(self) -> Tensor:
-        """Return the tensor on the host, and wait for it if need be."""
+        """Return the tensor on the host. Waits for the copy if necessary."""
         if self._event is not None:
             self._event.synchronize()
         return self._here

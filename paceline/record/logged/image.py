@@ -1,6 +1,4 @@
-"""Images that are logged: a tensor becomes bytes of pixels on its device, and a PNG where it is
-written.
-"""
+"""Images that are logged: pixels on their device, which become a PNG where they are written."""
 
 from __future__ import annotations
 
@@ -18,24 +16,25 @@ from torch import Tensor
 
 from paceline.errors import UsageError
 
-_CHANNELS: Final = (1, 3, 4)  # grey, colour, and colour with opacity
-_KINDS: Final = {1: 0, 3: 2, 4: 6}  # channels: the colour type of PNG
+# Grey, colour, and colour with opacity.
+_CHANNELS: Final = (1, 3, 4)
+# Colour type of PNG by the number of channels.
+_KINDS: Final = {1: 0, 3: 2, 4: 6}
 _GAP: Final = 2  # pixels between images side by side
 
 
 @dataclass(frozen=True)
 class Image:
-    """Pixels that are logged as an image; `span`: the numbers that mean black and white, where
-    they aren't integers.
+    """Pixels that are logged as an image.
+
+    `span` is the pair of numbers that mean black and white, if the pixels aren't integers.
     """
 
     pixels: Tensor
     span: tuple[float, float] = (0.0, 1.0)
 
     def compact(self) -> Tensor:
-        """Return the pixels as bytes (height, width, channels), where the tensor is and without
-        waiting for it.
-        """
+        """Return pixels as bytes (height, width, channels), without waiting for their device."""
         pixels = self.pixels.detach()
         if pixels.dtype == torch.bool:
             pixels = pixels.to(torch.uint8) * 255
@@ -51,27 +50,28 @@ class Image:
         elif pixels.dtype != torch.uint8:
             pixels = pixels.clamp(0, 255)
         pixels = pixels.to(torch.uint8)
+        # One channel: (height, width) becomes (1, height, width). Several images become one sheet.
         pixels = pixels[None] if pixels.dim() == 2 else pixels
         pixels = _side_by_side(pixels) if pixels.dim() == 4 else pixels
         return pixels.permute(1, 2, 0).clone(memory_format=torch.contiguous_format)
 
 
 def _side_by_side(images: Tensor) -> Tensor:
-    """Lay images out in a square, or nearly so, with black gaps between them."""
+    """Arrange images in a square, or nearly so, with black gaps between them."""
     count, channels, height, width = images.shape
     across = math.ceil(math.sqrt(count))
     down = math.ceil(count / across)
     sheet = images.new_zeros(
         channels, down * (height + _GAP) - _GAP, across * (width + _GAP) - _GAP
     )
-    for at, each in enumerate(images):
-        top, left = at // across * (height + _GAP), at % across * (width + _GAP)
-        sheet[:, top : top + height, left : left + width] = each
+    for index, pixels in enumerate(images):
+        top, left = index // across * (height + _GAP), index % across * (width + _GAP)
+        sheet[:, top : top + height, left : left + width] = pixels
     return sheet
 
 
 class Pixels:
-    """An image: bytes of the shape (height, width, channels)."""
+    """An image as bytes of the shape (height, width, channels)."""
 
     def __init__(self, data: NDArray[np.uint8]) -> None:
         self.data = data
@@ -79,44 +79,57 @@ class Pixels:
 
     @staticmethod
     def of(pixels: Tensor) -> Pixels:
-        """Read what `Image.compact` has made."""
+        """Read the tensor that `Image.to_compact_tensor` has made."""
         return Pixels(pixels.numpy())
 
     def png(self) -> bytes:
-        """Return the image as PNG, which is made once; any thread may ask."""
+        """Return the image as a PNG, which is encoded once. Any thread may call this."""
+        # Each tracker writes the image on a thread of its own.
         with self._lock:
             self._png = self._png or encode(self.data)
             return self._png
 
     def fields(self) -> dict[str, Any]:
-        """Return what a line of media.jsonl says of it, beside its file."""
+        """Return the fields of a line in media.jsonl, without the file."""
         height, width, _ = self.data.shape
         return {"kind": "image", "width": width, "height": height}
 
 
 def encode(data: NDArray[np.uint8]) -> bytes:
-    """Return bytes of the shape (height, width, 1, 3 or 4) as a PNG."""
+    """Encode bytes of the shape (height, width, channels) as a PNG, with 1, 3 or 4 channels.
+
+    Source: W3C, Portable Network Graphics (PNG) Specification.
+    """
     height, width, channels = data.shape
     head = struct.pack(">IIBBBBB", width, height, 8, _KINDS[channels], 0, 0, 0)
-    # each row begins with its filter: none
+    # Each row begins with a byte for its filter. 0 means none.
     rows = np.concatenate([np.zeros((height, 1), np.uint8), data.reshape(height, -1)], axis=1)
     chunks = ((b"IHDR", head), (b"IDAT", zlib.compress(rows.tobytes(), 6)), (b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, body) for kind, body in chunks)
 
 
 def _chunk(kind: bytes, body: bytes) -> bytes:
+    """Return a chunk of a PNG: length, kind, body and checksum."""
     return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
 
 def image(pixels: Tensor, span: tuple[float, float] = (0.0, 1.0)) -> Image:
-    """Give `run.log` an image, or several that it shows side by side.
+    """Log an image, or several that are shown side by side, with `run.log`.
 
     >>> run.log(sample=pl.image(x[0]))
 
-    `pixels`: (height, width), (channels, height, width) or (images, channels, height, width), of 1,
-    3 or 4 channels; the first worker's is logged. Bytes are taken as they are, other integers are
-    cut to 0 to 255, booleans are black or white. `span`: the floating-point numbers that are black
-    and white; what lies outside is cut. Raises `UsageError` for anything else.
+    Args:
+        pixels: Tensor of shape (height, width), (channels, height, width) or (images, channels,
+            height, width), with 1, 3 or 4 channels. The first worker's is logged. Bytes are taken
+            as they are, other integers are clamped to 0 to 255, and booleans are black or white.
+        span: Floating-point numbers that are black and white. Pixels outside are clamped. Default:
+            (0.0, 1.0).
+
+    Returns:
+        A value for `run.log`.
+
+    Raises:
+        UsageError: The tensor has another shape, is complex or empty, or `span` is not increasing.
     """
     if not isinstance(pixels, Tensor) or pixels.is_complex():
         raise UsageError(

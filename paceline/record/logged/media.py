@@ -1,6 +1,4 @@
-"""Histograms and images that are logged: those of the first worker, held until their step is
-over.
-"""
+"""Histograms and images that are logged on the first worker, held until their step has ended."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ _READ: Final[dict[str, Callable[[Tensor], Content]]] = {
 
 @dataclass(frozen=True)
 class MediaItem:
-    """What was logged under `name` in a step, `time` seconds after the run began."""
+    """A histogram or image that was logged in a step, `time` seconds after the run began."""
 
     step: int
     time: float
@@ -39,22 +37,22 @@ class HeldMedia:
     copy: HostCopy
 
     @staticmethod
-    def hold(given: Histogram | Image) -> HeldMedia:
-        """Take what is to be shown out of the tensor, as it is now. Never waits for a device."""
+    def hold(media: Histogram | Image) -> HeldMedia:
+        """Copy what is to be shown out of the tensor, as it is now. Never waits for a device."""
         return HeldMedia(
-            "histogram" if isinstance(given, Histogram) else "image",
-            HostCopy(given.compact(), shared=True),
+            "histogram" if isinstance(media, Histogram) else "image",
+            HostCopy(media.compact(), shared=True),
         )
 
     def content(self) -> Content:
-        """Return what has come, and wait for it if need be."""
+        """Return the content. Waits for the device if necessary."""
         return _READ[self.kind](self.copy.read())
 
     def state(self) -> list[Any]:
-        """Return this for `load`; it waits for a device."""
+        """Return this as plain data for `from_state`. Waits for the device."""
         return [self.kind, self.copy.read()]
 
     @staticmethod
     def load(state: list[Any]) -> HeldMedia:
-        """Hold again what `state` has returned."""
+        """Restore the output of `to_state`."""
         return HeldMedia(state[0], HostCopy(state[1], shared=True))

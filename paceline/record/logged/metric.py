@@ -1,12 +1,11 @@
-"""Metrics of torchmetrics that are logged: each worker hands over the state of its own, and the
-first makes one value of all of them.
+"""Metrics of torchmetrics: each worker hands over its own state, and the first combines them.
 
 worker 0   right 7 of 8 --+
-worker 1   right 5 of 7 --+--> right 12 of 15, as the metric reduces its states --> compute() on the
-           first worker --> 0.8
-worker 2   (a ghost)  --+        a worker whose metric has seen nothing is left out
+worker 1   right 5 of 7 --+--> right 12 of 15, reduced as     --> compute() on the first worker
+worker 2   (a ghost)  --+      the metric reduces its states      --> 0.8
 
-torchmetrics is never imported here; a script with a metric has done that.
+A worker whose metric has seen no samples is left out. torchmetrics is never imported here, because
+a script that has a metric has imported it.
 """
 
 from __future__ import annotations
@@ -24,13 +23,15 @@ from paceline.record.logged.host_copy import HostCopy
 from paceline.state.snapshot import loads, pack
 
 HOME: Final = "torchmetrics"
-# what compute() looks at beside the state
+# Private attributes of torchmetrics.Metric that compute() reads besides the state: the number of
+# updates, the cached value, and whether to synchronise. If torchmetrics renames one, `getattr` in
+# `_merge_states` raises AttributeError.
 _BESIDE: Final = ("_update_count", "_computed", "_to_sync")
 _MOST: Final = 100  # numbers in one value
 
 
 def is_metric(value: Any) -> bool:
-    """Whether `value` is a metric, a collection of metrics, or a tracker of them."""
+    """Whether `value` is a metric, a collection of metrics, or a tracker of metrics."""
     home = sys.modules.get(HOME)
     return home is not None and isinstance(
         value, (home.Metric, home.MetricCollection, home.MetricTracker)
@@ -38,19 +39,19 @@ def is_metric(value: Any) -> bool:
 
 
 def parts(metric: nn.Module) -> list[Any]:
-    """Return the metrics that a metric is made of, itself among them, in the same order on all
-    workers.
-    """
-    home = sys.modules[HOME]
+    """Return all metrics inside a metric, itself included, in the same order on all workers."""
+    torchmetrics = sys.modules[HOME]
     modules = list(metric.modules())
-    for collection in (module for module in modules if isinstance(module, home.MetricCollection)):
-        # those of a group share the state of one, which the others are given by this
+    for collection in (
+        module for module in modules if isinstance(module, torchmetrics.MetricCollection)
+    ):
+        # Metrics of a compute group share the state of one of them. This gives it to the others.
         collection.values(copy_state=False)
-    return [module for module in modules if isinstance(module, home.Metric)]
+    return [module for module in modules if isinstance(module, torchmetrics.Metric)]
 
 
 class HeldState:
-    """The state of a worker's metric, as it is now, on its way to the host."""
+    """The current state of a worker's metric, on its way to the host."""
 
     def __init__(self, metric: nn.Module) -> None:
         self._parts = [
@@ -59,7 +60,7 @@ class HeldState:
         ]
 
     def done(self) -> bool:
-        """Whether `packed` would not wait."""
+        """Whether all copies have arrived, so that packing would not wait."""
         held = (
             copy
             for _, states in self._parts
@@ -69,7 +70,7 @@ class HeldState:
         return all(copy.done() for copy in held)
 
     def packed(self) -> bytes:
-        """Return what the first worker needs of it."""
+        """Return the bytes that the first worker needs."""
         return pack(
             [
                 [count, {name: _read(state) for name, state in states.items()}]
@@ -80,6 +81,7 @@ class HeldState:
 
 
 def _held(state: Tensor | list[Tensor]) -> HostCopy | list[HostCopy]:
+    """Start to copy a state, which is a tensor or a list of tensors, to the host."""
     return (
         HostCopy(state.detach())
         if isinstance(state, Tensor)
@@ -88,80 +90,102 @@ def _held(state: Tensor | list[Tensor]) -> HostCopy | list[HostCopy]:
 
 
 def _read(state: HostCopy | list[HostCopy]) -> Tensor | list[Tensor]:
+    """Return a state that was copied to the host."""
     return [each.read() for each in state] if isinstance(state, list) else state.read()
 
 
 class MetricValues:
-    """The metrics that this worker has logged, by which it makes values of the states of all
-    workers.
-    """
+    """The metrics that this worker has logged, to compute values from all workers' states."""
 
     def __init__(self) -> None:
         self._metrics: dict[str, nn.Module] = {}
 
     def know(self, name: str, metric: nn.Module) -> None:
-        """Take note of the metric that is logged under this name."""
+        """Remember the metric that is logged under this name."""
         self._metrics[name] = metric
 
     def of(self, name: str, states: Sequence[bytes]) -> dict[str, float]:
-        """Return the value of what workers have packed: one number, or one for each name or place
-        in it; nothing if nobody has counted.
+        """Compute the value of a metric from the states of all workers.
 
-        Raises `UsageError` for a value of very many numbers, and if this worker hasn't logged it.
+        Args:
+            name: Name that the metric was logged under.
+            states: Packed state of each worker that has logged it.
+
+        Returns:
+            One number, or one for each name or place in the value; nothing if no worker has
+            counted.
+
+        Raises:
+            UsageError: The value has too many numbers, or this worker hasn't logged the metric.
         """
         metric = self._metrics.get(name)
         if metric is None:
             raise UsageError(
-                f"run.log({name}=...) was given a metric on other workers, and not on the first, "
-                "which puts them together"
+                f"run.log({name}=...) got a metric on other workers but not on the first one, "
+                "which "
+                "combines them; log it on all workers"
             )
         workers = [loads(state).unpack() for state in states]
-        if not any(count for mine in workers for count, _ in mine):
+        if not any(count for worker in workers for count, _ in worker):
             return {}
         with _put_together(parts(metric), workers):
-            found = dict(_flat(name, metric.compute()))  # type: ignore[operator]
-        if len(found) > _MOST:
+            values = dict(_flat(name, metric.compute()))  # type: ignore[operator]
+        if len(values) > _MOST:
             raise UsageError(
                 f"run.log({name}=...) got a {type(metric).__qualname__}, whose value is "
-                f"{len(found)} numbers; log those that matter, "
+                f"{len(values)} numbers; log those that matter, "
                 "such as run.log(worst=metric.compute().min())"
             )
-        return found
+        return values
 
 
 @contextmanager
 def _put_together(metrics: Sequence[Any], workers: Sequence[Any]) -> Iterator[None]:
-    """Let metrics of this worker have the states of all workers, inside of the block."""
-    kept = [
+    """Give metrics of this worker the combined states of all workers, inside of the block.
+
+    Their own states are put back at the end.
+    """
+    saved = [
         {**part.metric_state, **{name: getattr(part, name) for name in _BESIDE}} for part in metrics
     ]
     try:
-        for at, part in enumerate(metrics):
-            mine = [worker[at] for worker in workers]
-            counted = [states for count, states in mine if count] or [mine[0][1]]
+        for index, part in enumerate(metrics):
+            worker_states = [worker[index] for worker in workers]
+            # A worker without updates still has the initial state, which would distort a mean.
+            updated_states = [states for count, states in worker_states if count] or [
+                worker_states[0][1]
+            ]
+            # `_reductions` is private: the function of each state as given to `add_state`. If
+            # torchmetrics renames it, this raises AttributeError.
             states = {
-                name: _reduced(reduction, [each[name] for each in counted])
+                name: _reduced(reduction, [each[name] for each in updated_states])
                 for name, reduction in part._reductions.items()
             }
-            beside = dict(zip(_BESIDE, (sum(count for count, _ in mine), None, False), strict=True))
+            attributes = dict(
+                zip(_BESIDE, (sum(count for count, _ in worker_states), None, False), strict=True)
+            )
             _set(
-                part, {name: _moved(state, part.device) for name, state in states.items()} | beside
+                part,
+                {name: _moved(state, part.device) for name, state in states.items()} | attributes,
             )
         yield
     finally:
-        for part, before in zip(metrics, kept, strict=True):
-            _set(part, before)
+        for part, saved_values in zip(metrics, saved, strict=True):
+            _set(part, saved_values)
 
 
 def _set(part: Any, values: Mapping[str, Any]) -> None:
+    """Set several attributes of a metric."""
     for name, value in values.items():
         setattr(part, name, value)
 
 
 def _reduced(reduction: Callable[[Any], Any] | None, states: Sequence[Any]) -> Any:
-    """Return the state of several workers as torchmetrics makes it when it synchronises."""
+    """Reduce the states of several workers as torchmetrics does when it synchronises."""
     if len(states) == 1:
         return states[0]
+    # List states are concatenated, and tensors are stacked along a new first dim. `None` means no
+    # reduction.
     joined = (
         [each for state in states for each in state]
         if isinstance(states[0], list)
@@ -175,13 +199,14 @@ def _reduced(reduction: Callable[[Any], Any] | None, states: Sequence[Any]) -> A
 
 
 def _moved(state: Any, device: torch.device) -> Any:
+    """Move a state to a device."""
     return (
         [each.to(device) for each in state] if isinstance(state, list | tuple) else state.to(device)
     )
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Yield the numbers in a value, each with a name of its own."""
+    """Yield the numbers in a value, each with a name of its own, such as `name/class/0`."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _flat(f"{name}/{key}", item)

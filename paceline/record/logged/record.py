@@ -1,6 +1,4 @@
-"""What a worker hands over of one finished step: a row of plain data, with all fields in this
-order.
-"""
+"""The record of one finished step that a worker hands over, as a row of plain data."""
 
 from __future__ import annotations
 
@@ -8,8 +6,10 @@ from typing import NamedTuple
 
 
 class LogRecord(NamedTuple):
-    """A finished step of one worker, or what was logged of it once it was over (`seconds`,
-    `causes` and `sent` are None then).
+    """A finished step of one worker, or values that were logged after it had ended.
+
+    In the second case `seconds`, `causes` and `sent` are None. Records travel as msgpack lists, so
+    the order of the fields is the format.
     """
 
     number: int  # of the step in this log

@@ -1,6 +1,4 @@
-"""Numbers that are logged: weighted sums of one value in one step, which are added up where they
-are, on the host or on a device.
-"""
+"""Weighted sums of logged numbers, each added up where it is: on the host or on a device."""
 
 from __future__ import annotations
 
@@ -21,37 +19,38 @@ from paceline.record.logged.host_copy import HostCopy
 class WeightedSum:
     """The weighted sum of one value in one step.
 
-    Numbers on a device are added up there, as one float64 scalar.
+    The sum is `total` plus `device`. Numbers on a device are added up there, in one float64 scalar.
     """
 
     total: float = 0.0
     weight: float = 0.0
     device: Tensor | None = None
 
-    def add(self, number: float | Tensor, weight: float) -> None:
+    def add(self, value: float | Tensor, weight: float) -> None:
         """Add a number, or a float64 scalar on a device."""
         self.weight += weight
-        if isinstance(number, Tensor):
+        if isinstance(value, Tensor):
+            # Values of one name may come from several devices. They are added up on the first one.
             self.device = (
-                number * weight
+                value * weight
                 if self.device is None
-                else self.device + number.to(self.device.device) * weight
+                else self.device + value.to(self.device.device) * weight
             )
         else:
-            self.total += number * weight
+            self.total += value * weight
 
     def take_in(self, other: WeightedSum) -> None:
-        """Add what another sum holds."""
+        """Add the content of another sum."""
         self.total, self.weight = self.total + other.total, self.weight + other.weight
         if other.device is not None:
             self.device = other.device if self.device is None else self.device + other.device
 
     def packed(self) -> list[float]:
-        """Return the sum and its weight; it waits for a device."""
+        """Return the sum and its weight. Waits for a device."""
         return [self.total + (0.0 if self.device is None else self.device.item()), self.weight]
 
     def arrive(self, number: float) -> None:
-        """Take in what has come from the device."""
+        """Replace the sum on the device by `number`, which was read from there."""
         self.total, self.device = self.total + number, None
 
 
@@ -60,32 +59,40 @@ class SumsOnTheirWay:
 
     def __init__(self, sums: list[WeightedSum]) -> None:
         self._sums = sums
+        # One copy for all sums of the device.
         self._copy = HostCopy(
-            torch.stack([each.device for each in sums if each.device is not None]), shared=True
+            torch.stack(
+                [weighted_sum.device for weighted_sum in sums if weighted_sum.device is not None]
+            ),
+            shared=True,
         )
 
     def done(self) -> bool:
-        """Whether `read` would not wait."""
+        """Whether the copy has arrived, so that reading it would not wait."""
         return self._copy.done()
 
     def read(self) -> None:
-        """Add what has come to the sums on the host."""
-        for each, number in zip(self._sums, self._copy.read().tolist(), strict=True):
-            each.arrive(number)
+        """Add the numbers that were copied to the sums on the host."""
+        for weighted_sum, value in zip(self._sums, self._copy.read().tolist(), strict=True):
+            weighted_sum.arrive(value)
 
 
 def send(sums: Iterable[WeightedSum]) -> list[SumsOnTheirWay]:
-    """Begin to copy to the host what sums have on devices: one copy for each device."""
+    """Start to copy the parts of sums on devices to the host: one copy for each device."""
     by_device: dict[torch.device, list[WeightedSum]] = {}
-    for each in sums:
-        if each.device is not None:
-            by_device.setdefault(each.device.device, []).append(each)
+    for weighted_sum in sums:
+        if weighted_sum.device is not None:
+            by_device.setdefault(weighted_sum.device.device, []).append(weighted_sum)
     return [SumsOnTheirWay(group) for group in by_device.values()]
 
 
 def number(name: str, value: Any) -> float | Tensor:
-    """Return `value` as a float, or as a float64 scalar on its device where reading it could
-    mean to wait.
+    """Convert a logged value to a float, or to a float64 scalar on its device.
+
+    Reading a value of a device would mean to wait for the device.
+
+    Raises:
+        UsageError: The value is not a single real number.
     """
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_complex():

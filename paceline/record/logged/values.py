@@ -1,6 +1,4 @@
-"""All that was logged of one step on one worker: sums of numbers, states of metrics, and on the
-first worker histograms and images.
-"""
+"""All values that one worker has logged in one step: numbers, metrics, histograms and images."""
 
 from __future__ import annotations
 
@@ -18,14 +16,15 @@ from paceline.record.logged.media import HeldMedia, MediaItem
 from paceline.record.logged.metric import HeldState, is_metric
 from paceline.record.logged.sums import SumsOnTheirWay, WeightedSum, number, send
 
-# fields of a line in metrics.jsonl
+# Fields of a line in metrics.jsonl.
 RESERVED: Final = ("step", "time", "samples", "seconds", "bytes_sent", "ranks")
-PREFIX: Final = "paceline/"  # of what trackers are told of a step beside what was logged
+# Prefix of the names under which trackers get the time of a step.
+PREFIX: Final = "paceline/"
 
 
 @dataclass
 class LoggedValues:
-    """What was logged, by name."""
+    """Logged values by name. Histograms and images are held on the first worker only."""
 
     sums: dict[str, WeightedSum] = field(default_factory=dict)
     states: dict[str, HeldState] = field(default_factory=dict)
@@ -33,11 +32,22 @@ class LoggedValues:
     _on_their_way: list[SumsOnTheirWay] = field(default_factory=list)
 
     def add(self, name: str, value: Any, weight: float, *, shows: bool) -> nn.Module | None:
-        """Add a value to what is known, and return it if it is a metric. Never waits for a device.
+        """Add a value. Never waits for a device.
 
-        Numbers count by `weight`; those of weight 0 are left out. Histograms and images are held if
-        this worker `shows` them. The last state, histogram or image of a name is what counts.
-        Raises `UsageError` for a name or a value that can't be logged.
+        Numbers of weight 0 are left out. The last metric state, histogram or image of a name
+        counts.
+
+        Args:
+            name: Name of the value.
+            value: Number, tensor of one element, metric, histogram or image.
+            weight: Weight of a number.
+            shows: Whether this worker holds histograms and images.
+
+        Returns:
+            The value if it is a metric, else None.
+
+        Raises:
+            UsageError: The name or the value can't be logged.
         """
         check_name(name)
         if isinstance(value, Histogram | Image):
@@ -47,29 +57,29 @@ class LoggedValues:
         if is_metric(value):
             self.states[name] = HeldState(value)
             return value  # type: ignore[no-any-return]
-        found = number(name, value)
+        converted = number(name, value)
         if weight != 0:
-            self.sums.setdefault(name, WeightedSum()).add(found, weight)
+            self.sums.setdefault(name, WeightedSum()).add(converted, weight)
         return None
 
     @property
     def empty(self) -> bool:
-        """Whether nothing counts of what was logged."""
+        """Whether nothing was logged that counts."""
         return not (self.sums or self.states or self.media)
 
     def take_in(self, later: LoggedValues) -> None:
-        """Add what was logged later."""
+        """Add values that were logged later."""
         for name, sums in later.sums.items():
             self.sums.setdefault(name, WeightedSum()).take_in(sums)
         self.states |= later.states
         self.media |= later.media
 
     def send(self) -> None:
-        """Begin to copy to the host what is still on devices."""
+        """Start to copy numbers on devices to the host."""
         self._on_their_way = send(self.sums.values())
 
     def done(self) -> bool:
-        """Whether nothing is on its way any more."""
+        """Whether all copies have arrived on the host."""
         copies: list[HostCopy | SumsOnTheirWay | HeldState] = [
             *self._on_their_way,
             *self.states.values(),
@@ -79,14 +89,14 @@ class LoggedValues:
         )
 
     def means(self) -> dict[str, list[float]]:
-        """Return each sum and its weight, and wait for them if need be."""
+        """Return each sum and its weight. Waits for devices if necessary."""
         for copy in self._on_their_way:
             copy.read()
         self._on_their_way = []
         return {name: [sums.total, sums.weight] for name, sums in self.sums.items()}
 
     def packed_states(self) -> dict[str, bytes]:
-        """Return the states of metrics, to be handed over."""
+        """Return the states of metrics as bytes."""
         return {name: state.packed() for name, state in self.states.items()}
 
     def shown(self, step: int, time: float) -> Iterator[MediaItem]:
@@ -95,8 +105,9 @@ class LoggedValues:
             yield MediaItem(step, time, name, media.content())
 
     def state(self) -> tuple[dict[str, list[float]], dict[str, list[Any]]]:
-        """Return sums, and histograms and images, for `load`; metrics aren't part of it, as
-        their own state is the script's.
+        """Return the sums, and the histograms and images, for `from_state`.
+
+        Metrics are not included, because the script saves their states itself.
         """
         return {name: sums.packed() for name, sums in self.sums.items()}, {
             name: media.state() for name, media in self.media.items()
@@ -104,7 +115,8 @@ class LoggedValues:
 
     @staticmethod
     def load(sums: Mapping[str, list[float]], media: Mapping[str, list[Any]]) -> LoggedValues:
-        """Go on from what `state` has returned."""
+        """Restore the output of `to_state`."""
+        # Metrics keep their own states, so there is nothing to restore for them.
         held = {name: HeldMedia.load(state) for name, state in media.items()}
         return LoggedValues(
             {name: WeightedSum(total, weight) for name, (total, weight) in sums.items()}, media=held
@@ -112,7 +124,7 @@ class LoggedValues:
 
 
 def check_name(name: str) -> None:
-    """Raise `UsageError` for a name under which nothing can be logged."""
+    """Raise `UsageError` if nothing can be logged under this name."""
     if name in RESERVED:
         raise UsageError(
             f"run.log({name}=...): a line of metrics.jsonl has a field {name!r} of its own; "
@@ -120,8 +132,8 @@ def check_name(name: str) -> None:
         )
     if not name.isprintable():
         raise UsageError(
-            f"run.log(**{{{name!r}: ...}}): a name goes to terminals and files of others; "
-            "leave out what can't be printed"
+            f"run.log(**{{{name!r}: ...}}): names appear on terminals and in files; leave out "
+            "characters that can't be printed"
         )
     if not name or name.startswith(PREFIX):
         raise UsageError(

@@ -1,1 +1,1 @@
-"""What a summary says that isn't measured elsewhere."""
+"""Parts of the summary that are not measured elsewhere."""

@@ -1,10 +1,9 @@
-"""All workers that took part in a run, in the order in which they came: where each was, its steps,
-and where its time went.
+"""All workers that took part in a run, in order of arrival: place, steps and time of each.
 
 worker 0   [ steps 1 ............................ 320 ]      rank 0 at the end
 worker 1   [ steps 1 ............................ 320 ]      rank 1
-worker 2   [ steps 1 .... 90 ]                               lost, or gone: no rank any more
-worker 3                         [ steps 200 .... 320 ]      rank 2: it came in its place
+worker 2   [ steps 1 .... 90 ]                               lost or left: no rank any more
+worker 3                         [ steps 200 .... 320 ]      rank 2: it replaced worker 2
 """
 
 from __future__ import annotations
@@ -15,26 +14,28 @@ from typing import Any
 
 from paceline.trace import PARTS, SENT
 
-EVERY = 1.0  # seconds between two looks at each worker, at least
-PART = 0.002  # of the time so far: looks become rarer, so that those of a day are some thousands
+# Seconds between two looks at all workers: at least this, and at least this share of the time so
+# far. Looks become rarer, so that a day has only a few thousand.
+EVERY = 1.0
+PART = 0.002
 
 
 @dataclass
 class MemberTotals:
-    """What the steps of one worker came to, all or those since the last look.
+    """Totals over steps of one worker: all of them, or those since the last look.
 
-    `late`: the seconds by which it was later than usual.
+    `late` is the seconds by which it was later than usual.
     """
 
     steps: int = 0
     seconds: list[float] = field(default_factory=lambda: [0.0] * len(PARTS))
     late: float = 0.0
     sent: list[int] = field(default_factory=lambda: [0] * len(SENT))
-    first: int = 0  # the step it came in, and the last one
+    first: int = 0  # first step; 0 before there is one
     last: int = 0
 
     def step(self, step: int, seconds: Sequence[float], sent: Sequence[int]) -> None:
-        """Add a step."""
+        """Add a step with its seconds of PARTS and bytes of SENT."""
         self.steps += 1
         self.first, self.last = self.first or step, step
         for at, value in enumerate(seconds):
@@ -43,7 +44,7 @@ class MemberTotals:
             self.sent[at] += more
 
     def add(self, other: MemberTotals) -> None:
-        """Add later steps of the same worker."""
+        """Add the totals of later steps of the same worker."""
         self.steps, self.late = self.steps + other.steps, self.late + other.late
         self.first, self.last = self.first or other.first, other.last or self.last
         self.seconds = [a + b for a, b in zip(self.seconds, other.seconds, strict=True)]
@@ -51,70 +52,81 @@ class MemberTotals:
 
 
 class RunMembers:
-    """The members of a run by their numbers, which stay when ranks change."""
+    """The members of a run by worker number, which stays the same when ranks change.
+
+    Steps are counted in `_recent_totals` until the next look, and then move to `_all_totals`.
+    """
 
     def __init__(self) -> None:
         self._all: dict[int, MemberTotals] = {}
-        self._since: dict[int, MemberTotals] = {}  # since the last look
+        self._since: dict[int, MemberTotals] = {}
         self._hosts: dict[int, str] = {}
-        self._present: tuple[int, ...] = ()  # in the order of ranks
-        self._next = 0.0  # when it is time for another look, in seconds since the start of the run
+        # Numbers of the current workers, in rank order.
+        self._present: tuple[int, ...] = ()
+        # Time of the next look, in seconds since the start of the run.
+        self._next = 0.0
 
     def meet(self, numbers: Sequence[int], hosts: Sequence[str]) -> None:
-        """Take in who takes part now, and on which hosts, in the order of ranks.
+        """Set the current workers and their hosts, in rank order.
 
-        `hosts` is empty where they aren't known.
+        `hosts` is empty if they aren't known.
         """
         self._present = tuple(numbers)
         self._hosts.update(zip(numbers, hosts, strict=False))
 
-    def step(self, number: int, step: int, seconds: Sequence[float], sent: Sequence[int]) -> None:
-        """Count a step of a worker: seconds of PARTS, and bytes of SENT."""
-        self._of(number).step(step, seconds, sent)
+    def step(self, worker: int, step: int, seconds: Sequence[float], sent: Sequence[int]) -> None:
+        """Count a step of a worker, with its seconds of PARTS and bytes of SENT."""
+        self._of(worker).step(step, seconds, sent)
 
     def late(self, seconds: Mapping[int, float]) -> None:
-        """Count the seconds by which workers were late in steps."""
-        for number, more in seconds.items():
-            self._of(number).late += more
+        """Add the seconds by which workers were late."""
+        for worker, late_seconds in seconds.items():
+            self._of(worker).late += late_seconds
 
-    def _of(self, number: int) -> MemberTotals:
-        return self._since.setdefault(number, MemberTotals())
+    def _of(self, worker: int) -> MemberTotals:
+        """Return the totals of a worker since the last look."""
+        return self._since.setdefault(worker, MemberTotals())
 
     def _gather(self) -> dict[int, MemberTotals]:
-        """Add what was counted since the last look to all there is; return it."""
-        found, self._since = self._since, {}
-        for number, totals in found.items():
-            self._all.setdefault(number, MemberTotals()).add(totals)
-        return found
+        """Move the counts since the last look to all counts, and return them."""
+        recent, self._since = self._since, {}
+        for worker, totals in recent.items():
+            self._all.setdefault(worker, MemberTotals()).add(totals)
+        return recent
 
     def look(self, time: float) -> dict[str, list[float]] | None:
-        """Return what each worker did since the last look, if it is time for one: steps, the
-        seconds of PARTS in them, and of lateness.
+        """Return what each worker did since the last look, if it is time for a look.
+
+        Values are steps, the seconds of PARTS in them, and the seconds of lateness.
         """
-        if time < self._next or len(self._since) < 2:  # of one worker each step tells all
+        # A single worker needs no looks: its steps are in the lines anyway.
+        if time < self._next or len(self._since) < 2:
             return None
         self._next = time + max(EVERY, PART * time)
         return {
-            str(number): [
+            str(worker): [
                 totals.steps,
                 *(round(value, 6) for value in (*totals.seconds, totals.late)),
             ]
-            for number, totals in sorted(self._gather().items())
+            for worker, totals in sorted(self._gather().items())
         }
 
     def fields(self) -> list[dict[str, Any]]:
-        """Return of each its number, host, and rank at the end (None: it had left by then), and
-        of a mean step its seconds and bytes.
+        """Return the fields of each member for the summary.
+
+        They are its number, host, rank at the end (None if it had left), steps, and the seconds and
+        bytes of a mean step.
         """
-        whole = {number: MemberTotals() for number in sorted({*self._all, *self._since})}
-        for totals in (self._all, self._since):  # looks go on as if nobody had asked
-            for number, part in totals.items():
-                whole[number].add(part)
+        totals_by_worker = {worker: MemberTotals() for worker in sorted({*self._all, *self._since})}
+        # `_recent_totals` stays as it is, so that this call doesn't disturb the looks.
+        for totals in (self._all, self._since):
+            for worker, member_totals in totals.items():
+                totals_by_worker[worker].add(member_totals)
         return [
             {
-                "worker": number,
-                "host": self._hosts.get(number),
-                "rank": self._present.index(number) if number in self._present else None,
+                "worker": worker,
+                "host": self._hosts.get(worker),
+                "rank": self._present.index(worker) if worker in self._present else None,
                 "steps": totals.steps,
                 "first_step": totals.first,
                 "last_step": totals.last,
@@ -128,5 +140,5 @@ class RunMembers:
                     for where, value in zip(SENT, totals.sent, strict=True)
                 },
             }
-            for number, totals in whole.items()
+            for worker, totals in totals_by_worker.items()
         ]

@@ -1,6 +1,6 @@
-"""What a run was asked for: its script and arguments, what was prepared, and where that ran.
+"""The settings of a run: script, arguments, what was prepared, and where it ran.
 
-Pages that compare runs show what differs.
+Pages that compare runs show which settings differ.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from paceline.formatting import spell
 from paceline.prepare.registry import Prepared
 from paceline.record.folder import script
 
-HIDDEN: Final = "..."  # in the place of what is nobody's business
+# Stands in place of a secret value.
+HIDDEN: Final = "..."
 _SECRET = re.compile(r"key|token|secret|passw", re.IGNORECASE)
 
 
 def settings(place: Place, device: torch.device, seed: int, prepared: Prepared) -> dict[str, Any]:
-    """Return the settings of a run as plain data; what wasn't asked for is left out."""
+    """Return the settings of a run as plain data. Settings that were not given are left out."""
+    # If a model is cut, this worker holds only a part of it, so the count is left out.
     parameters = [parameter for _, model in prepared.models for parameter in model.parameters()]
-    found = {
+    fields = {
         "script": script(),
         "arguments": disclosed(sys.argv[1:]),
         "seed": seed,
@@ -48,37 +50,43 @@ def settings(place: Place, device: torch.device, seed: int, prepared: Prepared) 
         "paceline": _version("paceline"),
         "torch": str(torch.__version__),
     }
-    found |= _dealt(prepared.loaders)
-    return {name: value for name, value in found.items() if value not in (None, [], "")}
+    fields |= _dealt(prepared.loaders)
+    return {name: value for name, value in fields.items() if value not in (None, [], "")}
 
 
 def disclosed(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of a script without those whose names say that they are secret."""
-    found, hide = list[str](), False
+    """Return the arguments of a script, with the values of secret options hidden.
+
+    An option counts as secret if its name contains "key", "token", "secret" or "passw".
+    """
+    shown, hide_next = list[str](), False
     for argument in arguments:
         name, equals, _ = argument.partition("=")
-        secret = name.startswith("-") and _SECRET.search(name) is not None
-        if hide and not argument.startswith("-"):
-            found.append(HIDDEN)
+        is_secret = name.startswith("-") and _SECRET.search(name) is not None
+        # `--api-key VALUE`: the value follows as an argument of its own.
+        if hide_next and not argument.startswith("-"):
+            shown.append(HIDDEN)
         else:
-            found.append(f"{name}={HIDDEN}" if secret and equals else argument)
-        hide = secret and not equals
-    return found
+            shown.append(f"{name}={HIDDEN}" if is_secret and equals else argument)
+        hide_next = is_secret and not equals
+    return shown
 
 
 def hyperparameters(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the class of an optimizer, and the numbers that it was made with."""
+    """Return the class of an optimizer and its numeric defaults."""
     return {"name": type(optimizer).__name__, **dict(_numbers(optimizer.defaults))}
 
 
 def _numbers(defaults: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    """Yield the defaults that are one number, or several."""
     for name, value in defaults.items():
-        one = (
+        # Booleans are numbers in Python, but no hyperparameters here.
+        is_number = (
             value.numel() == 1
             if isinstance(value, Tensor)
             else isinstance(value, numbers.Real) and not isinstance(value, bool)
         )
-        if one:
+        if is_number:
             yield name, float(value)
         elif isinstance(value, tuple | list) and all(
             isinstance(each, numbers.Real) for each in value
@@ -87,7 +95,7 @@ def _numbers(defaults: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
 
 
 def _dealt(loaders: Iterable[ShareLoader]) -> dict[str, Any]:
-    """Return how batches of the first training loader are cut."""
+    """Describe how batches of the first training loader are shared out."""
     terms = next(
         (
             loader.terms
@@ -98,13 +106,14 @@ def _dealt(loaders: Iterable[ShareLoader]) -> dict[str, Any]:
     )
     if terms is None:
         return {}
-    asked = terms.asked if isinstance(terms.asked, str) else None
-    return {"batch": terms.loader.batch_size, "shares": asked}
+    shares = terms.asked if isinstance(terms.asked, str) else None
+    return {"batch": terms.loader.batch_size, "shares": shares}
 
 
 @functools.cache
 def _version(name: str) -> str | None:
+    """Return the installed version of a package; None for a checkout that isn't installed."""
     try:
         return metadata.version(name)
-    except metadata.PackageNotFoundError:  # a checkout that isn't installed
+    except metadata.PackageNotFoundError:
         return None

@@ -1,1 +1,1 @@
-"""Trackers that a run is reported to."""
+"""Trackers, such as TensorBoard, that a run is reported to."""

@@ -1,8 +1,8 @@
-"""The trackers that there are: what `report_to` asks for, whether it is installed, and the objects
-that it stands for.
+"""The available trackers: reads `report_to`, checks that they are installed, and creates them.
 
-"tensorboard,wandb:team/project"  --read-->  (TrackerSpec("tensorboard"), TrackerSpec("wandb",
-                                             "team/project"))  --make-->  trackers
+"tensorboard,wandb:team/project"
+    --parse_trackers-->  (TrackerSpec("tensorboard"), TrackerSpec("wandb", "team/project"))
+    --make_trackers-->   trackers
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.formatting import choices
 if TYPE_CHECKING:
     from paceline.record.trackers.tracker import Tracker
 
-# tracker: module
+# Module that each tracker needs.
 NEEDS: Final = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
@@ -31,7 +31,7 @@ NOWHERE: Final = "none"
 
 @dataclass(frozen=True)
 class TrackerSpec:
-    """A tracker as it was asked for: its name, and what stands behind the colon."""
+    """The name of a tracker, and the text behind its colon."""
 
     name: str
     detail: str = ""
@@ -41,15 +41,22 @@ class TrackerSpec:
 
 
 def read(asked: str | Sequence[str] | None) -> tuple[TrackerSpec, ...]:
-    """Read what `report_to` was given: a name, several with commas between them, or a list;
-    "none" for nowhere. Raises `UsageError`.
+    """Parse the option `report_to`.
+
+    Args:
+        asked: A name, several names separated by commas, or a list of names. None or "none" means
+            no tracker.
+
+    Raises:
+        UsageError: A name is unknown or given twice.
     """
-    words = asked.split(",") if isinstance(asked, str) else [] if asked is None else asked
-    if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
+    texts = asked.split(",") if isinstance(asked, str) else [] if asked is None else asked
+    if not isinstance(texts, list | tuple) or not all(isinstance(word, str) for word in texts):
         raise UsageError(
-            f"report_to={asked!r} is no name and no list of names; possible are {', '.join(NEEDS)}"
+            f"report_to={asked!r} is neither a name nor a list of names; "
+            f"possible are {', '.join(NEEDS)}"
         )
-    specs = tuple(TrackerSpec(*map(str.strip, word.split(":", 1))) for word in words)
+    specs = tuple(TrackerSpec(*map(str.strip, word.split(":", 1))) for word in texts)
     if specs == (TrackerSpec(NOWHERE),):
         return ()
     for spec in specs:
@@ -67,47 +74,54 @@ def read(asked: str | Sequence[str] | None) -> tuple[TrackerSpec, ...]:
 
 
 def check_installed(specs: Sequence[TrackerSpec]) -> None:
-    """Raise `UsageError` if what a tracker needs isn't installed here."""
+    """Raise `UsageError` if a module that a tracker needs isn't installed."""
     absent = [spec.name for spec in specs if importlib.util.find_spec(NEEDS[spec.name]) is None]
     if absent:
         raise UsageError(
-            f"report_to needs what isn't installed: pip install 'paceline[{','.join(absent)}]'"
+            "report_to needs packages that are not installed: "
+            f"pip install 'paceline[{','.join(absent)}]'"
         )
 
 
 def make(specs: Sequence[TrackerSpec]) -> list[Tracker]:
-    """Make the trackers, which open nothing yet.
+    """Create the trackers, which open nothing yet.
 
-    Raises `UsageError` for details that one can't have.
+    Raises:
+        UsageError: The text behind a colon doesn't fit the tracker.
     """
     return [_KINDS[spec.name](spec.detail) for spec in specs]
 
 
 def _tensorboard(detail: str) -> Tracker:
+    """Create the TensorBoard tracker."""
     from paceline.record.trackers.tensorboard import TensorBoardTracker
 
     return TensorBoardTracker(detail)
 
 
 def _wandb(detail: str) -> Tracker:
+    """Create the W&B tracker."""
     from paceline.record.trackers.wandb import WandbTracker
 
     return WandbTracker(detail)
 
 
 def _mlflow(detail: str) -> Tracker:
+    """Create the MLflow tracker."""
     from paceline.record.trackers.mlflow import MlflowTracker
 
     return MlflowTracker(detail)
 
 
 def _prometheus(detail: str) -> Tracker:
+    """Create the Prometheus tracker."""
     from paceline.record.trackers.prometheus import PrometheusTracker
 
     return PrometheusTracker(detail)
 
 
-# here as functions: the command line asks for names alone, and needs no torch
+# The trackers are imported when they are created: the command line needs only their names, and
+# should not have to import torch.
 _KINDS: Final[dict[str, Callable[[str], Any]]] = {
     "tensorboard": _tensorboard,
     "wandb": _wandb,

@@ -1,11 +1,8 @@
-"""The folder of a run as it keeps histograms and images: a line of media.jsonl for each, and an
-image's pixels as a PNG.
+"""Keeps histograms and images in the folder of a run: lines of media.jsonl, and PNG files.
 
 runs/NAME/
-  media.jsonl                {"step": 120, "time": 8.1, "name": "weights", "kind": "histogram",
-                             "low": -1.2, ..., "counts": [...]}
-                             {"step": 120, "time": 8.1, "name": "val/sample", "kind": "image", ...,
-                             "file": "media/val/sample-120.png"}
+  media.jsonl                {"step": 120, "time": 8.1, "name": "weights", "kind": "histogram", ...}
+                             {"step": 120, ..., "kind": "image", "file": "media/val/sample-120.png"}
   media/val/sample-120.png
 """
 
@@ -23,7 +20,7 @@ from paceline.record.trackers.tracker import TrackedEnd, TrackedEvent, TrackedRu
 
 
 class MediaFolder:
-    """Writes histograms and images into the folder of a run."""
+    """A tracker that writes histograms and images into the folder of the run."""
 
     name = "the run's folder"
 
@@ -31,14 +28,18 @@ class MediaFolder:
         self._folder, self._lines = folder, JsonLines(folder.media)
 
     def begin(self, run: TrackedRun) -> str:
-        """Say where."""
+        """Return the path of the file."""
         return str(self._folder.media)
 
     def steps(self, steps: Sequence[TrackedStep]) -> None:
-        """Leave them to metrics.jsonl."""
+        """Do nothing, because steps are in metrics.jsonl."""
 
     def media(self, items: Sequence[MediaItem]) -> None:
-        """Write them. Raises `OSError` and `ResourceError` if the disk refuses."""
+        """Write histograms and images.
+
+        Raises:
+            OSError, ResourceError: The disk refuses.
+        """
         lines = []
         for item in items:
             fields = {
@@ -57,16 +58,17 @@ class MediaFolder:
         self._lines.append(lines)
 
     def event(self, event: TrackedEvent) -> None:
-        """Leave it to the summary."""
+        """Do nothing, because events are in the summary."""
 
     def rewind(self, step: int) -> None:
-        """Remove the lines of steps after this one; their images are overwritten when those are
-        taken again.
+        """Remove the lines of steps after `step`.
+
+        Images of those steps are overwritten when the steps are taken again.
         """
         self._lines.cut(step)
 
     def conclude(self, end: TrackedEnd) -> None:
-        """Leave it to summary.json."""
+        """Do nothing, because summary.json has it."""
 
     def close(self, *, failed: bool) -> None:
         """Close the file."""
@@ -74,10 +76,15 @@ class MediaFolder:
 
 
 def file_name(name: str) -> str:
-    """Return a relative path for a name that was logged: its parts between slashes, in which no
-    sign leads elsewhere.
+    """Return a safe relative path for a logged name.
+
+    The name may contain slashes. No part can lead out of the folder, and special characters are
+    quoted.
     """
-    parts = [quote(part, safe=" ()+,=@") for part in name.split("/")]
+    name_parts = [quote(name_part, safe=" ()+,=@") for name_part in name.split("/")]
+    # Parts such as "." and ".." would lead elsewhere.
     return "/".join(
-        part.replace(".", "%2E") if part.strip(".") == "" else part for part in parts if part
+        name_part.replace(".", "%2E") if name_part.strip(".") == "" else name_part
+        for name_part in name_parts
+        if name_part
     )

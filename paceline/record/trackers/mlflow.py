@@ -1,7 +1,6 @@
-"""MLflow: a run in the store that MLflow itself would use, which MLFLOW_TRACKING_URI changes.
+"""The MLflow tracker: a run in the store that MLflow itself uses (MLFLOW_TRACKING_URI).
 
-paceline run --report-to mlflow                 the experiment that MLFLOW_EXPERIMENT_NAME says, or
-                                                "Default"
+paceline run --report-to mlflow                 experiment from MLFLOW_EXPERIMENT_NAME, or "Default"
 paceline run --report-to mlflow:EXPERIMENT
 """
 
@@ -25,21 +24,23 @@ from paceline.record.trackers.tracker import (
 )
 
 TAG: Final = "paceline.identity"
-_MOST: Final = 1000  # metrics that a store takes at once
-_LONGEST: Final = 500  # characters of a setting
+# Metrics that a store accepts at once.
+_MOST: Final = 1000
+# Characters of a setting that a store accepts.
+_LONGEST: Final = 500
 
 
 class MlflowTracker:
-    """Gives a run to MLflow. `detail`: the name of the experiment."""
+    """Reports a run to MLflow. `detail` is the name of the experiment."""
 
     name = "mlflow"
 
     def __init__(self, detail: str) -> None:
         if "://" in detail:
             raise UsageError(
-                f"report_to='mlflow:{detail}': behind the colon stands the name of an experiment; "
-                "the address of a server is what "
-                f"MLFLOW_TRACKING_URI says: export MLFLOW_TRACKING_URI={detail}"
+                f"report_to='mlflow:{detail}': the text behind the colon is the name of an "
+                "experiment; give the address of a server "
+                f"with export MLFLOW_TRACKING_URI={detail}"
             )
         self._experiment = detail
         self._client: Any = None
@@ -48,21 +49,31 @@ class MlflowTracker:
         self._events: list[str] = []
 
     def begin(self, run: TrackedRun) -> str:
-        """Begin a run, or go on with it. Raises `ImportError` and MLflow's own errors."""
+        """Begin a run, or continue it.
+
+        Raises:
+            ImportError: MLflow isn't installed.
+            Exception: Any error of MLflow.
+        """
         import mlflow
         from mlflow.environment_variables import MLFLOW_EXPERIMENT_NAME
 
         self._client, self._began = mlflow.MlflowClient(), run.began
         name = self._experiment or MLFLOW_EXPERIMENT_NAME.get() or "Default"
-        found = self._client.get_experiment_by_name(name)
-        experiment = self._client.create_experiment(name) if found is None else found.experiment_id
-        earlier = (
+        known_experiment = self._client.get_experiment_by_name(name)
+        experiment = (
+            self._client.create_experiment(name)
+            if known_experiment is None
+            else known_experiment.experiment_id
+        )
+        # A tag identifies our run, because names in MLflow need not be unique.
+        earlier_runs = (
             self._client.search_runs([experiment], f"tags.`{TAG}` = '{run.identity}'")
             if run.again
             else []
         )
-        if earlier:
-            self._id = earlier[0].info.run_id
+        if earlier_runs:
+            self._id = earlier_runs[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
         else:
             self._id = self._client.create_run(
@@ -75,16 +86,17 @@ class MlflowTracker:
         """Log the numbers of steps."""
         from mlflow.entities import Metric
 
-        found = [
-            Metric(metric_name(name), value, round(1000 * (self._began + each.time)), each.step)
-            for each in steps
-            for name, value in each.scalars().items()
+        metrics = [
+            Metric(metric_name(name), value, round(1000 * (self._began + step.time)), step.step)
+            for step in steps
+            for name, value in step.scalars().items()
         ]
-        for at in range(0, len(found), _MOST):
-            self._client.log_batch(self._id, metrics=found[at : at + _MOST])
+        # A store refuses larger batches.
+        for at in range(0, len(metrics), _MOST):
+            self._client.log_batch(self._id, metrics=metrics[at : at + _MOST])
 
     def media(self, items: Sequence[MediaItem]) -> None:
-        """Log images as they are, and histograms as JSON."""
+        """Log images as PNG files, and histograms as JSON."""
         import tempfile
         from pathlib import Path
 
@@ -101,17 +113,15 @@ class MlflowTracker:
                 self._client.log_artifact(self._id, str(path), str(Path("images") / file.parent))
 
     def event(self, event: TrackedEvent) -> None:
-        """Log what has happened so far as a text."""
+        """Log all events so far as a text."""
         self._events.append(f"{event.time:.1f} s: {event.what}\n")
         self._client.log_text(self._id, "".join(self._events), "events.txt")
 
     def rewind(self, step: int) -> None:
-        """Leave it to MLflow, which keeps all values of a step that is taken again, and shows
-        the last.
-        """
+        """Do nothing, because MLflow shows the last value of a step that is taken again."""
 
     def conclude(self, end: TrackedEnd) -> None:
-        """Log the settings, the results, and the summary as it is."""
+        """Log the settings, the results, and the summary file."""
         from mlflow.entities import Metric
 
         self._settings(end.settings)
@@ -126,29 +136,31 @@ class MlflowTracker:
 
     def close(self, *, failed: bool) -> None:
         """End the run. Calling it twice is harmless."""
-        found, self._id = self._id, ""
-        if found:
-            self._client.set_terminated(found, "FAILED" if failed else "FINISHED")
+        run_id, self._id = self._id, ""
+        if run_id:
+            self._client.set_terminated(run_id, "FAILED" if failed else "FINISHED")
 
     def _settings(self, settings: Mapping[str, Setting]) -> None:
-        """Log settings that it doesn't have; those that have changed become tags, as MLflow
-        keeps the first value of a setting for good.
+        """Log settings that MLflow doesn't have yet.
+
+        MLflow never changes the value of a setting, so changed settings become tags.
         """
         from mlflow.entities import Param, RunTag
 
-        given = {metric_name(name): str(value)[:_LONGEST] for name, value in settings.items()}
-        there = self._client.get_run(self._id).data.params
-        new = [Param(name, value) for name, value in given.items() if name not in there]
+        values = {metric_name(name): str(value)[:_LONGEST] for name, value in settings.items()}
+        logged_params = self._client.get_run(self._id).data.params
+        new = [Param(name, value) for name, value in values.items() if name not in logged_params]
         changed = [
             RunTag(f"paceline.{name}", value)
-            for name, value in given.items()
-            if there.get(name, value) != value
+            for name, value in values.items()
+            if logged_params.get(name, value) != value
         ]
         self._client.log_batch(self._id, params=new, tags=changed)
 
 
 def metric_name(name: str) -> str:
-    """Return a name as MLflow allows it: other signs than letters, digits and `_-. :/` become
-    underscores.
+    """Replace the characters that MLflow doesn't allow in a name by underscores.
+
+    Letters, digits and `_-. :/` are allowed.
     """
     return re.sub(r"[^\w\-. :/]", "_", name)

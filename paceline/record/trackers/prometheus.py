@@ -1,9 +1,10 @@
-"""Prometheus: an HTTP endpoint of the run, on the host of the first worker, with names that stay
-what they are (docs/trackers.md).
+"""The Prometheus tracker: an HTTP endpoint on the host of the first worker.
 
-paceline run --report-to prometheus             http://127.0.0.1:9464/metrics
-paceline run --report-to prometheus:9500        another port; 0: any that is free
+paceline run --report-to prometheus                 http://127.0.0.1:9464/metrics
+paceline run --report-to prometheus:9500            another port; 0 is any free port
 paceline run --report-to prometheus:0.0.0.0:9500    for other hosts, too
+
+Names of metrics are stable, see docs/trackers.md.
 """
 
 from __future__ import annotations
@@ -22,15 +23,19 @@ from paceline.formatting import printable
 from paceline.record.logged.media import MediaItem
 from paceline.record.trackers.tracker import TrackedEnd, TrackedEvent, TrackedRun, TrackedStep
 
-PORT: Final = 9464  # that of exporters which a program brings along
+# The usual port of exporters inside a program.
+PORT: Final = 9464
 LOOPBACK: Final = "127.0.0.1"
-CALLERS: Final = 16  # at once
-SILENT: Final = 5.0  # seconds in which a caller has to say something
+CALLERS: Final = 16  # connections at once
+# Seconds in which a caller has to send something.
+SILENT: Final = 5.0
 
 
 class MetricsServer(ThreadingMixIn, WSGIServer):
-    """An HTTP server in a process that trains: strangers cost it no more than `CALLERS` threads
-    and descriptors, and no line of output.
+    """An HTTP server in a training process.
+
+    Callers cost the process no more than `MAX_CALLERS` threads and descriptors, and no line of
+    output.
     """
 
     daemon_threads = True
@@ -42,10 +47,15 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         super().__init__(address, handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
+        """Admit a caller once there is room.
+
+        If no caller leaves for a moment, all the others are disconnected.
+        """
         self._crowd.enter(request)
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
+        """Forget a caller whose request has ended."""
         self._crowd.leave(request)
         super().shutdown_request(request)
 
@@ -53,7 +63,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
 
 
 class MetricsRequest(WSGIRequestHandler):
-    """Reads one request, and says nothing of it."""
+    """Reads one request, and logs nothing."""
 
     timeout = SILENT
 
@@ -61,7 +71,11 @@ class MetricsRequest(WSGIRequestHandler):
 
 
 class PrometheusTracker:
-    """Answers whoever asks how far the run is. `detail`: PORT or HOST:PORT."""
+    """Serves the state of the run to Prometheus. `detail` is PORT or HOST:PORT.
+
+    The thread of the delivery updates the counters, and threads of the server read them in
+    `collect`. `_lock` protects them.
+    """
 
     name = "prometheus"
 
@@ -72,16 +86,20 @@ class PrometheusTracker:
         self._run: TrackedRun | None = None
         self._counts = dict.fromkeys(("steps", "samples", "events"), 0)
         self._seconds: defaultdict[str, float] = defaultdict(float)  # by part
-        # seconds by worker and cause
+        # Seconds by worker and cause.
         self._late: defaultdict[tuple[int, str], float] = defaultdict(float)
         self._logged: dict[str, float] = {}
-        self._last = 0  # number of the last step
-        self._rate: float | None = None  # samples per second in the steps that were given last
+        # Number of the last step.
+        self._last = 0
+        # Samples per second in the last delivered steps.
+        self._rate: float | None = None
 
     def begin(self, run: TrackedRun) -> str:
         """Listen.
 
-        Raises `UsageError` where that can't be, and `ImportError` from prometheus_client.
+        Raises:
+            UsageError: The address can't be listened on.
+            ImportError: prometheus_client isn't installed.
         """
         from prometheus_client import CollectorRegistry, make_wsgi_app
 
@@ -108,28 +126,30 @@ class PrometheusTracker:
 
     def steps(self, steps: Sequence[TrackedStep]) -> None:
         """Count steps."""
-        whole = [each for each in steps if each.samples is not None and each.seconds is not None]
+        # Values that were logged after their step had ended have no samples and seconds.
+        finished = [step for step in steps if step.samples is not None and step.seconds is not None]
         samples, seconds = (
-            sum(each.samples or 0 for each in whole),
-            sum(sum((each.seconds or {}).values()) for each in whole),
+            sum(step.samples or 0 for step in finished),
+            sum(sum((step.seconds or {}).values()) for step in finished),
         )
         with self._lock:
-            for each in steps:
-                self._logged |= each.values
-            for each in whole:
-                self._last = each.step
+            for step in steps:
+                self._logged |= step.values
+            for step in finished:
+                self._last = step.step
                 self._counts["steps"] += 1
-                self._counts["samples"] += each.samples or 0
-                for part, spent in (each.seconds or {}).items():
-                    self._seconds[part] += spent
-                for late in each.late:
-                    for cause, spent in late.by_cause.items():
-                        self._late[late.rank, cause] += spent
+                self._counts["samples"] += step.samples or 0
+                for part, part_seconds in (step.seconds or {}).items():
+                    self._seconds[part] += part_seconds
+                for lateness in step.late:
+                    for cause, part_seconds in lateness.by_cause.items():
+                        self._late[lateness.rank, cause] += part_seconds
+            # The rate is that of the delivered steps, about those of the last second.
             if seconds > 0:
                 self._rate = samples / seconds
 
     def media(self, items: Sequence[MediaItem]) -> None:
-        """Leave histograms and images out: there is no place for them."""
+        """Do nothing, because Prometheus has no histograms of tensors, and no images."""
 
     def event(self, event: TrackedEvent) -> None:
         """Count an event."""
@@ -137,10 +157,10 @@ class PrometheusTracker:
             self._counts["events"] += 1
 
     def rewind(self, step: int) -> None:
-        """Leave counters as they are: they never go back."""
+        """Do nothing, because counters of Prometheus never go back."""
 
     def conclude(self, end: TrackedEnd) -> None:
-        """Leave the summary out: the endpoint ends with the run."""
+        """Do nothing, because the endpoint ends with the run."""
 
     def close(self, *, failed: bool) -> None:
         """Free the port. Calling it twice is harmless."""
@@ -152,28 +172,33 @@ class PrometheusTracker:
             httpd.server_close()
 
     def collect(self) -> Iterator[Any]:
-        """Yield what prometheus_client writes when somebody asks."""
+        """Yield the metrics. prometheus_client calls this for each request."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         assert self._run is not None
         run = printable(self._run.name)
 
         def counter(name: str, text: str, values: Mapping[Any, float], *labels: str) -> Any:
+            """Return a counter with its values by labels."""
             family = CounterMetricFamily(name, text, labels=["run", *labels])
             for key, value in values.items():
                 family.add_metric([run, *key], value)
             return family
 
         def gauge(name: str, text: str, values: Mapping[Any, float], *labels: str) -> Any:
+            """Return a gauge with its values by labels."""
             family = GaugeMetricFamily(name, text, labels=["run", *labels])
             for key, value in values.items():
                 family.add_metric([run, *key], value)
             return family
 
+        # Copy under the lock, and build the answer without it.
         with self._lock:
             counts, last, rate = dict(self._counts), self._last, self._rate
             seconds = {(part,): value for part, value in self._seconds.items()}
-            late = {(str(worker), cause): value for (worker, cause), value in self._late.items()}
+            late_seconds = {
+                (str(worker), cause): value for (worker, cause), value in self._late.items()
+            }
             logged = {(name,): value for name, value in self._logged.items()}
         settings = {name: printable(str(value)) for name, value in self._run.settings.items()}
         yield gauge(
@@ -197,7 +222,7 @@ class PrometheusTracker:
         yield counter(
             "paceline_late_seconds",
             "Seconds by which a worker was later than usual, by cause.",
-            late,
+            late_seconds,
             "worker",
             "cause",
         )
@@ -214,13 +239,13 @@ class PrometheusTracker:
 
 
 def _address(detail: str) -> tuple[str, int]:
-    """Read PORT or HOST:PORT; an IPv6 address is in brackets."""
+    """Parse PORT or HOST:PORT. An IPv6 address is in brackets."""
     host, _, port = detail.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") or LOOPBACK
-    number = network.port(port) if detail else PORT
-    if number is None:
+    port_number = network.port(port) if detail else PORT
+    if port_number is None:
         raise UsageError(
             f"report_to='prometheus:{detail}' has no port; write prometheus:PORT or "
             "prometheus:HOST:PORT, such as 9464"
         )
-    return host, number
+    return host, port_number

@@ -1,8 +1,7 @@
-"""TensorBoard: an event file in the run's folder, or in one that was given.
+"""The TensorBoard tracker: an event file in the run's folder, or in another one.
 
-paceline run --report-to tensorboard            runs/NAME/tensorboard/     tensorboard --logdir runs
-paceline run --report-to tensorboard:/logs      /logs/NAME/                tensorboard --logdir
-                                                /logs
+paceline run --report-to tensorboard           runs/NAME/tensorboard/    tensorboard --logdir runs
+paceline run --report-to tensorboard:/logs     /logs/NAME/               tensorboard --logdir /logs
 """
 
 from __future__ import annotations
@@ -27,14 +26,15 @@ from paceline.record.trackers.tracker import (
 )
 
 EVENTS: Final = "paceline/events"
-SUMMARY: Final = "summary/"  # before the names of what came of a run
+# Prefix of the names of a run's results.
+SUMMARY: Final = "summary/"
 _FILES = itertools.count()
 
 
 class TensorBoardTracker:
     """Writes an event file.
 
-    `detail`: the folder in which the run has one of its own (default: the run's own folder).
+    `detail` is the folder in which the run gets a folder of its own. Default: the run's own folder.
     """
 
     name = "tensorboard"
@@ -43,12 +43,15 @@ class TensorBoardTracker:
         self._root = Path(detail) if detail else None
         self._file: EventFile | None = None
         self._began = 0.0
-        self._step = 0  # the last that was told of
+        # Last step that was delivered.
+        self._step = 0
 
     def begin(self, run: TrackedRun) -> str:
-        """Begin a new file, which TensorBoard reads after those that are in its folder.
+        """Begin a new file, which TensorBoard reads after the files that are in the folder already.
 
-        Raises `OSError` and `ImportError`.
+        Raises:
+            OSError: The folder can't be written.
+            ImportError: TensorBoard isn't installed.
         """
         folder = run.folder / "tensorboard" if self._root is None else self._root / run.name
         self._file, self._began = EventFile(folder), run.began
@@ -62,33 +65,33 @@ class TensorBoardTracker:
     def steps(self, steps: Sequence[TrackedStep]) -> None:
         """Write the numbers of steps."""
         assert self._file is not None
-        for each in steps:
-            for name, value in each.scalars().items():
-                self._file.scalar(name, value, each.step, self._began + each.time)
-        self._step = max([self._step, *(each.step for each in steps)])
+        for step_record in steps:
+            for name, value in step_record.scalars().items():
+                self._file.scalar(name, value, step_record.step, self._began + step_record.time)
+        self._step = max([self._step, *(step_record.step for step_record in steps)])
         self._file.flush()
 
     def media(self, items: Sequence[MediaItem]) -> None:
         """Write histograms and images."""
         assert self._file is not None
         for item in items:
-            when = self._began + item.time
+            wall_time = self._began + item.time
             if isinstance(item.content, HistogramCounts):
-                self._file.histogram(item.name, item.content, item.step, when)
+                self._file.histogram(item.name, item.content, item.step, wall_time)
             else:
                 self._file.image(
-                    item.name, item.content.png(), item.content.data.shape, item.step, when
+                    item.name, item.content.png(), item.content.data.shape, item.step, wall_time
                 )
         self._file.flush()
 
     def event(self, event: TrackedEvent) -> None:
-        """Write an event as text, at the last step that was written."""
+        """Write an event as a text at the last step that was written."""
         assert self._file is not None
         self._file.text(EVENTS, event.what, self._step, self._began + event.time)
         self._file.flush()
 
     def rewind(self, step: int) -> None:
-        """Have readers forget what was written of later steps."""
+        """Tell readers to forget everything that was written for later steps."""
         assert self._file is not None
         self._file.restart(step + 1)
         self._step = step
@@ -109,9 +112,10 @@ class TensorBoardTracker:
 
 
 class EventFile:
-    """A file that TensorBoard reads.
+    """A file of events for TensorBoard.
 
-    Everything is written by whoever calls, so that a full disk is seen there.
+    Events are written on the calling thread, so a full disk raises there. torch's `SummaryWriter`
+    would write on a thread of its own.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -121,20 +125,22 @@ class EventFile:
 
         self._events, self._log, self._summaries, self._make = Event, SessionLog, Summary, summary
         folder.mkdir(parents=True, exist_ok=True)
+        # TensorBoard finds files by "tfevents" in their names, and reads them in alphabetic order.
         name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_FILES)}.paceline"  # noqa: E501
         self._file = (folder / name).open("xb")
         self._writer = RecordWriter(self._file)
+        # The first event of a file has to be its version.
         self._write(time.time(), file_version="brain.Event:2")
 
     def scalar(self, name: str, value: float, step: int, when: float) -> None:
-        """Write a number; TensorBoard keeps 32 bits of it."""
+        """Write a number. TensorBoard keeps 32 bits of it."""
         self._show(
             self._summaries(value=[self._summaries.Value(tag=name, simple_value=value)]), step, when
         )
 
     def histogram(self, name: str, counts: HistogramCounts, step: int, when: float) -> None:
         """Write a histogram."""
-        found = self._make.histogram_raw(
+        summary = self._make.histogram_raw(
             name,
             counts.low,
             counts.high,
@@ -144,33 +150,37 @@ class EventFile:
             bucket_limits=counts.edges[1:],
             bucket_counts=list(counts.counts),
         )
-        self._show(found, step, when)
+        self._show(summary, step, when)
 
     def image(self, name: str, png: bytes, shape: tuple[int, ...], step: int, when: float) -> None:
-        """Write an image of this height and width, and so many channels."""
+        """Write a PNG with its (height, width, channels)."""
         height, width, channels = shape
-        found = self._summaries.Image(
+        image = self._summaries.Image(
             height=height, width=width, colorspace=channels, encoded_image_string=png
         )
         self._show(
-            self._summaries(value=[self._summaries.Value(tag=name, image=found)]), step, when
+            self._summaries(value=[self._summaries.Value(tag=name, image=image)]), step, when
         )
 
     def text(self, name: str, text: str, step: int, when: float) -> None:
-        """Write text in Markdown."""
+        """Write a text in Markdown."""
         self._show(self._make.text(name, text), step, when)
 
     def parameters(self, settings: dict[str, Setting], results: dict[str, float]) -> None:
-        """Write hyperparameters, and which numbers are their metrics."""
-        for found in self._make.hparams(settings, results):
-            self._show(found, 0, time.time())
+        """Write hyperparameters, and the names of the numbers that are their metrics."""
+        for summary in self._make.hparams(settings, results):
+            self._show(summary, 0, time.time())
 
     def restart(self, step: int) -> None:
-        """Have readers forget what stands before in this folder of this step and later ones."""
+        """Tell readers to forget what earlier files have for `step` and later steps."""
         self._write(time.time(), step=step, session_log=self._log(status=self._log.START))
 
     def flush(self) -> None:
-        """Hand everything to the disk. Raises `OSError`."""
+        """Write everything to the disk.
+
+        Raises:
+            OSError: The disk refuses.
+        """
         self._writer.flush()
 
     def close(self) -> None:
@@ -178,14 +188,16 @@ class EventFile:
         self._file.close()
 
     def _show(self, summary: Any, step: int, when: float) -> None:
+        """Write a summary, TensorBoard's message for a value."""
         self._write(when, step=step, summary=summary)
 
     def _write(self, when: float, **fields: Any) -> None:
+        """Write an event."""
         self._writer.write(self._events(wall_time=when, **fields).SerializeToString())
 
 
 def _table(settings: Any) -> str:
-    """Return settings as a table in Markdown."""
+    """Format settings as a table in Markdown."""
     return "\n".join(
         [
             "| setting | value |",

@@ -1,6 +1,4 @@
-"""What a tracker is: it is told of steps, histograms, images and events, on a thread of its own,
-and of the summary at the end.
-"""
+"""The interface of trackers, and the data that they get: the run, steps, events and the summary."""
 
 from __future__ import annotations
 
@@ -14,8 +12,10 @@ from paceline.record.logged.values import PREFIX, RESERVED
 from paceline.unequal.stragglers.lateness import RankLateness
 
 Setting = str | int | float | bool
-_SETTINGS: Final = ("sync", "workers", "hosts")  # fields of a summary that say what was run
-_RESULTS: Final = (  # and those that say what came of it
+# Fields of a summary that are settings of the run.
+_SETTINGS: Final = ("sync", "workers", "hosts")
+# Fields of a summary that are its results.
+_RESULTS: Final = (
     *(
         "steps",
         "samples",
@@ -35,15 +35,19 @@ _RESULTS: Final = (  # and those that say what came of it
 class TrackedRun:
     """A run as trackers see it.
 
-    `identity` is that of the run in all starts of its job and on whichever worker is the first.
-    `again`: an earlier start, or a worker that was lost, may have begun it in a tracker already.
-    `settings` are what is known of the summary's when the run begins.
+    Attributes:
+        name: Name of the run.
+        folder: Folder of the run.
+        identity: Identifier of the run, the same in all starts of its job and on any first worker.
+        began: Wall time of the start, in seconds since 1970.
+        settings: Settings of the summary that are known at the start.
+        again: Whether an earlier start, or a lost worker, may have begun the run in the tracker.
     """
 
     name: str
     folder: Path
     identity: str
-    began: float  # seconds since 1970
+    began: float
     settings: Mapping[str, Setting] = field(default_factory=dict)
     again: bool = False
 
@@ -52,8 +56,8 @@ class TrackedRun:
 class TrackedStep:
     """A line of metrics.jsonl, and how late workers were.
 
-    `samples` and `seconds` (of each part, a mean over workers) are None for what was logged of a
-    step once it was over.
+    `samples` and `seconds` (of each part, a mean over workers) are None for values that were logged
+    after their step had ended.
     """
 
     step: int
@@ -65,34 +69,36 @@ class TrackedStep:
 
     @staticmethod
     def of(line: Mapping[str, Any], late: Sequence[RankLateness]) -> TrackedStep:
-        """Read a line as it is written."""
+        """Convert a line of metrics.jsonl."""
         values = {name: value for name, value in line.items() if name not in RESERVED}
         return TrackedStep(
             line["step"], line["time"], values, line.get("samples"), line.get("seconds"), late
         )
 
     def scalars(self) -> dict[str, float]:
-        """Return all numbers by name: what was logged, and with `paceline/` before it where the
-        time of the step went.
-        """
-        found = dict(self.values)
+        """Return all numbers by name: logged values, and the time of the step as `paceline/...`."""
+        numbers = dict(self.values)
         if self.seconds is not None and self.samples is not None:
-            whole = sum(self.seconds.values())
-            found |= {f"{PREFIX}seconds/{part}": spent for part, spent in self.seconds.items()}
-            if whole > 0:
-                found[f"{PREFIX}samples_per_second"] = self.samples / whole
+            step_seconds = sum(self.seconds.values())
+            numbers |= {
+                f"{PREFIX}seconds/{part}": part_seconds
+                for part, part_seconds in self.seconds.items()
+            }
+            if step_seconds > 0:
+                numbers[f"{PREFIX}samples_per_second"] = self.samples / step_seconds
+        # Of several late workers, the latest one is reported.
         if self.late:
             latest = max(self.late, key=lambda each: each.seconds)
-            found |= {
+            numbers |= {
                 f"{PREFIX}late/seconds": latest.seconds,
                 f"{PREFIX}late/worker": float(latest.rank),
             }
-        return found
+        return numbers
 
 
 @dataclass(frozen=True)
 class TrackedEvent:
-    """Something that has happened, `time` seconds after the run began."""
+    """Something that happened, `time` seconds after the run began."""
 
     time: float
     what: str
@@ -100,7 +106,7 @@ class TrackedEvent:
 
 @dataclass(frozen=True)
 class TrackedEnd:
-    """The summary of a run that went well: its settings, its numbers by name, and where it lies."""
+    """The summary of a run that went well: settings, numbers by name, and its path."""
 
     settings: Mapping[str, Setting]
     results: Mapping[str, float]
@@ -108,12 +114,13 @@ class TrackedEnd:
 
     @staticmethod
     def of(fields: Mapping[str, Any], summary: Path, known: Mapping[str, Setting]) -> TrackedEnd:
-        """Read the fields of a summary. `known`: settings that aren't in it."""
+        """Convert the fields of a summary. `known` are settings that the summary doesn't have."""
         loader = fields.get("loader") or {}
-        asked = dict(_settings("", fields.get("settings") or {}))
+        given = dict(_settings("", fields.get("settings") or {}))
+        # Later entries win: the summary is more reliable than what was known at the start.
         settings: dict[str, Setting] = {
             **known,
-            **asked,
+            **given,
             **{name: fields[name] for name in _SETTINGS},
         }
         if fields.get("mesh"):
@@ -126,59 +133,62 @@ class TrackedEnd:
         return TrackedEnd(
             settings,
             {
-                name: found
+                name: value
                 for field in _RESULTS
-                for name, found in _numbers(field, fields.get(field))
+                for name, value in _numbers(field, fields.get(field))
             },
             summary,
         )
 
 
 class Tracker(Protocol):
-    """Where a run is reported to. What it raises is said once, and nothing more is given to it."""
+    """A service that a run is reported to.
+
+    If a method raises, that is announced once, and the tracker gets nothing more. All methods
+    except `begin_run` are called on the thread of the tracker's delivery.
+    """
 
     name: str
 
     def begin(self, run: TrackedRun) -> str:
-        """Begin, or go on with the same run, and say in a few words where it is to be seen.
+        """Begin the run, or continue it, and return in a few words where it can be seen.
 
-        Raises anything.
+        It may raise anything.
         """
         ...
 
     def steps(self, steps: Sequence[TrackedStep]) -> None:
-        """Take in steps, in order."""
+        """Log steps, in order."""
         ...
 
     def media(self, items: Sequence[MediaItem]) -> None:
-        """Take in histograms and images."""
+        """Log histograms and images."""
         ...
 
     def event(self, event: TrackedEvent) -> None:
-        """Take in what has happened."""
+        """Log an event."""
         ...
 
     def rewind(self, step: int) -> None:
-        """Forget what was told of steps after this one, which are taken again, as far as this
-        can be done.
-        """
+        """Forget steps after `step`, which are taken again, as far as possible."""
         ...
 
     def conclude(self, end: TrackedEnd) -> None:
-        """Take in the summary."""
+        """Log the summary."""
         ...
 
     def close(self, *, failed: bool) -> None:
         """Free everything.
 
-        `failed`: the run has ended by an error, or another worker goes on with it.
+        `failed`: the run has ended with an error, or another worker continues it.
         """
         ...
 
 
 def _settings(name: str, value: Any) -> Iterator[tuple[str, Setting]]:
-    """Yield the settings in what was asked for, each with a name of its own: `optimizers/1/lr`
-    is one of the second optimizer.
+    """Yield the settings in a value, each with a name of its own.
+
+    For example, `optimizers/1/lr` is the learning rate of the second optimizer.
     """
     if isinstance(value, Mapping):
         for key, item in value.items():

@@ -1,8 +1,9 @@
-"""Weights & Biases: a run of its own, online where there is an API key, and else in the run's
-folder for `wandb sync`.
+"""The Weights & Biases tracker: online if there is an API key, else in the run's folder.
 
-paceline run --report-to wandb                  the project that WANDB_PROJECT says
+paceline run --report-to wandb                  project from WANDB_PROJECT
 paceline run --report-to wandb:team/project
+
+`wandb sync` uploads a run that was offline.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ from paceline.record.logged.media import MediaItem
 from paceline.record.trackers.tracker import TrackedEnd, TrackedEvent, TrackedRun, TrackedStep
 
 EVENT: Final = "paceline/event"
-_REACH: Final = 30  # seconds at most to reach the server at the start
-# seconds between two writes of an offline run: what comes between is lost in a kill
+# Seconds at most to reach the server at the start.
+_REACH: Final = 30
+# Private setting of W&B: seconds between two writes of an offline run. A kill loses all that came
+# since. If W&B renames the setting, W&B's own default applies.
 _FLUSH: Final = "x_transaction_log_flush_interval"
 _OFFLINE: Final = ("offline", "dryrun")
 
 
 class WandbTracker:
-    """Gives a run to W&B.
+    """Reports a run to W&B.
 
-    `detail`: PROJECT or ENTITY/PROJECT (default: what W&B's own settings say).
+    `detail` is PROJECT or ENTITY/PROJECT. Default: W&B's own settings.
     """
 
     name = "wandb"
@@ -43,16 +46,18 @@ class WandbTracker:
         self._entity, self._project = entity or None, project or None
         self._wandb: Any = None
         self._run: Any = None
-        self._step = 0  # the last that was told of
-        self._events: list[str] = []  # all of them
-        self._since: list[str] = []  # those of this step
+        self._step = 0  # last step that was delivered
+        self._events: list[str] = []  # all events
+        self._since: list[str] = []  # events since that step
 
     def begin(self, run: TrackedRun) -> str:
-        """Begin a run, or go on with it.
+        """Begin a run, or continue it.
 
-        Never asks anybody for a key, and needs no network where there is none.
+        It never prompts for a key. If there is no key or no network, the run is offline.
 
-        Raises `ImportError` and W&B's own errors.
+        Raises:
+            ImportError: W&B isn't installed.
+            Exception: Any other error of W&B.
         """
         import wandb
 
@@ -76,34 +81,37 @@ class WandbTracker:
 
     def steps(self, steps: Sequence[TrackedStep]) -> None:
         """Log the numbers of steps."""
-        for each in steps:
-            if each.step != self._step:
-                self._step, self._since = each.step, []
-            self._run.log(each.scalars(), step=each.step)
+        for step_record in steps:
+            if step_record.step != self._step:
+                self._step, self._since = step_record.step, []
+            self._run.log(step_record.scalars(), step=step_record.step)
 
     def media(self, items: Sequence[MediaItem]) -> None:
-        """Log histograms and images. Raises `ImportError` for an image without pillow."""
+        """Log histograms and images.
+
+        Raises:
+            ImportError: There is an image, and pillow isn't installed.
+        """
         for item in items:
             if isinstance(item.content, HistogramCounts):
-                shown = self._wandb.Histogram(
+                media = self._wandb.Histogram(
                     np_histogram=(list(item.content.counts), item.content.edges)
                 )
             else:
                 from PIL import Image
 
-                shown = self._wandb.Image(Image.open(io.BytesIO(item.content.png())))
-            self._run.log({item.name: shown}, step=item.step)
+                media = self._wandb.Image(Image.open(io.BytesIO(item.content.png())))
+            self._run.log({item.name: media}, step=item.step)
 
     def event(self, event: TrackedEvent) -> None:
-        """Log an event as text, at the last step."""
+        """Log an event as a text at the last step."""
         self._since.append(event.what)
         self._events.append(f"{event.time:.1f} s: {event.what}")
+        # W&B keeps one value of a name in a step, so all events of the step go into one text.
         self._run.log({EVENT: "; ".join(self._since)}, step=self._step)
 
     def rewind(self, step: int) -> None:
-        """Leave it to W&B, which keeps what it has of steps that are taken again: they come to
-        the same.
-        """
+        """Do nothing: W&B keeps its values of steps that are taken again. They are the same."""
 
     def conclude(self, end: TrackedEnd) -> None:
         """Log the settings, and the results in the run's summary."""
@@ -117,22 +125,27 @@ class WandbTracker:
             run.finish(exit_code=int(failed))
 
     def _has_key(self) -> bool:
-        """Whether W&B finds credentials; without a word, and without asking."""
+        """Whether W&B finds credentials, without output and without a prompt."""
         settings = self._wandb.setup().settings
-        before, settings.silent = settings.silent, True
+        was_silent, settings.silent = settings.silent, True
         try:
             return bool(self._wandb.login(prompt=False, verify=False))
         finally:
-            settings.silent = before
+            settings.silent = was_silent
 
     def _offline(self, run: TrackedRun, why: str, *, again: str = "") -> str:
+        """Begin the run offline, and return where it is, and `why`.
+
+        `again` is added to its identifier.
+        """
         self._run = self._init(run, "offline", again)
         folder = run.folder / "wandb" / Path(self._run.dir).parent.name
         return f"offline, {why}: wandb sync {shlex.quote(str(folder))} sends it later"
 
     def _init(self, run: TrackedRun, mode: str | None, again: str = "") -> Any:
+        """Call `wandb.init` for this run."""
         settings = self._wandb.Settings(silent=True, init_timeout=_REACH)
-        if _FLUSH in self._wandb.Settings.model_fields:  # W&B may rename it
+        if _FLUSH in self._wandb.Settings.model_fields:
             settings.update_from_dict({_FLUSH: 1.0})
         return self._wandb.init(
             entity=self._entity,
@@ -143,6 +156,7 @@ class WandbTracker:
             config=dict(run.settings),
             mode=mode,
             resume="allow",
-            reinit="create_new",  # the script's own run stays the one that `wandb.log` means
+            # The script's own run stays the one that `wandb.log` uses.
+            reinit="create_new",
             settings=settings,
         )

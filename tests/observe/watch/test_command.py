@@ -26,7 +26,7 @@ def test_folders_that_are_no_runs(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is empty: give the folder of a run that has begun"):
         check_run(tmp_path)
     (tmp_path / "x").touch()
-    with pytest.raises(UsageError, match="is no run folder"):
+    with pytest.raises(UsageError, match="is not a run folder"):
         check_run(tmp_path)
     with pytest.raises(UsageError, match="is a file"):
         check_run(tmp_path / "x")

@@ -232,9 +232,7 @@ def test_a_value_of_very_many_numbers_is_refused() -> None:
 
 
 def test_the_first_worker_has_to_log_it() -> None:
-    with pytest.raises(
-        UsageError, match="was given a metric on other workers, and not on the first"
-    ):
+    with pytest.raises(UsageError, match="got a metric on other workers but not on the first one"):
         MetricValues().of("x", [b""])
 
 

@@ -44,9 +44,9 @@ def test_what_stands_behind_the_colon_may_have_colons() -> None:
         ("", "possible: mlflow, prometheus, tensorboard, wandb"),
         ("wandb,none", "'none' is unknown"),
         ("tensorboard,tensorboard:/logs", "names tensorboard twice"),
-        (3, "is no name and no list of names"),
-        ([3], "is no name and no list of names"),
-        (b"wandb", "is no name and no list of names"),
+        (3, "is neither a name nor a list of names"),
+        ([3], "is neither a name nor a list of names"),
+        (b"wandb", "is neither a name nor a list of names"),
     ],
 )
 def test_what_is_wrong_is_said(asked: object, why: str) -> None:

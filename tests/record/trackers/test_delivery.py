@@ -90,7 +90,7 @@ def test_one_that_is_slow_gets_fewer_steps() -> None:
     assert delivery.end(failed=False, deadline=later())
     assert said == [
         (
-            "held is too slow for all steps of this run, and gets some of them only; "
+            "held is too slow for all steps of this run, and gets only some of them; "
             "metrics.jsonl has all"
         )
     ]

@@ -149,7 +149,7 @@ def test_what_can_not_begin_ends_the_start(tmp_path: Path) -> None:
         UsageError,
         match=(
             r"can't be reported to second \(RuntimeError: no such place\); "
-            r"mend that, or leave second out"
+            r"fix that, or leave second out"
         ),
     ):
         made.begin()
@@ -197,5 +197,5 @@ def test_one_that_hangs_is_waited_for_and_left(tmp_path: Path) -> None:
     hangs.go.set()
     assert said[1:] == [
         "waiting for hangs to take in the rest of the run, 0 s at most",
-        "hangs had not taken in all of the run in the end; the run's folder has everything",
+        "hangs did not take in all of the run; the run's folder has everything",
     ]

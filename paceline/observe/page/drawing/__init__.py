@@ -1,3 +1,1 @@
-"""What pages are drawn with: elements, axes, curves, bars, tables, and numbers that say where
-they are from.
-"""
+"""Drawings of pages: axes, curves, bars, tables, and numbers that name their field."""

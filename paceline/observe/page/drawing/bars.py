@@ -1,6 +1,4 @@
-"""Bars in SVG, each of several parts, side by side with what they are of.
-
-Parts differ in colour and in hatching.
+"""Horizontal bars of several parts in SVG. Parts differ in colour and in hatching.
 
 rank 0   [ compute      ][exch][wait]           75.1 ms
 rank 1   [ compute                ][exch]       75.1 ms
@@ -14,7 +12,8 @@ from dataclasses import dataclass
 from paceline.observe.page.markup import Child, Markup, element
 
 THICK = 18  # pixels
-PARTS_KINDS: Mapping[str, str] = {  # colour and hatching of each part that pages know
+# CSS class of each part, which gives its colour and its hatching.
+PARTS_KINDS: Mapping[str, str] = {
     "compute": "k0",
     "exchange": "k1",
     "wait": "k2",
@@ -33,7 +32,7 @@ PARTS_KINDS: Mapping[str, str] = {  # colour and hatching of each part that page
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar: what it is of, the size of each part, and what stands at its end."""
+    """One bar: a label, the size of each part, and a text at its end."""
 
     label: str
     sizes: Mapping[str, float]
@@ -44,24 +43,30 @@ class Bar:
 def bars(
     title: str, rows: Sequence[Bar], words: Mapping[str, str], *, least: float = 0.0
 ) -> Markup:
-    """Draw bars on one scale, up to the longest of them or `least`, with a legend of the parts
-    that there are; `words` name parts.
+    """Draw bars on one scale, with a legend of their parts.
+
+    Args:
+        title: Title for screen readers.
+        rows: Bars.
+        words: Names of the parts, in their order.
+        least: The scale ends at the longest bar, or here if that is further.
     """
-    most = max([least, *(sum(row.sizes.values()) for row in rows)]) or 1.0
-    shown = [part for part in words if any(row.sizes.get(part, 0.0) > 0 for row in rows)]
-    legend = element(
-        "figcaption",
-        {"class": "legend"},
-        (element("span", {"class": "key"}, swatch(part), words[part]) for part in shown),
-    )
-    body = (_row(title, row, words, most) for row in rows)
+    # `or 1.0`: if all sizes are 0, the bars are empty.
+    longest = max([least, *(sum(row.sizes.values()) for row in rows)]) or 1.0
+    shown_parts = [part for part in words if any(row.sizes.get(part, 0.0) > 0 for row in rows)]
+    keys = (element("span", {"class": "key"}, swatch(part), words[part]) for part in shown_parts)
+    legend = element("figcaption", {"class": "legend"}, keys)
+    body = (_row(title, row, words, longest) for row in rows)
     return element(
-        "figure", None, legend if len(shown) > 1 else None, element("div", {"class": "bars"}, body)
+        "figure",
+        None,
+        legend if len(shown_parts) > 1 else None,
+        element("div", {"class": "bars"}, body),
     )
 
 
 def swatch(part: str) -> Markup:
-    """Draw a piece of a part's colour, for a legend."""
+    """Draw a piece of a part's colour for a legend."""
     box = element(
         "rect", {"class": f"fill {PARTS_KINDS[part]}", "width": 14, "height": 12, "rx": 2}
     )
@@ -73,15 +78,16 @@ def swatch(part: str) -> Markup:
     )
 
 
-def _row(title: str, row: Bar, words: Mapping[str, str], most: float) -> Markup:
-    said = ", ".join(
-        f"{words[part]} {size / most:.0%}" for part, size in row.sizes.items() if size > 0
+def _row(title: str, row: Bar, words: Mapping[str, str], longest: float) -> Markup:
+    """Draw one bar with its label."""
+    description = ", ".join(
+        f"{words[part]} {size / longest:.0%}" for part, size in row.sizes.items() if size > 0
     )
-    drawn = element(
+    bar = element(
         "svg",
         {"class": "bar", "width": "100%", "height": THICK, "role": "img"},
-        element("title", None, f"{title}, {row.label}: {said or 'nothing'} of the longest"),
-        *_pieces(row, words, most),
+        element("title", None, f"{title}, {row.label}: {description or 'nothing'} of the longest"),
+        *_pieces(row, words, longest),
     )
     note = element("small", None, row.note) if row.note else None
     label = element("span", {"class": "label"}, row.label, note)
@@ -89,27 +95,29 @@ def _row(title: str, row: Bar, words: Mapping[str, str], most: float) -> Markup:
         "div",
         {"class": "row"},
         label,
-        element("span", {"class": "track"}, drawn),
+        element("span", {"class": "track"}, bar),
         element("span", {"class": "end"}, row.end),
     )
 
 
-def _pieces(row: Bar, words: Mapping[str, str], most: float) -> Iterator[Markup]:
-    at = 0.0
+def _pieces(row: Bar, words: Mapping[str, str], longest: float) -> Iterator[Markup]:
+    """Draw the parts of a bar side by side."""
+    position = 0.0
     for part in words:
         size = row.sizes.get(part, 0.0)
+        # Positions are percentages, so bars stretch with the page and text does not.
         if size > 0:
-            x, width = f"{100 * at / most:.3f}%", f"{100 * size / most:.3f}%"
+            x, width = f"{100 * position / longest:.3f}%", f"{100 * size / longest:.3f}%"
             yield element(
                 "rect",
                 {"class": f"fill {PARTS_KINDS[part]}", "x": x, "width": width, "height": THICK},
             )
             yield _hatch(part, x, width, THICK)
-            at += size
+            position += size
 
 
 def _hatch(part: str, x: str, width: str, height: int) -> Markup:
-    """Draw the hatching over a part, which the page defines once."""
+    """Draw the hatching over a part. The page defines its pattern once."""
     kind = PARTS_KINDS[part]
     return element(
         "rect", {"fill": f"url(#hatch-{kind})", "x": x, "width": width, "height": height}
@@ -117,7 +125,7 @@ def _hatch(part: str, x: str, width: str, height: int) -> Markup:
 
 
 def hatchings() -> Markup:
-    """Define the hatching of each kind of part, once for a page."""
+    """Define the pattern of each hatching, once for a page."""
     paths = {
         "k1": "M-1 1l2-2M0 6l6-6M5 7l2-2",
         "k2": "M0 0l6 6M-1 5l2 2M5-1l2 2",
@@ -125,7 +133,7 @@ def hatchings() -> Markup:
         "k4": "M0 3h6",
         "k5": "M0 3h6M3 0v6",
     }
-    made = (
+    patterns = (
         element(
             "pattern",
             {"id": f"hatch-{kind}", "width": 6, "height": 6, "patternUnits": "userSpaceOnUse"},
@@ -133,11 +141,11 @@ def hatchings() -> Markup:
         )
         for kind, path in paths.items()
     )
-    empty = element(
+    plain = element(
         "pattern", {"id": "hatch-k0", "width": 6, "height": 6, "patternUnits": "userSpaceOnUse"}
     )
     return element(
         "svg",
         {"class": "hatchings", "width": 0, "height": 0, "aria-hidden": "true"},
-        element("defs", None, empty, made),
+        element("defs", None, plain, patterns),
     )

@@ -1,9 +1,11 @@
-"""Numbers on a page that say where they are from: each is an element with the field of
-summary.json, and the value that it has there.
+"""Numbers of a page that name their source: the field of summary.json, and its exact value there.
 
 <data class="figure" data-field="rank_seconds.0.compute" value="0.0123">12.3 ms</data>
-<data class="figure" data-field="step_seconds.wait" data-per="step_seconds" value="0.25">25%</data>      a part of what is there in all
-"""  # noqa: E501
+
+A share also names the field that it is a part of:
+
+<data class="figure" data-field="step_seconds.wait" data-per="step_seconds" value="0.25">25%</data>
+"""
 
 from __future__ import annotations
 
@@ -17,24 +19,25 @@ from paceline.observe.page.markup import Markup, element
 Data = Mapping[str, Any]
 Field = tuple[str | int, ...]
 
-NONE = "–"  # in the place of what isn't known
+# Stands in place of a value that isn't known.
+NONE = "–"
 
 
 def find(data: Data, *field: str | int) -> Any:
-    """Return a field of the summary of a run; None where it has none."""
-    found: Any = data["summary"]
+    """Return a field of the summary of a run; None if it has none."""
+    value: Any = data["summary"]
     for key in field:
-        if isinstance(found, Mapping):
-            found = found.get(str(key))
-        elif isinstance(found, list) and isinstance(key, int) and key < len(found):
-            found = found[key]
+        if isinstance(value, Mapping):
+            value = value.get(str(key))
+        elif isinstance(value, list) and isinstance(key, int) and key < len(value):
+            value = value[key]
         else:
             return None
-    return found
+    return value
 
 
 def number(data: Data, *field: str | int) -> float:
-    """Return a number of the summary of a run, 0 where it has none or where it is no number."""
+    """Return a number of the summary; 0 if it is missing or not a finite number."""
     return _number(find(data, *field))
 
 
@@ -46,7 +49,7 @@ def total(value: Any) -> float:
 
 
 def figure(data: Data, field: Field, words: Words) -> Markup:
-    """Write a number of the summary."""
+    """Draw a number of the summary."""
     value = find(data, *field)
     if value is None or isinstance(value, Mapping | list):
         return element("span", {"class": "figure"}, NONE)
@@ -57,11 +60,11 @@ def figure(data: Data, field: Field, words: Words) -> Markup:
 
 
 def summed(data: Data, field: Field, words: Words) -> Markup:
-    """Write the sum of all numbers in a field of the summary."""
-    found = find(data, *field)
-    if found is None:
+    """Draw the sum of all numbers in a field of the summary."""
+    numbers = find(data, *field)
+    if numbers is None:
         return element("span", {"class": "figure"}, NONE)
-    value = total(found)
+    value = total(numbers)
     return element(
         "data",
         {"class": "figure", "data-field": _dotted(field), "data-sum": "", "value": repr(value)},
@@ -70,29 +73,29 @@ def summed(data: Data, field: Field, words: Words) -> Markup:
 
 
 def share(data: Data, field: Field, per: Field) -> Markup:
-    """Write which part a field of the summary, or the sum of its numbers, is of those in
-    another.
-    """
-    whole = total(find(data, *per))
-    value = total(find(data, *field)) / whole if whole > 0 else 0.0
-    given = {
+    """Draw a field of the summary, or its sum, as a share of another field."""
+    total_per = total(find(data, *per))
+    value = total(find(data, *field)) / total_per if total_per > 0 else 0.0
+    attributes = {
         "class": "figure",
         "data-field": _dotted(field),
         "data-per": _dotted(per),
         "value": repr(value),
     }
-    return element("data", given, f"{value:.0%}")
+    return element("data", attributes, f"{value:.0%}")
 
 
 def _dotted(field: Field) -> str:
+    """Return the path of a field, with dots."""
     return ".".join(map(str, field))
 
 
 def _number(value: Any) -> float:
+    """Convert a value to a finite number; 0 if it isn't one."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return 0.0
     try:
-        found = float(value)
+        converted = float(value)
     except ValueError:
         return 0.0
-    return found if math.isfinite(found) else 0.0
+    return converted if math.isfinite(converted) else 0.0

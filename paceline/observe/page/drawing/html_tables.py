@@ -1,6 +1,4 @@
-"""Tables of a page: what is seen in drawings, in numbers, for who can't see them, or wants to
-copy them.
-"""
+"""Tables of a page: the numbers of its drawings, to read aloud or to copy."""
 
 from __future__ import annotations
 
@@ -10,11 +8,14 @@ from paceline.observe.page.markup import Child, Markup, element
 
 
 def table(head: Sequence[Child], rows: Iterable[Sequence[Child]], caption: str = "") -> Markup:
-    """Write a table, which scrolls by itself where it is wider than the screen.
+    """Return a table, which scrolls if it is wider than the screen.
 
-    The first cell of each row names it.
+    Args:
+        head: Titles of the columns.
+        rows: Cells of each row. The first cell names the row.
+        caption: Title of the table.
     """
-    titles = element("tr", None, (element("th", {"scope": "col"}, cell) for cell in head))
+    head_row = element("tr", None, (element("th", {"scope": "col"}, cell) for cell in head))
     body = (
         element(
             "tr",
@@ -24,17 +25,17 @@ def table(head: Sequence[Child], rows: Iterable[Sequence[Child]], caption: str =
         )
         for row in rows
     )
-    named = element("caption", None, caption) if caption else None
-    made = element(
-        "table", None, named, element("thead", None, titles), element("tbody", None, body)
+    title = element("caption", None, caption) if caption else None
+    whole_table = element(
+        "table", None, title, element("thead", None, head_row), element("tbody", None, body)
     )
     return element(
         "div",
         {"class": "scroll", "tabindex": 0, "role": "region", "aria-label": caption or "table"},
-        made,
+        whole_table,
     )
 
 
 def folded(title: str, content: Child) -> Markup:
-    """Put something away under a title that opens it."""
+    """Put content under a title that opens and closes it."""
     return element("details", None, element("summary", None, title), content)

@@ -1,9 +1,8 @@
 """Curves in SVG.
 
-Heights are pixels and widths are parts of what there is, so that text stays as large as it is on
-any screen.
+Heights are in pixels, and widths are percentages, so that text has the same size on any screen.
 
-    | \\            the plane of curves, 1000 units wide, stretches; its lines keep their width
+    | \\            the plane of curves is 1000 units wide and stretches; its lines keep their width
 2.0 -   \\___
     |       \\__    marks of events go from top to bottom
     +----+----+
@@ -19,23 +18,30 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from paceline.observe.page.drawing.scales import Scale, plain, scale
-from paceline.observe.page.markup import Markup, element
+from paceline.observe.page.markup import Attributes, Markup, element
 
-WIDE = 1000  # units of the plane of curves
-KEPT = 0.9  # of a moving average, at each point
-COLOURS, DASHES = 6, 6  # that pages tell lines apart by
+# Width of the plane of curves, in units of its own.
+WIDE = 1000
+# Weight of the earlier points in a moving average.
+KEPT = 0.9
+COLOURS, DASHES = 6, 6  # kinds of colours and of dashes
 
 Numbers = Sequence[float | None]
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve over `x`; where `y` is None it is interrupted.
+    """A curve over `x`, interrupted where `y` is None.
 
-    Between `low` and `high` is a band: what it varied in.
-
-    `kind`: which colour and dashes the line has. `area`: the band is a part of a whole, of this
-    kind of `bars`.
+    Attributes:
+        name: Name in the legend and in read-outs.
+        x: Positions on the axis.
+        y: Values.
+        low: Lower edge of a band around the curve; empty for no band.
+        high: Upper edge of the band.
+        kind: Index of the colour and the dashes of the line.
+        area: CSS class of the band, if it is a part of a stacked whole.
+        faint: Whether the line is drawn faintly.
     """
 
     name: str
@@ -50,7 +56,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at `x`."""
+    """An event at the position `x`."""
 
     x: float
     words: str
@@ -59,41 +65,45 @@ class Mark:
 
 @dataclass(frozen=True)
 class Plot:
-    """A drawing of curves over one axis. `title` says what is seen, for who can't see it."""
+    """A drawing of curves over one axis."""
 
-    title: str
+    title: str  # for screen readers
     curves: Sequence[Curve]
     x: Scale
     y: Scale
     unit: str = ""  # of x, in read-outs
     marks: Sequence[Mark] = field(default_factory=list)
-    under: Callable[[float], str] | None = None  # what stands below a number of the axis
+    # Text below a number of the horizontal axis.
+    under: Callable[[float], str] | None = None
     high: int = 220  # pixels
-    read: Sequence[Curve] | None = None  # what read-outs tell, where that isn't the curves
+    # Curves of read-outs, if they are not those that are drawn.
+    read: Sequence[Curve] | None = None
 
 
 def smoothed(plot: Plot) -> Plot:
-    """Return a plot of moving averages over its faint curves, on a logarithmic axis if all
-    values are above 0.
+    """Return a plot of moving averages over its faint curves.
+
+    The axis is logarithmic if all values are positive.
     """
-    every = finite([curve.y for curve in plot.curves])
-    log = min(every, default=0.0) > 0
+    all_values = finite([curve.y for curve in plot.curves])
+    is_log = min(all_values, default=0.0) > 0
 
     def column(values: Iterable[float | None]) -> Numbers:
-        return [value if value is None or not log else math.log10(value) for value in values]
+        return [value if value is None or not is_log else math.log10(value) for value in values]
 
     faint = [
         replace(curve, name="", y=column(curve.y), low=(), high=(), faint=True)
         for curve in plot.curves
     ]
     firm = [replace(curve, y=column(_averages(curve.y)), low=(), high=()) for curve in plot.curves]
-    low, high = finite([column([min(every, default=0.0), max(every, default=1.0)])])
-    words = (lambda value: plain(10**value)) if log else plain
+    # The limits go through the same transformation as the curves.
+    low, high = finite([column([min(all_values, default=0.0), max(all_values, default=1.0)])])
+    words = (lambda value: plain(10**value)) if is_log else plain
     return replace(plot, curves=[*faint, *firm], y=scale(low, high, words), read=plot.curves)
 
 
 def _averages(values: Numbers) -> Iterator[float | None]:
-    """Yield the exponential moving average of a column, which begins with its first value."""
+    """Yield the exponential moving average of a column, starting from its first value."""
     average: float | None = None
     for value in values:
         if value is not None:
@@ -102,10 +112,10 @@ def _averages(values: Numbers) -> Iterator[float | None]:
 
 
 def draw(plot: Plot) -> Markup:
-    """Draw a plot: numbers of the vertical axis at the left, the curves, and numbers of the
-    horizontal axis below.
-    """
+    """Draw a plot: numbers of both axes, curves and marks."""
     lines = [line for curve in plot.curves for line in _curve(curve, plot)]
+    # Only the curves stretch (`preserveAspectRatio="none"`). Text, marks and grid lie outside of
+    # the plane, in pixels and percentages.
     plane = element(
         "svg",
         {
@@ -116,7 +126,7 @@ def draw(plot: Plot) -> Markup:
         },
         lines,
     )
-    inside = element(
+    plane_with_marks = element(
         "svg",
         {"class": "plane", "width": "100%", "height": _height(plot), "role": "img"},
         element("title", None, plot.title),
@@ -126,63 +136,70 @@ def draw(plot: Plot) -> Markup:
         element("line", {"class": "cursor", "y1": 0, "y2": plot.high, "x1": 0, "x2": 0}),
     )
     sheet = element(
-        "div", {"class": "sheet"}, inside, element("output", {"class": "read-out", "hidden": ""})
-    )
-    drawn = element(
         "div",
-        {"class": "plot", "data-points": json.dumps(_read_outs(plot), separators=(",", ":"))},
-        _heights(plot),
-        sheet,
+        {"class": "sheet"},
+        plane_with_marks,
+        element("output", {"class": "read-out", "hidden": ""}),
     )
-    return element("figure", None, _legend(plot.curves), drawn)
+    points = json.dumps(_read_outs(plot), separators=(",", ":"))
+    plot_with_axis = element("div", {"class": "plot", "data-points": points}, _heights(plot), sheet)
+    return element("figure", None, _legend(plot.curves), plot_with_axis)
 
 
 def _height(plot: Plot) -> int:
+    """Return the height of a plot with the numbers below it, in pixels."""
     return plot.high + (38 if plot.under else 22)
 
 
 def _read_outs(plot: Plot) -> dict[str, object]:
-    """Return what the script of the page reads out where the pointer is: names and values over
-    the places on the axis.
-    """
-    told = plot.curves if plot.read is None else plot.read
-    every = dict.fromkeys(x for curve in told for x in curve.x if x is not None)
-    places = {x: at for at, x in enumerate(sorted(every))}
-    columns = {curve.name: _placed(curve, places) for curve in told}
-    found: dict[str, object] = {
-        "x": list(places),
-        "at": [round(_across(x, plot.x), 4) for x in places],
+    """Return the names and values that the page's script shows at the pointer, by position."""
+    curves = plot.curves if plot.read is None else plot.read
+    positions = dict.fromkeys(x for curve in curves for x in curve.x if x is not None)
+    # Curves may have different positions. Each gets a column over all of them, with gaps.
+    index_by_position = {x: at for at, x in enumerate(sorted(positions))}
+    columns = {curve.name: _placed(curve, index_by_position) for curve in curves}
+    read_outs: dict[str, object] = {
+        "x": list(index_by_position),
+        "at": [round(_across(x, plot.x), 4) for x in index_by_position],
         "unit": plot.unit,
         "curves": columns,
     }
-    return found if plot.under is None else {**found, "under": [plot.under(x) for x in places]}
+    return (
+        read_outs
+        if plot.under is None
+        else {**read_outs, "under": [plot.under(x) for x in index_by_position]}
+    )
 
 
-def _placed(curve: Curve, places: dict[float, int]) -> list[float | None]:
-    column: list[float | None] = [None] * len(places)
+def _placed(curve: Curve, index_by_position: dict[float, int]) -> list[float | None]:
+    """Arrange the values of a curve by position, rounded to five digits."""
+    column: list[float | None] = [None] * len(index_by_position)
     for x, y in zip(curve.x, curve.y, strict=True):
         if x is not None and y is not None:
-            column[places[x]] = float(f"{y:.5g}")
+            column[index_by_position[x]] = float(f"{y:.5g}")
     return column
 
 
 def _curve(curve: Curve, plot: Plot) -> Iterator[Markup]:
+    """Draw the band and the line of a curve, interrupted where values are missing."""
     for part in _pieces(curve.x, curve.low, curve.high) if curve.low else ():
-        there = [_point(x, low, plot) for x, low, _ in part]
-        back = [_point(x, high, plot) for x, _, high in reversed(part)]
-        kind = f"fill {curve.area}" if curve.area else f"band c{curve.kind % COLOURS}"
-        yield element("path", {"class": kind, "d": f"M{' '.join([*there, *back])}Z"})
+        lower_edge = [_point(x, low, plot) for x, low, _ in part]
+        upper_edge = [_point(x, high, plot) for x, _, high in reversed(part)]
+        classes = f"fill {curve.area}" if curve.area else f"band c{curve.kind % COLOURS}"
+        yield element("path", {"class": classes, "d": f"M{' '.join([*lower_edge, *upper_edge])}Z"})
     for piece in _pieces(curve.x, curve.y, curve.y):
         points = [_point(x, y, plot) for x, y, _ in piece]
+        # A path of one point is invisible, so it becomes a line to itself: a dot.
         if len(points) == 1:
-            points *= 2  # a dot
-        kind = "edge" if curve.area else f"line {line(curve.kind)}{' faint' * curve.faint}"
-        yield element("path", {"class": kind, "d": f"M{' '.join(points)}"})
+            points *= 2
+        classes = "edge" if curve.area else f"line {line(curve.kind)}{' faint' * curve.faint}"
+        yield element("path", {"class": classes, "d": f"M{' '.join(points)}"})
 
 
 def line(kind: int) -> str:
-    """Return the classes of a line of this kind: a colour, and dashes, so that neither is needed
-    alone.
+    """Return the CSS classes of a line of this kind.
+
+    Colour and dashes both differ, so that neither is needed alone.
     """
     return f"c{kind % COLOURS} d{(kind + kind // COLOURS) % DASHES}"
 
@@ -190,30 +207,35 @@ def line(kind: int) -> str:
 def _pieces(x: Numbers, low: Numbers, high: Numbers) -> Iterator[list[tuple[float, float, float]]]:
     """Yield the stretches of a curve that are not interrupted."""
     piece: list[tuple[float, float, float]] = []
-    for across, below, above in zip(x, low, high, strict=True):
-        if across is None or below is None or above is None:
+    for position, lower, upper in zip(x, low, high, strict=True):
+        if position is None or lower is None or upper is None:
             if piece:
                 yield piece
             piece = []
         else:
-            piece.append((across, below, above))
+            piece.append((position, lower, upper))
     if piece:
         yield piece
 
 
 def _point(x: float, y: float, plot: Plot) -> str:
+    """Format a point of the plane."""
     return f"{_across(x, plot.x) * WIDE:.1f},{_down(y, plot):.1f}"
 
 
 def _across(x: float, axis: Scale) -> float:
+    """Return the position of a value on the horizontal axis, from 0 to 1."""
     return min(max(axis.at(x), 0.0), 1.0)
 
 
 def _down(y: float, plot: Plot) -> float:
+    """Return the height of a value below the top, in pixels."""
+    # Values outside of the axis are drawn just beyond it.
     return (1 - min(max(plot.y.at(y), -0.02), 1.02)) * plot.high
 
 
 def _grid(plot: Plot) -> Iterator[Markup]:
+    """Draw horizontal lines at the numbers of the vertical axis, and the horizontal axis."""
     for value, _ in plot.y.ticks:
         y = _down(value, plot)
         yield element("line", {"class": "grid", "x1": 0, "x2": "100%", "y1": y, "y2": y})
@@ -221,21 +243,29 @@ def _grid(plot: Plot) -> Iterator[Markup]:
 
 
 def across(axis: Scale, y: float, under: Callable[[float], str] | None = None) -> Iterator[Markup]:
-    """Write the numbers of a horizontal axis, and below each what is `under` it."""
-    for number, (value, words) in enumerate(axis.ticks):
-        at = axis.at(value)
-        anchor = "start" if at < 0.06 else "end" if at > 0.94 else "middle"
-        given = {"class": "tick", "x": f"{100 * at:.2f}%", "text-anchor": anchor}
-        yield element("text", {**given, "y": y}, words)
+    """Draw the numbers of a horizontal axis.
+
+    Args:
+        axis: The axis.
+        y: Height of the numbers, in pixels.
+        under: Text below a number, such as the time of a step.
+    """
+    for index, (value, words) in enumerate(axis.ticks):
+        position = axis.at(value)
+        # Numbers near the ends would stick out, so they are aligned to the inside.
+        anchor = "start" if position < 0.06 else "end" if position > 0.94 else "middle"
+        attributes = {"class": "tick", "x": f"{100 * position:.2f}%", "text-anchor": anchor}
+        yield element("text", {**attributes, "y": y}, words)
         if under is not None:
             yield element(
                 "text",
-                {**given, "y": y + 16, "class": f"tick under{' odd' * (number % 2)}"},
+                {**attributes, "y": y + 16, "class": f"tick under{' odd' * (index % 2)}"},
                 under(value),
             )
 
 
 def _heights(plot: Plot) -> Markup:
+    """Draw the numbers of the vertical axis."""
     ticks = (
         element(
             "text",
@@ -263,15 +293,15 @@ def _heights(plot: Plot) -> Markup:
 
 
 def _mark(mark: Mark, plot: Plot) -> Markup:
-    at = f"{100 * _across(mark.x, plot.x):.2f}%"
-    return element(
-        "line",
-        {"class": f"mark {mark.kind}", "x1": at, "x2": at, "y1": 0, "y2": plot.high},
-        element("title", None, mark.words),
-    )
+    """Draw an event as a vertical line."""
+    position = f"{100 * _across(mark.x, plot.x):.2f}%"
+    geometry: Attributes = {"x1": position, "x2": position, "y1": 0, "y2": plot.high}
+    title = element("title", None, mark.words)
+    return element("line", {"class": f"mark {mark.kind}", **geometry}, title)
 
 
 def _legend(curves: Sequence[Curve]) -> Markup | None:
+    """Draw a legend, if there are several named curves."""
     named = [curve for curve in curves if curve.name and not curve.area]
     if len(named) < 2:
         return None
@@ -283,15 +313,15 @@ def _legend(curves: Sequence[Curve]) -> Markup | None:
 
 
 def swatch(kind: int) -> Markup:
-    """Draw the line of a curve, for a legend."""
-    drawn = element("line", {"class": f"line {line(kind)}", "x1": 1, "x2": 29, "y1": 6, "y2": 6})
+    """Draw a piece of a curve's line for a legend."""
+    sample = element("line", {"class": f"line {line(kind)}", "x1": 1, "x2": 29, "y1": 6, "y2": 6})
     return element(
-        "svg", {"class": "swatch", "width": 30, "height": 12, "aria-hidden": "true"}, drawn
+        "svg", {"class": "swatch", "width": 30, "height": 12, "aria-hidden": "true"}, sample
     )
 
 
 def finite(columns: Sequence[Numbers]) -> list[float]:
-    """Return all numbers of these columns that can be drawn."""
+    """Return all finite numbers of these columns."""
     return [
         value
         for column in columns

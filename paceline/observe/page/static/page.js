@@ -1,5 +1,5 @@
 "use strict";
-// Curves tell their values where the pointer is. Sections may be replaced at any time: all is asked of the document when it happens.
+// Shows the values of curves at the pointer. Sections may be replaced at any time, so elements are looked up at each event.
 (function () {
   const near = (places, at) => {
     let low = 0, high = places.length - 1;

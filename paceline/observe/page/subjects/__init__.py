@@ -1,1 +1,1 @@
-"""The sections of a page, a module for what each is about."""
+"""The sections of a page, one module for each subject."""

@@ -1,6 +1,4 @@
-"""The axis of steps, which curves of a run share: below each step stands when it was, and marks
-say what happened.
-"""
+"""The axis of steps of a run's curves, with the time below each step, and marks for events."""
 
 from __future__ import annotations
 
@@ -14,21 +12,21 @@ from paceline.observe.page.drawing.figures import number
 from paceline.observe.page.drawing.plots import Mark
 from paceline.observe.page.drawing.scales import Scale
 
-# events that curves may change by
+# Kinds of events that curves may change by.
 MARKED = ("lost", "came", "evicted", "shares", "codec", "link", "fault")
 
 
 def of_steps(steps: Sequence[float | None], *, many: bool = False) -> Scale:
-    """Return the axis for these steps, from 0 on where they begin near it."""
-    known = [step for step in steps if step is not None]
-    low, high = min(known, default=0.0), max(known, default=1.0)
+    """Return the axis for these steps. It begins at 0 if they begin near 0."""
+    known_steps = [step for step in steps if step is not None]
+    low, high = min(known_steps, default=0.0), max(known_steps, default=1.0)
     return scales.scale(
         0.0 if low < 0.1 * high else low, high, scales.short, 8 if many else 5, whole=True
     )
 
 
 def clock(data: Mapping[str, Any]) -> Callable[[float], str] | None:
-    """Return what says when a step was; None where no step is known."""
+    """Return a function that formats the time of a step; None if there are no steps."""
     steps, times = data["course"]["step"], data["course"]["time"]
     if not steps:
         return None
@@ -36,11 +34,12 @@ def clock(data: Mapping[str, Any]) -> Callable[[float], str] | None:
 
 
 def marks(data: Mapping[str, Any]) -> list[Mark]:
-    """Return the events of a run that its curves may change by, at their steps."""
+    """Return the events that curves may change by, at their steps."""
     steps, times = data["course"]["step"], data["course"]["time"]
     if not steps:
         return []
-    began = number(data, "log_began")  # events count from the start, steps from when all had joined
+    # Events count from the start of the run, and steps from when all workers had joined.
+    began = number(data, "log_began")
 
     def at(event: Mapping[str, Any]) -> float:
         step = event.get("step")

@@ -1,4 +1,4 @@
-"""The section on checkpoints: how many there were, and what they cost."""
+"""The section on checkpoints: their number and their cost."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from paceline.observe.page.markup import Child, Markup, element, join
 
 
 def section(data: Mapping[str, Any]) -> Markup | None:
-    """Write what the checkpoints of one run came to; None without any."""
+    """Draw the checkpoints of one run; None without any."""
     if not number(data, "checkpoints", "count"):
         return None
     seconds = number(data, "seconds")
-    stood = number(data, "checkpoints", "stall_seconds")
-    part = (
-        f"Training stood still for them for {stood / seconds:.1%} of the run."
+    stall_seconds = number(data, "checkpoints", "stall_seconds")
+    sentence = (
+        f"Training stood still for them for {stall_seconds / seconds:.1%} of the run."
         if seconds > 0
         else ""
     )
-    return join(element("p", None, part), table(("checkpoints", ""), _rows(data)))
+    return join(element("p", None, sentence), table(("checkpoints", ""), _rows(data)))
 
 
 def _rows(data: Mapping[str, Any]) -> Iterator[tuple[str, Child]]:
+    """Yield the rows of the table."""
     yield "on the disk", figure(data, ("checkpoints", "count"), scales.whole)
     yield (
         "of them asked for in the background",

@@ -1,6 +1,4 @@
-"""The sections of a page that compares runs: their figures side by side, losses against steps,
-seconds and bytes, and what differs.
-"""
+"""The sections of a page that compares runs: figures, losses, times, traffic and settings."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ Datas = Sequence[Mapping[str, Any]]
 
 
 def overview(datas: Datas) -> Markup:
-    """Write the figures of runs side by side, with the verdict on each."""
+    """Draw the figures of the runs side by side, with the verdict on each."""
     head = ("run", "loss", "steps", "a step", "samples/s", "time", "compute", "sent in a step")
     rows = (
         (
@@ -53,12 +51,13 @@ def overview(datas: Datas) -> Markup:
 
 
 def _verdict(data: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the parts of the verdict on a run."""
     yield ": " if data["ended"] else f" {data['standing']['words']}. "
     yield " ".join(data["verdict"])
 
 
 def labels(datas: Datas) -> list[str]:
-    """Return the names of runs, with a number where two have the same."""
+    """Return the names of the runs, with a number if two have the same name."""
     names = [str(data["name"]) for data in datas]
     return [
         name if names.count(name) == 1 else f"{name} ({at})" for at, name in enumerate(names, 1)
@@ -66,19 +65,21 @@ def labels(datas: Datas) -> list[str]:
 
 
 def _marked(rows: Iterator[tuple[Markup, ...]]) -> list[Sequence[Markup]]:
-    """Say of each row of which run it is, for who compares its figures with that run's summary."""
+    """Add to each cell the index of its run, for readers who compare figures with summaries."""
     return [
         [element("span", {"data-run": at}, cell) for cell in row] for at, row in enumerate(rows)
     ]
 
 
 def loss(datas: Datas) -> Markup | None:
-    """Draw the loss of each run against steps, seconds and bytes; None where none was logged by
-    one name in all of them.
+    """Draw the loss of each run against steps, seconds and bytes.
+
+    Other values that all runs have logged are drawn against steps. None if there is no such value.
     """
     if not (common := _common(datas)):
         return None
-    name, *others = common
+    name, *other_names = common
+    # Bytes between hosts are the scarce ones, so they are the axis if any run has sent some.
     between = any(number(data, "bytes_sent", "between") for data in datas)
     sent = "between" if between else "within"
     ways: Sequence[tuple[str, str, Words]] = (
@@ -86,40 +87,49 @@ def loss(datas: Datas) -> Markup | None:
         ("time", "seconds", scales.clock),
         (sent, f"bytes that all workers have sent {SENT_WORDS[sent]}", scales.nbytes),
     )
-    drawn = (_against(datas, name, field, title, words) for field, title, words in ways)
+    drawings = (_against(datas, name, field, title, words) for field, title, words in ways)
     more = (
         _against(datas, other, "step", "steps", scales.short, head=f"{other} against steps")
-        for other in others
+        for other in other_names
     )
     return join(
         element("p", None, f"{name}, the mean of each stretch of steps")
         if name != "loss"
         else None,
-        *drawn,
+        *drawings,
         *more,
     )
 
 
 def _common(datas: Datas) -> list[str]:
-    """Return the names that all runs have logged, such as those of validation: loss first, where
-    that is one.
-    """
-    first, *others = (list(data["values"]) for data in datas)
-    return [name for name in first if all(name in names for names in others)]
+    """Return the names that all runs have logged; loss first, if it is one of them."""
+    first, *other_runs = (list(data["values"]) for data in datas)
+    return [name for name in first if all(name in names for names in other_runs)]
 
 
 def _against(
     datas: Datas, name: str, field: str, title: str, words: Words, *, head: str = ""
 ) -> Markup | None:
+    """Draw a logged value of all runs against a quantity.
+
+    Args:
+        datas: Data of each run.
+        name: Name of the value.
+        field: Quantity of the horizontal axis: "step", "time", "within" or "between".
+        title: Name of the quantity.
+        words: Format of the quantity.
+        head: Title of the drawing. Default: made of `title`.
+    """
+    # The index of a run is the kind of its line, the same in all drawings and in the table.
     curves = [
         Curve(label, data["values"][name][field], data["values"][name]["mean"], kind=at)
         for at, (label, data) in enumerate(zip(labels(datas), datas, strict=True))
         if data["values"][name][field]
     ]
-    most = max(finite([curve.x for curve in curves]), default=0.0)
-    if not most:
+    largest = max(finite([curve.x for curve in curves]), default=0.0)
+    if not largest:
         return None
-    x = scales.scale(0.0, most, words, 6, zero=True)
+    x = scales.scale(0.0, largest, words, 6, zero=True)
     y = _heights([curve.y for curve in curves])
     plot = Plot(f"{name} against {title}", curves, x, y, title if field == "step" else "")
     more = folded(SMOOTHED, draw(smoothed(plot))) if field == "step" else None
@@ -127,8 +137,9 @@ def _against(
 
 
 def _heights(columns: Sequence[Numbers]) -> Scale:
-    every = finite(columns)
-    return scales.scale(min(every, default=0.0), max(every, default=1.0), scales.plain)
+    """Return the vertical axis for these columns."""
+    all_values = finite(columns)
+    return scales.scale(min(all_values, default=0.0), max(all_values, default=1.0), scales.plain)
 
 
 def time(datas: Datas) -> Markup:
@@ -137,7 +148,7 @@ def time(datas: Datas) -> Markup:
 
 
 def traffic(datas: Datas) -> Markup | None:
-    """Draw the bytes of a step of each run; None where nothing was sent."""
+    """Draw the bytes of a step of each run; None if nothing was sent."""
     rows = _bars(datas, "bytes_sent", SENT, scales.nbytes)
     return (
         bars("Bytes of a step", rows, SENT_WORDS)
@@ -149,6 +160,7 @@ def traffic(datas: Datas) -> Markup | None:
 def _bars(
     datas: Datas, field: str, parts: Sequence[str], words: Callable[[float], str]
 ) -> list[Bar]:
+    """Return a bar for each run, with the parts of a field."""
     return [
         Bar(
             label,
@@ -160,10 +172,14 @@ def _bars(
 
 
 def differences(datas: Datas) -> Markup:
-    """Write a table of the settings that are not the same in all runs."""
-    every = [setup.settings(data) for data in datas]
-    names = dict.fromkeys(name for found in every for name in found)
-    differ = [name for name in names if len({found.get(name) for found in every}) > 1]
+    """Draw a table of the settings that differ between the runs."""
+    all_settings = [setup.settings(data) for data in datas]
+    names = dict.fromkeys(name for run_settings in all_settings for name in run_settings)
+    # A setting that a run doesn't have counts as different.
+    differ = [
+        name for name in names if len({run_settings.get(name) for run_settings in all_settings}) > 1
+    ]
+    # A run without a live file tells its settings only in the summary.
     unknown = [
         label
         for label, data in zip(labels(datas), datas, strict=True)
@@ -173,5 +189,7 @@ def differences(datas: Datas) -> Markup:
     note = element("p", {"class": "hint"}, hint) if hint else None
     if not differ:
         return join(element("p", None, "Their settings are the same."), note)
-    rows = ((name, *(found.get(name, "–") for found in every)) for name in differ)
+    rows = (
+        (name, *(run_settings.get(name, "–") for run_settings in all_settings)) for name in differ
+    )
     return join(table(("setting", *labels(datas)), rows, "Settings that differ"), note)

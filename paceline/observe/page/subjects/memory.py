@@ -1,4 +1,4 @@
-"""The section on memory: what each worker held, by kind, beside what was predicted."""
+"""The section on memory: bytes that each worker held, by kind, and the predictions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORDS: Mapping[str, str] = {kind: kind for kind in KINDS}
 
 
 def section(data: Mapping[str, Any]) -> Markup | None:
-    """Draw what the workers of one run held; None where that isn't known."""
+    """Draw the memory of the workers of one run; None if it isn't known."""
     held: Sequence[Mapping[str, Any]] = find(data, "memory") or ()
     if not held:
         return None
@@ -41,15 +41,16 @@ def section(data: Mapping[str, Any]) -> Markup | None:
         if len(held) > MOST
         else ""
     )
-    tabled = folded(
+    full_table = folded(
         "As a table, with what was predicted", table(head, cells, "Bytes that each worker held")
     )
     return join(
-        bars("Memory", rows[:MOST], WORDS), element("p", {"class": "hint"}, hint + more), tabled
+        bars("Memory", rows[:MOST], WORDS), element("p", {"class": "hint"}, hint + more), full_table
     )
 
 
 def _cells(data: Mapping[str, Any], rank: int) -> Iterator[Markup]:
+    """Yield the cells of the table for a rank."""
     for kind in KINDS:
         for which in ("measured", "predicted"):
             path: Field = ("memory", rank, which, kind)
@@ -58,5 +59,6 @@ def _cells(data: Mapping[str, Any], rank: int) -> Iterator[Markup]:
 
 
 def _label(data: Mapping[str, Any], rank: int) -> str:
+    """Return the name of a rank."""
     ranks = data["ranks"]
     return ranks[rank] if rank < len(ranks) else f"rank {rank}"

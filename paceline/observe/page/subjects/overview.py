@@ -1,6 +1,4 @@
-"""The beginning of a page: the verdict, the advice with what it would gain, and the figures of
-the run.
-"""
+"""The beginning of a page: verdict, advice with its gain, and figures of the run."""
 
 from __future__ import annotations
 
@@ -14,8 +12,9 @@ from paceline.observe.page.markup import Child, Markup, element, join
 
 
 def section(data: Mapping[str, Any]) -> Markup:
-    """Write the verdict, the advice and the figures of one run; not what the moment of a live
-    page says (`beside_now`).
+    """Draw the verdict, the advice and the figures of one run.
+
+    On a live page (`beside_now`), the figures are left out, because the section "now" has them.
     """
     verdict = element("p", {"class": "verdict"}, " ".join(data["verdict"]))
     if data.get("beside_now"):
@@ -33,7 +32,7 @@ def section(data: Mapping[str, Any]) -> Markup:
 
 
 def badge(data: Mapping[str, Any]) -> Markup:
-    """Write how a run stands in a word."""
+    """Draw the state of a run in a word."""
     state = data["standing"]["state"]
     return element(
         "span",
@@ -43,6 +42,7 @@ def badge(data: Mapping[str, Any]) -> Markup:
 
 
 def _advice(data: Mapping[str, Any]) -> Markup | None:
+    """Draw the advice: known gains first, the largest on top."""
     rows = sorted(
         data["advice"], key=lambda row: (row["gain"] is None, row["most"], -(row["gain"] or 0.0))
     )
@@ -67,7 +67,7 @@ def _advice(data: Mapping[str, Any]) -> Markup | None:
 
 
 def _code(words: str) -> Markup:
-    """Set what stands between backticks as code."""
+    """Draw text between backticks as code."""
     pieces = words.split("`")
     return join(
         *(element("code", None, piece) if at % 2 else piece for at, piece in enumerate(pieces))
@@ -75,6 +75,7 @@ def _code(words: str) -> Markup:
 
 
 def _tiles(data: Mapping[str, Any]) -> Iterator[Markup]:
+    """Yield the figures of the run."""
     yield _tile("loss", figure(data, ("final_loss",), scales.plain))
     yield _tile(
         "steps",
@@ -110,6 +111,7 @@ def _tiles(data: Mapping[str, Any]) -> Iterator[Markup]:
 
 
 def _tile(name: str, value: Child, note: Child = None) -> Markup:
+    """Draw a figure with its name, and a note below it."""
     small = element("small", None, note) if note is not None else None
     return element(
         "div", {"class": "tile"}, element("dt", None, name), element("dd", None, value, small)

@@ -1,6 +1,4 @@
-"""The section on pipelines: the schedule of each with the times measured, its bubble, and what
-its stages take.
-"""
+"""The section on pipelines: schedule with measured times, bubble, and stages of each."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from paceline.observe.page.drawing.plots import across
 from paceline.observe.page.markup import Markup, element, join
 
 THICK: Final = 22  # pixels of a worker's row
-# colours of `bars`
+# CSS class of each kind of action, with the same colours as bars.
 ACTIONS: Final = {"forward": "k0", "backward": "k1", "input": "k1", "weight": "k3"}
 
 
@@ -26,31 +24,24 @@ def section(data: Mapping[str, Any]) -> Markup | None:
 
 
 def _pipeline(data: Mapping[str, Any], at: int) -> Iterator[Markup]:
-    found = data["pipelines"][at]
+    """Draw one pipeline: a sentence, the schedule and its stages."""
+    pipeline = data["pipelines"][at]
     measured, predicted = (
         figure(data, ("pipelines", at, "bubble", which), scales.percent)
         for which in ("measured", "predicted")
     )
-    took = figure(data, ("pipelines", at, "step_seconds"), scales.seconds)
-    then = figure(data, ("pipelines", at, "predicted_step_seconds"), scales.seconds)
+    step_seconds = figure(data, ("pipelines", at, "step_seconds"), scales.seconds)
+    predicted_seconds = figure(data, ("pipelines", at, "predicted_step_seconds"), scales.seconds)
     words = (
-        f"{found['schedule']}, {found['micro_batches']} micro-batches: a step took ",
-        took,
+        f"{pipeline['schedule']}, {pipeline['micro_batches']} micro-batches: a step took ",
+        step_seconds,
         " with a bubble of ",
         measured,
     )
-    yield element(
-        "p",
-        None,
-        *words,
-        "; by its schedule and the times of its actions it would be ",
-        then,
-        " and ",
-        predicted,
-        ".",
-    )
-    if found["rows"]:
-        yield _drawing(data, found)
+    prediction = "; by its schedule and the times of its actions it would be "
+    yield element("p", None, *words, prediction, predicted_seconds, " and ", predicted, ".")
+    if pipeline["rows"]:
+        yield _drawing(data, pipeline)
     yield table(
         (
             "stage",
@@ -65,19 +56,19 @@ def _pipeline(data: Mapping[str, Any], at: int) -> Iterator[Markup]:
     )
 
 
-def _drawing(data: Mapping[str, Any], found: Mapping[str, Any]) -> Markup:
-    """Draw a row of actions for each worker."""
-    end = found["seconds"]
+def _drawing(data: Mapping[str, Any], pipeline: Mapping[str, Any]) -> Markup:
+    """Draw the actions of each worker in a row."""
+    end = pipeline["seconds"]
     rows = list[Markup]()
-    for rank, spans in zip(found["ranks"], found["rows"], strict=True):
+    for rank, spans in zip(pipeline["ranks"], pipeline["rows"], strict=True):
         name = data["ranks"][rank] if rank < len(data["ranks"]) else f"rank {rank}"
-        drawn = (_action(span, end) for span in spans)
+        actions = (_action(span, end) for span in spans)
         title = element("title", None, f"{name}: its {len(spans)} actions in a step")
         row = element(
             "svg",
             {"class": "plane", "width": "100%", "height": THICK + 3, "role": "img"},
             title,
-            *drawn,
+            *actions,
         )
         rows += [element("span", {"class": "label"}, name), row]
     axis = scales.scale(0.0, end, scales.seconds, 4)
@@ -86,7 +77,8 @@ def _drawing(data: Mapping[str, Any], found: Mapping[str, Any]) -> Markup:
         {"class": "plane", "width": "100%", "height": 20, "aria-hidden": "true"},
         *across(axis, 14),
     )
-    kinds = dict.fromkeys(span[0] for row in found["rows"] for span in row)
+    # The legend has only the kinds that the schedule uses.
+    kinds = dict.fromkeys(span[0] for row in pipeline["rows"] for span in row)
     legend = (
         element("span", {"class": "key"}, _key(kind), kind) for kind in ACTIONS if kind in kinds
     )
@@ -95,23 +87,25 @@ def _drawing(data: Mapping[str, Any], found: Mapping[str, Any]) -> Markup:
 
 
 def _action(span: Sequence[Any], end: float) -> Markup:
+    """Draw an action as a box with the number of its micro-batch."""
     kind, stage, micro_batch, start, stop = span
     x, width = f"{100 * start / end:.2f}%", f"{100 * (stop - start) / end:.2f}%"
-    said = (
+    description = (
         f"{kind} of micro-batch {micro_batch} in stage {stage}: {scales.seconds(start)} to "
         f"{scales.seconds(stop)}"
     )
-    box: dict[str, str | float | None] = {"x": x, "width": width, "height": THICK}
-    inside = element(
+    geometry: dict[str, str | float | None] = {"x": x, "width": width, "height": THICK}
+    label = element(
         "svg",
-        {**box, "class": "clipped"},
+        {**geometry, "class": "clipped"},
         element("text", {"class": "inside", "x": 3, "y": 15}, str(micro_batch)),
     )
-    title = element("title", None, said)
-    return join(element("rect", {**box, "class": f"action {ACTIONS[kind]}"}, title), inside)
+    title = element("title", None, description)
+    return join(element("rect", {**geometry, "class": f"action {ACTIONS[kind]}"}, title), label)
 
 
 def _key(kind: str) -> Markup:
+    """Draw a box for the legend."""
     box = element("rect", {"class": f"action {ACTIONS[kind]}", "width": 14, "height": 12})
     return element(
         "svg", {"class": "swatch", "width": 14, "height": 12, "aria-hidden": "true"}, box
@@ -119,11 +113,13 @@ def _key(kind: str) -> Markup:
 
 
 def _stages(data: Mapping[str, Any], at: int) -> Iterator[Sequence[Any]]:
+    """Yield the rows of the table of stages."""
     stages: Sequence[Mapping[str, Any]] = find(data, "pipelines", at, "stages") or ()
-    for number, stage in enumerate(stages):
-        path = ("pipelines", at, "stages", number)
+    for stage_index, stage in enumerate(stages):
+        path = ("pipelines", at, "stages", stage_index)
         layers, rank = stage["layers"], stage["rank"]
         named = layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
+        # A split backward has two parts, `input` and `weight`, which are shown as a sum.
         backward = [
             figure(data, (*path, "seconds", kind), scales.seconds)
             for kind in ("backward", "input", "weight")
@@ -136,7 +132,7 @@ def _stages(data: Mapping[str, Any], at: int) -> Iterator[Sequence[Any]]:
         )
         name = data["ranks"][rank] if rank < len(data["ranks"]) else f"rank {rank}"
         yield (
-            str(number),
+            str(stage_index),
             name,
             named,
             figure(data, (*path, "seconds", "forward"), scales.seconds),

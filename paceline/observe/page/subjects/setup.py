@@ -1,6 +1,4 @@
-"""The section on how a run was set up: its strategy, the mesh as a picture, shares of the batch,
-and what was asked for.
-"""
+"""The section on the setup of a run: settings, mesh, shares of the batch, and results."""
 
 from __future__ import annotations
 
@@ -13,45 +11,47 @@ from paceline.observe.page.drawing.html_tables import table
 from paceline.observe.page.markup import Child, Markup, element, join
 from paceline.observe.page.subjects import workers
 
-MOST = 256  # workers of a mesh that are drawn
+# Most workers of a mesh that is drawn.
+MOST = 256
 
 
 def section(data: Mapping[str, Any]) -> Markup | None:
-    """Write how one run was set up; None where that isn't known."""
+    """Draw the setup of one run; None if it isn't known."""
     rows = list(_rows(data))
-    parts = [table(("setting", ""), rows)] if rows else []
-    parts += [*_mesh(data), *workers.shares(data), *_results(data)]
-    return join(*parts) if parts else None
+    blocks = [table(("setting", ""), rows)] if rows else []
+    blocks += [*_mesh(data), *workers.shares(data), *_results(data)]
+    return join(*blocks) if blocks else None
 
 
 def settings(data: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings of a run in words, arguments of its script by their names."""
-    found: dict[str, str] = {}
+    """Return the settings of a run in words, with arguments of its script by name."""
+    words: dict[str, str] = {}
     if find(data, "sync") is not None:
-        found["strategy"] = str(find(data, "sync"))
-        found["workers"] = (
+        words["strategy"] = str(find(data, "sync"))
+        words["workers"] = (
             f"{find(data, 'workers')} on {find(data, 'hosts')} "
             f"host{'' if find(data, 'hosts') == 1 else 's'}"
         )
     mesh = find(data, "mesh")
     if mesh:
-        found["mesh"] = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
-    given: Mapping[str, Any] = find(data, "settings") or {}
-    for name, value in given.items():
+        words["mesh"] = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
+    recorded: Mapping[str, Any] = find(data, "settings") or {}
+    for name, value in recorded.items():
         if name == "arguments":
-            found |= _arguments(value)
+            words |= _arguments(value)
         elif name == "optimizers":
-            found |= {
+            words |= {
                 f"optimizer{'' if not at else f' {at + 1}'}": _optimizer(each)
                 for at, each in enumerate(value)
             }
         else:
-            found[name.replace("_", " ")] = str(value) if name == "seed" else _words(value)
-    readers = find(data, "loader", "num_workers")
-    return found if readers is None else {**found, "readers of each worker": str(readers)}
+            words[name.replace("_", " ")] = str(value) if name == "seed" else _words(value)
+    num_workers = find(data, "loader", "num_workers")
+    return words if num_workers is None else {**words, "readers of each worker": str(num_workers)}
 
 
 def _rows(data: Mapping[str, Any]) -> Iterator[tuple[str, Child]]:
+    """Yield the rows of the table of settings."""
     for name, words in settings(data).items():
         yield (
             name,
@@ -62,6 +62,7 @@ def _rows(data: Mapping[str, Any]) -> Iterator[tuple[str, Child]]:
 
 
 def _words(value: Any) -> str:
+    """Format a value of a setting."""
     if isinstance(value, list):
         return ", ".join(map(_words, value))
     return (
@@ -72,27 +73,30 @@ def _words(value: Any) -> str:
 
 
 def _optimizer(fields: Mapping[str, Any]) -> str:
-    given = (f"{name}={_words(value)}" for name, value in fields.items() if name != "name")
-    return f"{fields.get('name')}({', '.join(given)})"
+    """Format an optimizer with its hyperparameters."""
+    arguments = (f"{name}={_words(value)}" for name, value in fields.items() if name != "name")
+    return f"{fields.get('name')}({', '.join(arguments)})"
 
 
-def _arguments(given: Sequence[str]) -> dict[str, str]:
-    """Return the arguments of a script by the names of its options; all others together."""
-    found, rest = dict[str, str](), list[str]()
-    at = 0
-    while at < len(given):
-        name, equals, value = str(given[at]).partition("=")
+def _arguments(arguments: Sequence[str]) -> dict[str, str]:
+    """Return the arguments of a script by option name, and all others together."""
+    by_option, others = dict[str, str](), list[str]()
+    index = 0
+    while index < len(arguments):
+        name, equals, value = str(arguments[index]).partition("=")
+        # Without knowing the script's options: `-x VALUE`, `--x=VALUE`, or a flag if an option
+        # follows.
         if not name.startswith("-"):
-            rest.append(str(given[at]))
+            others.append(str(arguments[index]))
         elif equals:
-            found[name] = value
-        elif at + 1 < len(given) and not str(given[at + 1]).startswith("--"):
-            at += 1
-            found[name] = str(given[at])
+            by_option[name] = value
+        elif index + 1 < len(arguments) and not str(arguments[index + 1]).startswith("--"):
+            index += 1
+            by_option[name] = str(arguments[index])
         else:
-            found[name] = "yes"
-        at += 1
-    return {**found, **({"arguments": shlex.join(rest)} if rest else {})}
+            by_option[name] = "yes"
+        index += 1
+    return {**by_option, **({"arguments": shlex.join(others)} if others else {})}
 
 
 def _mesh(data: Mapping[str, Any]) -> Iterator[Markup]:
@@ -101,26 +105,28 @@ def _mesh(data: Mapping[str, Any]) -> Iterator[Markup]:
     places: Sequence[Mapping[str, int]] = find(data, "places") or ()
     if not mesh or not places or len(places) > MOST:
         return
-    *others, last = mesh
+    *other_axes, last = mesh
     head = (" ", *(f"{last} {at}" for at in range(mesh[last])))
     rows = dict[tuple[int, ...], dict[int, int]]()
     for rank, place in enumerate(places):
-        rows.setdefault(tuple(place[axis] for axis in others), {})[place[last]] = rank
+        rows.setdefault(tuple(place[axis] for axis in other_axes), {})[place[last]] = rank
     cells = (
         (
-            ", ".join(f"{axis} {at}" for axis, at in zip(others, where, strict=True)) or "workers",
+            ", ".join(f"{axis} {at}" for axis, at in zip(other_axes, row_key, strict=True))
+            or "workers",
             *(
                 element("span", {"class": "worker"}, f"rank {row[at]}" if at in row else "")
                 for at in range(mesh[last])
             ),
         )
-        for where, row in sorted(rows.items())
+        for row_key, row in sorted(rows.items())
     )
     yield element("h3", None, "Mesh")
     yield element("div", {"class": "mesh"}, table(head, cells, "Which worker is where on the mesh"))
 
 
 def _results(data: Mapping[str, Any]) -> Iterator[Markup]:
+    """Draw the results that the script has recorded."""
     results: Mapping[str, Any] = find(data, "results") or {}
     if results:
         yield element("h3", None, "Results")

@@ -1,6 +1,4 @@
-"""The section on time: samples a second, where steps' time went over the run, and for each
-worker.
-"""
+"""The section on time: samples per second, and how steps spend their time."""
 
 from __future__ import annotations
 
@@ -18,6 +16,7 @@ from paceline.observe.page.subjects import axes
 from paceline.trace import PARTS
 
 WORDS: Mapping[str, str] = {part: part for part in PARTS}
+# CSS classes of PARTS, in their order.
 KINDS = ("k0", "k1", "k2", "k3")
 MEANING = {
     "compute": "forward, backward and the optimizer",
@@ -25,11 +24,11 @@ MEANING = {
     "wait": "for slower workers",
     "data": "for the next batch",
 }
-MOST = 64  # workers that have a bar
+MOST = 64  # most workers that have a bar
 
 
 def section(data: Mapping[str, Any]) -> Markup | None:
-    """Draw where the time of one run's steps went; None where there was no step."""
+    """Draw where the time of one run's steps went; None without a step."""
     if not data["course"]["step"]:
         return None
     return join(
@@ -41,30 +40,34 @@ def section(data: Mapping[str, Any]) -> Markup | None:
 
 
 def throughput(data: Mapping[str, Any]) -> Markup | None:
-    """Draw the samples a second over the steps of one run: inside of steps, and by the clock,
-    with all that lies between them.
+    """Draw the samples per second over the steps of one run.
+
+    One curve counts only the time in steps, the other all time of the clock.
     """
     course = data["course"]
     steps = course["step"]
     if not steps:
         return None
-    spent = [
+    step_seconds = [
         sum(column) for column in zip(*(course["seconds"][part] for part in PARTS), strict=True)
     ]
-    inside = [
-        _per(samples, seconds) for samples, seconds in zip(course["samples"], spent, strict=True)
+    rates_in_steps = [
+        _per(samples, seconds)
+        for samples, seconds in zip(course["samples"], step_seconds, strict=True)
     ]
+    # The clock's time of a stretch goes from the end of the stretch before to its own end.
     times = [0.0, *course["time"]]
-    passed = [later - sooner for sooner, later in pairwise(times)]
-    clock = [
-        _per(samples, seconds) for samples, seconds in zip(course["samples"], passed, strict=True)
+    clock_seconds = [later - sooner for sooner, later in pairwise(times)]
+    rates_by_clock = [
+        _per(samples, seconds)
+        for samples, seconds in zip(course["samples"], clock_seconds, strict=True)
     ]
     curves = [
-        Curve("inside steps", steps, inside, kind=0),
-        Curve("by the clock", steps, clock, kind=1),
+        Curve("inside steps", steps, rates_in_steps, kind=0),
+        Curve("by the clock", steps, rates_by_clock, kind=1),
     ]
-    most = sorted(finite([inside]))
-    high = most[-1] if most else 1.0
+    sorted_rates = sorted(finite([rates_in_steps]))
+    high = sorted_rates[-1] if sorted_rates else 1.0
     y = scales.scale(0.0, 1.05 * high, scales.short, zero=True)
     plot = Plot(
         "Samples a second over steps",
@@ -84,11 +87,12 @@ def throughput(data: Mapping[str, Any]) -> Markup | None:
 
 
 def _per(samples: float, seconds: float) -> float | None:
+    """Return samples per second; None if no time has passed."""
     return samples / seconds if seconds > 0 else None
 
 
 def _parts(data: Mapping[str, Any]) -> Markup:
-    """Write what each part of a step took."""
+    """Draw a table of the parts of a step."""
     rows = (
         (
             join(swatch(part), " ", part),
@@ -102,6 +106,7 @@ def _parts(data: Mapping[str, Any]) -> Markup:
 
 
 def _stacked(data: Mapping[str, Any]) -> Markup:
+    """Draw the parts of a step over the run as stacked areas."""
     course = data["course"]
     counts, steps = course["count"], course["step"]
     columns = [
@@ -109,18 +114,26 @@ def _stacked(data: Mapping[str, Any]) -> Markup:
         for part in PARTS
     ]
     floor = [0.0] * len(steps)
-    curves, read = list[Curve](), list[Curve]()
+    curves, read_outs = list[Curve](), list[Curve]()
+    # Each area lies on the one before: between `floor` and `top`.
     for part, kind, column in zip(PARTS, KINDS, columns, strict=True):
         top = [below + more for below, more in zip(floor, column, strict=True)]
         curves.append(Curve(part, steps, top, floor, top, area=kind))
-        read.append(Curve(part, steps, column))
+        read_outs.append(Curve(part, steps, column))
         floor = top
-    # a single long step does not flatten all others
+    # The axis follows the 98th percentile, so that a single long step does not flatten all others.
     usual = sorted(floor)[max(len(floor) * 98 // 100 - 1, 0)]
     y = scales.scale(0.0, min(max(floor), 2.5 * usual) * 1.02, scales.seconds, zero=True)
-    x, marks, when = axes.of_steps(steps, many=True), axes.marks(data), axes.clock(data)
+    x, marks, time_of_step = axes.of_steps(steps, many=True), axes.marks(data), axes.clock(data)
     plot = Plot(
-        "Seconds of a step by part, over steps", curves, x, y, "step", marks, when, read=read
+        "Seconds of a step by part, over steps",
+        curves,
+        x,
+        y,
+        "step",
+        marks,
+        time_of_step,
+        read=read_outs,
     )
     legend = element(
         "p",
@@ -160,8 +173,9 @@ def _workers(data: Mapping[str, Any]) -> Iterator[Markup]:
 
 
 def named(data: Mapping[str, Any]) -> list[tuple[str, str, tuple[str | int, ...]]]:
-    """Return of each worker what it is called, what there is to say of it, and the field of its
-    seconds; those who left come last.
+    """Return for each worker its name, a note, and the field of its seconds.
+
+    Workers that have left come last.
     """
     members: Sequence[Mapping[str, Any]] = find(data, "members") or ()
     if not members:
@@ -169,6 +183,7 @@ def named(data: Mapping[str, Any]) -> list[tuple[str, str, tuple[str | int, ...]
             (f"rank {rank}", "", ("rank_seconds", rank))
             for rank in range(len(find(data, "rank_seconds") or ()))
         ]
+    # Present workers by rank, then the others by number. `False` sorts before `True`.
     order = sorted(
         range(len(members)),
         key=lambda at: (members[at]["rank"] is None, members[at]["rank"], members[at]["worker"]),
@@ -180,8 +195,9 @@ def named(data: Mapping[str, Any]) -> list[tuple[str, str, tuple[str | int, ...]
 
 
 def called(data: Mapping[str, Any], member: Mapping[str, Any]) -> str:
-    """Return the name of a worker: its rank with its place in the mesh and its host, or its
-    number if it has left.
+    """Return the name of a worker: its rank with its place in the mesh, and its host.
+
+    A worker that has left has its number instead of a rank.
     """
     rank, host = member["rank"], member.get("host")
     where = f" on {host}" if host and (find(data, "hosts") or 1) > 1 else ""
@@ -192,10 +208,10 @@ def called(data: Mapping[str, Any], member: Mapping[str, Any]) -> str:
 
 
 def _note(data: Mapping[str, Any], member: Mapping[str, Any]) -> str:
-    """Say in which steps a worker took part, where that isn't all of them."""
-    whole = max((each["steps"] for each in find(data, "members")), default=0)
+    """Describe the steps in which a worker took part, unless it was all of them."""
+    most_steps = max((each["steps"] for each in find(data, "members")), default=0)
     return (
         ""
-        if member["steps"] >= whole
+        if member["steps"] >= most_steps
         else f"steps {member['first_step']:,} to {member['last_step']:,}"
     )

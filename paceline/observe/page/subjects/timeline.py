@@ -1,4 +1,4 @@
-"""The section on events: a row for each kind on one axis of time, and below it what they say.
+"""The section on events: one row for each kind on a common axis of time, and the texts below.
 
 lost        x
 came                 ^
@@ -17,8 +17,10 @@ from paceline.observe.page.events import KINDS
 from paceline.observe.page.markup import Markup, element, join
 
 THICK: Final = 22  # pixels of a row
-LISTED: Final = 200  # events in words, at most
-_SHAPES: Final = {  # around 0, 0
+# Most events that are listed in words.
+LISTED: Final = 200
+# SVG path of the mark of each kind, around the point 0, 0.
+_SHAPES: Final = {
     "lost": "M-5-5L5 5M5-5L-5 5",
     "came": "M0-6L6 5H-6Z",
     "evicted": "M0 6L6-5H-6Z",
@@ -40,9 +42,12 @@ def section(data: Mapping[str, Any]) -> Markup | None:
     axis = scales.scale(0.0, end, scales.clock)
     rows = list[Markup]()
     for kind, name in KINDS.items():
-        mine = [event for event in events if event["kind"] == kind]
-        if mine:
-            rows += [element("span", {"class": "label"}, name), _row(name, kind, mine, end)]
+        events_of_kind = [event for event in events if event["kind"] == kind]
+        if events_of_kind:
+            rows += [
+                element("span", {"class": "label"}, name),
+                _row(name, kind, events_of_kind, end),
+            ]
     below = element(
         "svg",
         {"class": "plane", "width": "100%", "height": 20, "aria-hidden": "true"},
@@ -55,6 +60,7 @@ def section(data: Mapping[str, Any]) -> Markup | None:
 
 
 def _row(name: str, kind: str, events: Sequence[Mapping[str, Any]], end: float) -> Markup:
+    """Draw the marks of one kind in a row."""
     marks = (
         element(
             "svg",
@@ -83,8 +89,8 @@ def _row(name: str, kind: str, events: Sequence[Mapping[str, Any]], end: float) 
 
 
 def _words(events: Sequence[Mapping[str, Any]]) -> Markup:
-    """Write events, checkpoints in between left out where there are many."""
-    told = (
+    """List events in words. If there are many, checkpoints are left out."""
+    listed = (
         events
         if len(events) <= LISTED
         else [event for event in events if event["kind"] != "checkpoint"][-LISTED:]
@@ -97,23 +103,24 @@ def _words(events: Sequence[Mapping[str, Any]]) -> Markup:
             _icon(event["kind"]),
             event["what"],
         )
-        for event in told
+        for event in listed
     )
-    left = len(events) - len(told)
+    omitted = len(events) - len(listed)
     more = (
-        element("p", {"class": "hint"}, f"{left:,} more events are in summary.json.")
-        if left
+        element("p", {"class": "hint"}, f"{omitted:,} more events are in summary.json.")
+        if omitted
         else None
     )
     return join(element("ul", {"class": "events"}, items), more)
 
 
 def _icon(kind: str) -> Markup:
-    inside = element(
+    """Draw the mark of a kind for the list."""
+    mark = element(
         "svg", {"x": 8, "y": 8, "overflow": "visible"}, element("path", {"d": _SHAPES[kind]})
     )
     return element(
         "svg",
         {"class": f"icon event {kind}", "width": 16, "height": 16, "aria-hidden": "true"},
-        inside,
+        mark,
     )

@@ -1,6 +1,4 @@
-"""The section on traffic: bytes within and between hosts, over the run and by axis of the mesh,
-links that became slow, codecs, servers.
-"""
+"""The section on traffic: bytes by link, worker and axis, slow links, codecs and servers."""
 
 from __future__ import annotations
 
@@ -20,8 +18,8 @@ WORDS: Mapping[str, str] = {"within": "within hosts", "between": "between hosts"
 
 
 def section(data: Mapping[str, Any]) -> Markup | None:
-    """Draw what one run has sent; None where it was one worker by itself, or nothing is known."""
-    parts = [
+    """Draw what one run has sent; None if it was a single worker, or nothing is known."""
+    blocks = [
         *_sent(data),
         *_over(data),
         *_by_worker(data),
@@ -29,12 +27,13 @@ def section(data: Mapping[str, Any]) -> Markup | None:
         *_links(data),
         *_texts(data),
     ]
-    return join(*parts) if parts else None
+    return join(*blocks) if blocks else None
 
 
 def _sent(data: Mapping[str, Any]) -> Iterator[Markup]:
-    found: Mapping[str, float] = find(data, "bytes_sent") or {}
-    if not any(number(data, "bytes_sent", to) for to in SENT if to in found):
+    """Draw the bytes of a step within and between hosts."""
+    bytes_sent: Mapping[str, float] = find(data, "bytes_sent") or {}
+    if not any(number(data, "bytes_sent", to) for to in SENT if to in bytes_sent):
         return
     rows = [
         Bar(
@@ -50,7 +49,7 @@ def _sent(data: Mapping[str, Any]) -> Iterator[Markup]:
 
 
 def _over(data: Mapping[str, Any]) -> Iterator[Markup]:
-    """Draw the bytes of a step over the run, where they are known and change."""
+    """Draw the bytes of a step over the run, if they are known for each step."""
     course = data["course"]
     steps, counts = course["step"], course["count"]
     columns = {
@@ -58,10 +57,12 @@ def _over(data: Mapping[str, Any]) -> Iterator[Markup]:
         for to in SENT
     }
     tops = [max(column, default=0.0) for column in columns.values()]
+    # A single stretch, or no bytes at all, makes no curve.
     if len(steps) < 2 or not any(tops):
         return
-    shown = [to for to, top in zip(SENT, tops, strict=True) if top > 0]
-    curves = [Curve(WORDS[to], steps, columns[to], kind=kind) for kind, to in enumerate(shown)]
+    # A kind of link without traffic has no curve.
+    link_kinds = [to for to, top in zip(SENT, tops, strict=True) if top > 0]
+    curves = [Curve(WORDS[to], steps, columns[to], kind=kind) for kind, to in enumerate(link_kinds)]
     y = scales.scale(0.0, 1.05 * max(tops), scales.nbytes, 4, zero=True)
     x = axes.of_steps(steps, many=True)
     yield element("h3", None, "Over the run: bytes of a step")
@@ -80,7 +81,9 @@ def _over(data: Mapping[str, Any]) -> Iterator[Markup]:
 
 
 def _by_worker(data: Mapping[str, Any]) -> Iterator[Markup]:
+    """Draw the bytes of a step that each worker sends."""
     members: Sequence[Mapping[str, Any]] = find(data, "members") or ()
+    # Without members, the fields are those of ranks, which have no bytes of their own.
     order = [
         (label, path[1])
         for label, _, path in time.named(data)
@@ -100,6 +103,7 @@ def _by_worker(data: Mapping[str, Any]) -> Iterator[Markup]:
 
 
 def _axes(data: Mapping[str, Any]) -> Iterator[Markup]:
+    """Draw the bytes of a step along each axis of the mesh."""
     along: Mapping[str, Any] = find(data, "axes") or {}
     if not along:
         return
@@ -133,10 +137,12 @@ def _axes(data: Mapping[str, Any]) -> Iterator[Markup]:
 
 
 def _links(data: Mapping[str, Any]) -> Iterator[Markup]:
+    """Draw the rates of slow links beside the usual rates."""
     links: Sequence[Mapping[str, Any]] = find(data, "links") or ()
     if not links:
         return
-    most = max(
+    # One scale for slow and usual rates, so that they can be compared.
+    largest_rate = max(
         [
             number(data, "links", at, field)
             for at in range(len(links))
@@ -159,11 +165,12 @@ def _links(data: Mapping[str, Any]) -> Iterator[Markup]:
         if link["usual"] is not None:
             usual = {"within": number(data, "links", at, "usual")}
             rows.append(Bar("others", usual, figure(data, ("links", at, "usual"), scales.rate)))
-    yield bars("Bytes a second", rows, {"within": "usual", "between": "slow"}, least=most)
+    yield bars("Bytes a second", rows, {"within": "usual", "between": "slow"}, least=largest_rate)
     yield element("ul", None, (element("li", None, link["words"]) for link in links))
 
 
 def _texts(data: Mapping[str, Any]) -> Iterator[Markup]:
+    """List the verdicts on codecs and servers."""
     codecs: Sequence[Mapping[str, Any]] = find(data, "codecs") or ()
     if codecs:
         yield element("h3", None, "Codecs")

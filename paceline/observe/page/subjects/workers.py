@@ -1,6 +1,4 @@
-"""The section on who was late: by how much and for what each worker in a mean step, and over the
-run.
-"""
+"""The section on lateness: how much and why each worker was late, in a step and over the run."""
 
 from __future__ import annotations
 
@@ -12,38 +10,41 @@ from paceline.observe.page.drawing.bars import Bar, bars
 from paceline.observe.page.drawing.figures import figure, find, number, summed
 from paceline.observe.page.drawing.html_tables import folded, table
 from paceline.observe.page.drawing.plots import across
-from paceline.observe.page.markup import Markup, element, join
+from paceline.observe.page.markup import Attributes, Markup, element, join
 from paceline.observe.page.subjects import time
 from paceline.trace import PARTS
 from paceline.unequal.stragglers.causes import CAUSES, WORDS
 
-SHADES = 5  # of a worker's row: how late it was
-THICK, GAP = 16, 3  # pixels of such a row, and between two
+# Height of such a row, and the gap between two, in pixels.
+THICK, GAP = 16, 3
 
 
 def section(data: Mapping[str, Any]) -> Markup | None:
-    """Draw how late workers were; None where there is one only, or it isn't known."""
-    causes: Sequence[Mapping[str, float]] = find(data, "rank_late") or ()
+    """Draw how late workers were; None for a single worker, or if it isn't known."""
+    late_by_rank: Sequence[Mapping[str, float]] = find(data, "rank_late") or ()
     rows = _names(data)
-    late = _late(data, rows) if len(causes) > 1 else None
+    late = _late(data, rows) if len(late_by_rank) > 1 else None
     course = _course(data)
     return join(late, *course) if late or course else None
 
 
 def _names(data: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """Return the name of each worker, and where it stands in `rank_late`: those that take part
-    first, by their ranks.
+    """Return the name of each worker, and its index in `rank_late`.
+
+    Present workers come first, by rank.
     """
     members = find(data, "members") or ()
-    late = len(find(data, "rank_late") or ())
-    if len(members) != late:
-        return [(f"worker {at}", at) for at in range(late)]
+    late_count = len(find(data, "rank_late") or ())
+    # Without members, nothing names the rows of `rank_late`.
+    if len(members) != late_count:
+        return [(f"worker {at}", at) for at in range(late_count)]
     return [(label, path[1]) for label, _, path in time.named(data) if isinstance(path[1], int)]
 
 
 def _late(data: Mapping[str, Any], rows: Sequence[tuple[str, int]]) -> Markup:
+    """Draw the lateness of each worker in a mean step, by cause."""
     step = sum(number(data, "step_seconds", part) for part in PARTS)
-    drawn = [
+    bar_rows = [
         Bar(
             label,
             {cause: number(data, "rank_late", at, cause) for cause in CAUSES},
@@ -56,11 +57,11 @@ def _late(data: Mapping[str, Any], rows: Sequence[tuple[str, int]]) -> Markup:
         for label, at in rows
     )
     untold = data["untold"]
-    words = " and ".join(WORDS[cause] for cause in untold if cause in WORDS)
+    untold_words = " and ".join(WORDS[cause] for cause in untold if cause in WORDS)
     return join(
         element("h3", None, "How much later than usual in a mean step, and why"),
-        bars("Lateness", drawn[: time.MOST], WORDS, least=0.1 * step),
-        element("p", {"class": "hint"}, f"Not told apart on this machine: {words}.")
+        bars("Lateness", bar_rows[: time.MOST], WORDS, least=0.1 * step),
+        element("p", {"class": "hint"}, f"Not told apart on this machine: {untold_words}.")
         if untold
         else None,
         folded(
@@ -82,12 +83,14 @@ def _course(data: Mapping[str, Any]) -> list[Markup]:
     members = {
         str(member["worker"]): time.called(data, member) for member in find(data, "members") or ()
     }
+    # Looks know workers by number; members give the names.
     names = list(looks["workers"])[: time.MOST]
     rows = [
         element("span", {"class": "label"}, members.get(name, f"worker {name}")) for name in names
     ]
-    drawn = [_row(name, looks, members.get(name, f"worker {name}")) for name in names]
-    cells = [part for row in zip(rows, drawn, strict=True) for part in row]
+    drawn_rows = [_row(name, looks, members.get(name, f"worker {name}")) for name in names]
+    # The grid has two columns: label and row.
+    cells = [part for row in zip(rows, drawn_rows, strict=True) for part in row]
     axis = scales.scale(0.0, looks["time"][-1], scales.clock)
     below = element(
         "svg",
@@ -106,18 +109,23 @@ def _course(data: Mapping[str, Any]) -> list[Markup]:
 
 
 def _row(name: str, looks: Mapping[str, Any], called: str) -> Markup:
+    """Draw the row of one worker."""
     end = looks["time"][-1]
+    # A look covers the time since the look before it.
     begins = [0.0, *looks["time"][:-1]]
     pieces = list[Markup]()
-    for begin, stop, found in zip(begins, looks["time"], looks["workers"][name], strict=True):
-        if found is not None:
-            said = f"{called}, {scales.clock(begin)} to {scales.clock(stop)}: late {found[-1]:.0%}"
-            given = {
-                "class": f"shade s{shade(found[-1])}",
+    for begin, stop, shares in zip(begins, looks["time"], looks["workers"][name], strict=True):
+        if shares is not None:
+            description = (
+                f"{called}, {scales.clock(begin)} to {scales.clock(stop)}: late {shares[-1]:.0%}"
+            )
+            attributes: Attributes = {
+                "class": f"shade s{shade(shares[-1])}",
                 "x": f"{100 * begin / end:.2f}%",
                 "width": f"{100 * (stop - begin) / end:.2f}%",
+                "height": THICK,
             }
-            pieces.append(element("rect", {**given, "height": THICK}, element("title", None, said)))
+            pieces.append(element("rect", attributes, element("title", None, description)))
     title = element("title", None, f"{called} over the run")
     return element(
         "svg",
@@ -128,36 +136,37 @@ def _row(name: str, looks: Mapping[str, Any], called: str) -> Markup:
 
 
 def shade(late: float) -> int:
-    """Return how dark a part of the time is: 0 for on time."""
+    """Return the shade for a share of the time: 0 for on time, up to 4."""
     return sum(late >= limit for limit in (0.05, 0.15, 0.3, 0.5))
 
 
-def _shade(number: int) -> Markup:
-    box = element("rect", {"class": f"shade s{number}", "width": 14, "height": 12})
+def _shade(index: int) -> Markup:
+    """Draw a box of a shade for the legend."""
+    box = element("rect", {"class": f"shade s{index}", "width": 14, "height": 12})
     return element(
         "svg", {"class": "swatch", "width": 14, "height": 12, "aria-hidden": "true"}, box
     )
 
 
 def shares(data: Mapping[str, Any]) -> Iterator[Markup]:
-    """Write the samples of a usual batch that each rank takes."""
-    dealt = find(data, "loader", "shares") or ()
-    if len(dealt) > 1:
-        most = max(dealt)
-        label = (
+    """Draw the samples of a usual batch that each rank takes."""
+    samples_by_rank = find(data, "loader", "shares") or ()
+    if len(samples_by_rank) > 1:
+        largest = max(samples_by_rank)
+        names = (
             data["ranks"]
-            if len(data["ranks"]) == len(dealt)
-            else [f"share {at}" for at in range(len(dealt))]
+            if len(data["ranks"]) == len(samples_by_rank)
+            else [f"share {at}" for at in range(len(samples_by_rank))]
         )
         rows = [
             Bar(
-                label[at],
-                {"compute": float(each)},
+                names[at],
+                {"compute": float(samples)},
                 figure(data, ("loader", "shares", at), scales.whole),
             )
-            for at, each in enumerate(dealt)
+            for at, samples in enumerate(samples_by_rank)
         ]
         yield element("h3", None, "Samples of a usual batch")
         yield bars(
-            "Samples of a batch", rows[: time.MOST], {"compute": "samples"}, least=float(most)
+            "Samples of a batch", rows[: time.MOST], {"compute": "samples"}, least=float(largest)
         )
