@@ -1,7 +1,7 @@
 """Makes the parameters of models built under `pl.meta()`: module by module, each worker its part.
 
-    modules of the model    logical parameters of one module     what this worker holds
-    blocks.0.up         ->  made whole, by reset_parameters  ->  its regions are copied, the rest freed
+    modules of the model    logical parameters of a module      what this worker holds
+    blocks.0.up         ->  made whole by reset_parameters  ->  its regions are copied, the rest freed
     blocks.0.down       ->  ...
 
 Random numbers come from generators that are seeded with the run's seed and the module's name. So

@@ -7,7 +7,9 @@ from typing import Any
 
 
 def written_arguments(operator: Any) -> Iterator[tuple[int, str]]:
-    """Yield the position and name of each argument that an operator writes to, as in "Tensor(a!) self".
+    """Yield the position and name of each argument that an operator writes to.
+
+    Schemas mark such arguments, as in "Tensor(a!) self".
 
     `operator` is what `__torch_dispatch__` is given as `func`.
     """

@@ -1,4 +1,4 @@
-"""Draws pipelines as the papers do: a row for each rank, time from left to right, and each action as wide as it takes long.
+"""Draws pipelines as papers do: a row for each rank, with time from left to right.
 
 rank 0   F0 F1 .  .  B0 -- F2 B1 -- .  B2 --
 rank 1   .  F0 B0 -- F1 B1 -- F2 B2 -- .  .
@@ -19,16 +19,21 @@ from paceline.parallel.pipelining.simulate import ActionSpan, PipelineTimeline
 
 LETTERS: dict[Kind, str] = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
 COLOURS: dict[Kind, str] = {"forward": "cyan", "backward": "green", "input": "green", "weight": "yellow"}
-NAMED = 8  # ranks whose memory is told one by one
+NAMED = 8  # number of ranks up to which the memory of each is written
 
 
 def draw(timeline: PipelineTimeline, width: int) -> Text:
-    """Draw a timeline in lines of at most `width` characters; what doesn't fit goes on below. Colours only repeat what letters say."""
+    """Draw a timeline in lines of at most `width` characters.
+
+    What doesn't fit goes on below. Each action is as wide as it takes time. Colours only repeat
+    what the letters say.
+    """
     schedule = timeline.schedule
     margin = len(f"rank {schedule.ranks - 1}") + 3
     cell, scale = _scale(timeline)
     columns = round(timeline.makespan * scale)
     rows = [_row(schedule, spans, cell, scale, columns) for spans in timeline.rows]
+    # Long timelines are cut into bands, at multiples of a cell.
     band = max(1, (width - margin) // cell) * cell
     bands = [row.divide(range(band, columns, band)) for row in rows]
     lines = [*map(Text, _head(schedule)), Text()]
@@ -43,7 +48,7 @@ def draw(timeline: PipelineTimeline, width: int) -> Text:
 
 
 def compare(timelines: Iterable[PipelineTimeline]) -> Table:
-    """Return a table of pipelines: the time that each takes, the bubble, what ranks keep, and how often they send."""
+    """Make a table of pipelines: time, bubble, activations kept, and number of messages of each."""
     table = Table(box=SIMPLE)
     for name in ("schedule", "stages of a rank", "time", "bubble", "kept at most (micro-batches)", "messages"):
         table.add_column(name, justify="left" if name == "schedule" else "right")
@@ -56,7 +61,7 @@ def compare(timelines: Iterable[PipelineTimeline]) -> Table:
 
 
 def _head(schedule: PipelineSchedule) -> list[str]:
-    """Say what is drawn, and how to read it."""
+    """Write what is drawn, and how to read it."""
     chunks = schedule.stages // schedule.ranks
     number = schedule.micro_batches
     counts = [counted(schedule.ranks, "rank"), f"{number} micro-batch{'' if number == 1 else 'es'}"]
@@ -69,7 +74,7 @@ def _head(schedule: PipelineSchedule) -> list[str]:
 
 
 def _sums(timeline: PipelineTimeline) -> str:
-    """Say what it takes, as a last line."""
+    """Write the time, the bubble and the memory, as a last line."""
     kept = [f"{number:.3g}" for number in timeline.kept]
     if len(set(kept)) == 1:
         each = f"{kept[0]} on each rank"
@@ -85,7 +90,11 @@ def _percent(part: float) -> str:
 
 
 def _label(schedule: PipelineSchedule, action: Action) -> str:
-    """Name an action: its letter, small in the second of two stages of a rank, and its micro-batch; of more stages, also which."""
+    """Name an action by its letter and its micro-batch.
+
+    The second of two stages of a rank has small letters. Of more stages, a letter at the end says
+    which.
+    """
     held = schedule.held(schedule.placed[action.stage])
     letter, chunk = LETTERS[action.kind], held.index(action.stage)
     if len(held) <= 2:
@@ -94,9 +103,10 @@ def _label(schedule: PipelineSchedule, action: Action) -> str:
 
 
 def _scale(timeline: PipelineTimeline) -> tuple[int, float]:
-    """Return the characters of a unit, in which any label has room, and those of a second.
+    """Choose the characters for a unit of time, in which any label fits, and those for a second.
 
-    A unit is the shortest action, unless that is far shorter than others. It is made a little wider where actions begin in between then.
+    The unit is the shortest action, unless it is far shorter than others. A unit gets a few more
+    characters if actions then begin at whole characters.
     """
     spans = [span for row in timeline.rows for span in row]
     took = [span.end - span.start for span in spans]
@@ -126,7 +136,7 @@ def _idle(pattern: str, start: int, end: int) -> str:
 
 
 def _box(label: str, width: int, cell: int) -> str:
-    """Write a label into so many characters, with dashes as long as it lasts, and the letter alone where there is no room."""
+    """Write a label in `width` characters, with dashes to its end; or its letter alone."""
     if width <= len(label):
         return f"{label[:1]:<{width}}"[:width]
     text = f"{label:<{cell}}" + ("-" * (cell - 1) + " ") * (width // cell)

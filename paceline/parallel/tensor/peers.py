@@ -64,7 +64,7 @@ def _compare_outputs(axis: TensorAxis, columns: Sequence[str], model: nn.Module,
 
 
 def _compare_parameters(axis: TensorAxis, parameters: Sequence[tuple[str, Parameter]]) -> None:
-    """Raise `ReplicasDiffer` if a bit of a whole parameter differs on workers that compute alike."""
+    """Raise `ReplicasDiffer` if any bit of a whole parameter differs between like workers."""
     # Parameters without memory are gathered only while they are used (zero=3).
     here = [(name, p) for name, p in parameters if p.untyped_storage().nbytes() >= p.nbytes]
     kind = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
