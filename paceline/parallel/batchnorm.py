@@ -27,7 +27,8 @@ from torch.overrides import TorchFunctionMode
 from paceline.comm.group import Group
 from paceline.errors import UsageError
 
-_MARK = "_paceline_batchnorm"  # set on the function that replaces a layer's forward
+# Set on the function that replaces a layer's forward.
+_MARK = "_paceline_batchnorm"
 
 
 def synchronise(

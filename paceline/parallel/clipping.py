@@ -24,8 +24,10 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.utils.weak import WeakIdKeyDictionary
 
-INNER: Final = "func"  # the free variable of torch's no_grad wrappers that holds the wrapped function
-_REGISTRY: Final = threading.Lock()  # guards the contents of torch's functions and all `clippers`
+# The free variable of torch's no_grad wrappers that holds the wrapped function.
+INNER: Final = "func"
+# Guards the contents of torch's functions and all `clippers`.
+_REGISTRY: Final = threading.Lock()
 
 
 class GradientClipper(Protocol):
@@ -58,7 +60,8 @@ class Door:
 
     def __init__(self, name: str, own: Callable[..., Any]) -> None:
         self.name, self.own = name, own
-        self.clippers = WeakIdKeyDictionary()  # by parameter: weak reference to its clipper
+        # By parameter: weak reference to its clipper.
+        self.clippers = WeakIdKeyDictionary()
 
     def check_idle(self) -> None:
         """Let all clippers that are still alive check a call without any gradient."""

@@ -1,8 +1,7 @@
 """Nested values of layers: torch's pytrees, and containers that torch takes for leaves.
 
 torch takes dataclasses and subclasses of dict, list and tuple for leaves, and so would miss the
-tensors in them. These functions have the names and arguments of torch's. `torch.utils._pytree` is
-private: if torch moves or renames its functions, imports of this package fail.
+tensors in them. These functions have the names and arguments of torch's.
 """
 
 from __future__ import annotations
@@ -13,16 +12,18 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree
+
+from paceline.parallel import torch_pytree
 
 PLAIN = (Tensor, bool, int, float, str, bytes, type, nn.Module, type(None))  # never searched
-DEEPEST = 3  # levels of objects of unknown classes that are searched
+# Levels of objects of unknown classes that are searched.
+DEEPEST = 3
 
 
 def tree_leaves(value: Any, inside: tuple[int, ...] = ()) -> list[Any]:
     """List all leaves, in order. `inside`: ids of the containers around, as one may hold itself."""
     leaves = list[Any]()
-    for leaf in _pytree.tree_leaves(value):
+    for leaf in torch_pytree.tree_leaves(value):
         parts = _open(leaf, inside)
         leaves += [leaf] if parts is None else tree_leaves(list(parts.values()), (*inside, id(leaf)))
     return leaves
@@ -37,7 +38,7 @@ def tree_map(change: Callable[[Any], Any], value: Any, inside: tuple[int, ...] =
         changed = {key: tree_map(change, part, (*inside, id(leaf))) for key, part in parts.items()}
         return leaf if all(changed[key] is part for key, part in parts.items()) else _remake(leaf, changed)
 
-    return _pytree.tree_map(change_leaf, value)
+    return torch_pytree.tree_map(change_leaf, value)
 
 
 def tree_map_only(kind: Any, change: Callable[[Any], Any], value: Any) -> Any:

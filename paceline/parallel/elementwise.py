@@ -20,7 +20,8 @@ _KNOWN: Final = (
     *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad),
     *(optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
 )
-_VOUCHED: Final = "_paceline_elementwise"  # looked up in the class alone, not in its base classes
+# Looked up in the class alone, not in its base classes.
+_VOUCHED: Final = "_paceline_elementwise"
 # Packages whose wrappers of `step` on an instance call the step of the class.
 _WRAPPERS: Final = ("torch", "paceline")
 

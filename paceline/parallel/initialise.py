@@ -1,7 +1,7 @@
 """Makes the parameters of models built under `pl.meta()`: module by module, each worker its part.
 
     modules of the model    logical parameters of a module      what this worker holds
-    blocks.0.up         ->  made whole by reset_parameters  ->  its regions are copied, the rest freed
+    blocks.0.up         ->  made whole by reset_parameters  ->  its regions, the rest is freed
     blocks.0.down       ->  ...
 
 Random numbers come from generators that are seeded with the run's seed and the module's name. So
@@ -33,8 +33,10 @@ from paceline.parallel.placement import Placement, Placements, local
 from paceline.state.versioned import SHOWN, Randomness
 
 Init = Callable[[nn.Module], Any]
-GENERATORS: Final = threading.Lock()  # guards the global random generators of torch, numpy and Python
-GUESSED = "?"  # stands for a call that writes to a parameter, if a trial can't tell
+# Guards the global random generators of torch, numpy and Python.
+GENERATORS: Final = threading.Lock()
+# Stands for a call that writes to a parameter, if a trial can't tell.
+GUESSED = "?"
 RESETS = ("reset_parameters", "_reset_parameters")  # torch's own attention has the second one
 
 
@@ -87,7 +89,7 @@ class _Unit:
     nodes: list[_Node] = field(default_factory=list)
 
     def choose_nodes(self) -> None:
-        """Choose the modules to make: those that have these parameters, themselves or inside.
+        """Choose the modules to make: all that have these parameters, themselves or inside.
 
         If a trial had to guess, all modules within the root are made: the reset may read any of
         them.
@@ -203,7 +205,8 @@ class Blueprint:
         parameter counts: its reset would overwrite the values of the modules inside of it.
         """
         units: dict[int, _Unit] = {}
-        outermost: dict[int, _Node] = {}  # by id of a stand-in: the outermost module that writes to it
+        # By id of a stand-in: the outermost module that writes to it.
+        outermost: dict[int, _Node] = {}
         with kept_randomness():
             for node in self._nodes.values():
                 within = {id(one) for one in node.inside}

@@ -22,15 +22,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import Parameter, is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.errors import UsageError
-from paceline.parallel.operator_schema import written_arguments
-from paceline.parallel.tensor_internals import storage_key
+from paceline.parallel.torch_dispatch import TorchDispatchMode, written_arguments
+from paceline.parallel.torch_tensor import storage_key
 
 _MADE: Final[ContextVar[list[Parameter] | None]] = ContextVar("made without memory", default=None)
 _COPIES: Final = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
-CPU: Final = torch.device("cpu")  # where modules are made, wherever their parameters are later
+# Where modules are made, wherever their parameters are later.
+CPU: Final = torch.device("cpu")
 # An attribute of parameters that have no memory. It can't be a table of weak references: torch
 # swaps the content of tensors only if they have none.
 BIRTH: Final = "_paceline_birth"

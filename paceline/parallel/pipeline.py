@@ -18,7 +18,9 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.nn.utils.parametrizations import _SpectralNorm  # private: if it is renamed, this import fails
+
+# Private: if it is renamed, this import fails.
+from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from paceline.comm.pairs import pairs
@@ -40,7 +42,8 @@ from paceline.parallel.pipelining.tracing import Untraceable
 from paceline.removed import removed
 
 Split = Literal["even", "auto"]
-PER_WORKER = 4  # default number of micro-batches for each worker along `stage`
+# Default number of micro-batches for each worker along `stage`.
+PER_WORKER = 4
 
 
 @removed(again="the split stays the one that split='auto' has found at run.prepare; start again to have it measured again")

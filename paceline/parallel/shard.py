@@ -217,7 +217,8 @@ class ShardedModel:
             self.steps.refresh()
 
     def __deepcopy__(self, memo: object) -> ShardedModel:
-        return self  # the hook of a copied model refreshes the original
+        # The hook of a copied model refreshes the original.
+        return self
 
     def pieces(self) -> Iterator[tuple[Held, Parameter, tuple[int, int]]]:
         """Yield each cut parameter, its piece, and the range of its flat elements in that piece."""

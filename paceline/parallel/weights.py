@@ -29,8 +29,9 @@ from paceline.parallel.placement import Placements, Range, Rectangle, local
 from paceline.state.checksum import checksums
 from paceline.state.versioned import SHOWN
 
-LONGEST_REASON = 200  # characters of another library's error message
-# A digest looks at so many pages of each large tensor in a file, and at all bytes of smaller ones.
+# Characters of another library's error message.
+LONGEST_REASON = 200
+# A digest reads `PAGES` pages of each large tensor in a file, and all bytes of smaller ones.
 PAGE, PAGES = 4096, 9  # bytes of a page, number of pages
 Source = str | Path | Mapping[str, Tensor]
 

@@ -24,7 +24,8 @@ from paceline.parallel.containers import tree_leaves, tree_map_only
 from paceline.parallel.pipelining.chain import LayerGraph
 from paceline.parallel.pipelining.operations import OUTPUT, Operation, find
 
-Held = tuple[str, str]  # path of a module, and name of a parameter or a buffer in it
+# Path of a module, and name of a parameter or a buffer in it.
+Held = tuple[str, str]
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase  # private: if it is renamed, this import fails
-from torch.utils._pytree import tree_flatten
+
+# Private: if it is renamed, this import fails.
+from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.errors import UsageError
 from paceline.parallel.containers import tree_leaves, tree_map, tree_map_only
@@ -30,12 +31,15 @@ from paceline.parallel.pipelining.layer_names import find_layers
 from paceline.parallel.pipelining.operations import OUTPUT
 from paceline.parallel.pipelining.tracing import refuse_hooks
 from paceline.parallel.pipelining.values import PLAIN
+from paceline.parallel.torch_pytree import tree_flatten
 
 # Values that go from stage to stage, by name of a layer.
 RETURNED, SHAPES = "what layers returned", "shapes of what layers returned"
-SHAPE = "\0"  # begins the text that stands for a tensor that no later stage uses
+# Begins the text that stands for a tensor that no later stage uses.
+SHAPE = "\0"
 COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")  # options of transformers
-Uses = list[list[Any]]  # rows of plain data: a layer, followed by its sources
+# Rows of plain data: a layer, followed by its sources.
+Uses = list[list[Any]]
 
 
 class FollowedGraph(LayerGraph):
@@ -218,7 +222,7 @@ class _Calls:
         return output
 
     def gives(self) -> dict[str, Any]:
-        """Results for the next stage: those that later stages use, and shapes of all others."""
+        """Results for the next stage: whole if later stages use them, or else their shapes."""
         for name, (output, versions) in self._returned.items():
             # While recording it isn't known yet whether any stage uses the result.
             if versions != _versions(output) and not self._graph.recorder:

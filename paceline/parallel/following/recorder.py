@@ -13,16 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_structure
 
 from paceline.errors import UsageError
 from paceline.parallel.containers import tree_leaves
-from paceline.parallel.operator_schema import written_arguments
-from paceline.parallel.tensor_internals import storage_key
+from paceline.parallel.torch_dispatch import TorchDispatchMode, written_arguments
+from paceline.parallel.torch_pytree import tree_structure
+from paceline.parallel.torch_tensor import storage_key
 
-Source = int | str  # a layer's number, or a name for random numbers that are drawn between layers
-EVERY = -1  # stands for a layer: values that decide where the forward goes, which every stage needs
+# A layer's number, or a name for random numbers that are drawn between layers.
+Source = int | str
+# Stands for a layer: values that decide where the forward goes, which every stage needs.
+EVERY = -1
 
 
 class UseRecorder(TorchDispatchMode):

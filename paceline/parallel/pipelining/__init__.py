@@ -1,1 +1,1 @@
-"""Pipelines: a model is cut between layers, and micro-batches go through it one behind the other."""
+"""Pipelines: a model is cut between layers, and micro-batches follow each other through it."""

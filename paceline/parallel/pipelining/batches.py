@@ -36,7 +36,7 @@ class Share:
         target: Second argument of the loss.
         loss: Function of the output and the target. None in a forward alone.
         reduction: "mean" or "sum" over samples, or over the weight that `weigh` gives. Default:
-        "mean".
+            "mean".
         weigh: Weight of a tuple of inputs and target. Default (None): its number of rows.
         scale: Scale of a GradScaler. Default: 1.
         weight: Weight of the whole share, if it is known; those of micro-batches must add up to it.

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
-from torch.nn.modules.batchnorm import _NormBase  # private: if it is renamed, this import fails
+
+# Private: if it is renamed, this import fails.
+from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.errors import UsageError
 from paceline.parallel.containers import tree_map_only

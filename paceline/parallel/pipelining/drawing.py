@@ -19,7 +19,8 @@ from paceline.parallel.pipelining.simulate import ActionSpan, PipelineTimeline
 
 LETTERS: dict[Kind, str] = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
 COLOURS: dict[Kind, str] = {"forward": "cyan", "backward": "green", "input": "green", "weight": "yellow"}
-NAMED = 8  # number of ranks up to which the memory of each is written
+# Number of ranks up to which the memory of each is written.
+NAMED = 8
 
 
 def draw(timeline: PipelineTimeline, width: int) -> Text:

@@ -269,7 +269,8 @@ class PipelinePass:
         """Compute the gradients of parameters, in the second half of a backward."""
         assert self._passes is not None
         held = self._held.pop((action.stage, action.micro_batch))
-        if held.later is None:  # no input needs a gradient, so this half is the whole backward
+        # No input needs a gradient, so this half is the whole backward.
+        if held.later is None:
             self._whole(action, held)
             return
         self._passes.begin(last=action == self._schedule.last(action.stage))

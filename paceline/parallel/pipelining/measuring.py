@@ -25,7 +25,7 @@ from paceline.parallel.following.graph import FollowedGraph
 from paceline.parallel.pipelining.chain import LayerGraph, StagePart, own_parameters
 from paceline.parallel.pipelining.operations import find
 from paceline.parallel.pipelining.split import LayerCost
-from paceline.parallel.tensor_internals import storage_key
+from paceline.parallel.torch_tensor import storage_key
 
 Criterion = Callable[[Any], Tensor]
 Clock = Callable[[], float]
@@ -159,7 +159,8 @@ class _MeasuredPass(NamedTuple):
     forward_seconds: float
     backward_seconds: float
     kept: int
-    gives: dict[str, Any]  # the values for the next layer, without this layer's graph
+    # The values for the next layer, without this layer's graph.
+    gives: dict[str, Any]
 
 
 class _MeasuredLayer:

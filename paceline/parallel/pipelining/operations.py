@@ -1,6 +1,6 @@
 """A forward as data: calls of modules, functions and methods, one after the other, on named values.
 
-    x -> tokens(x) -> add(tokens, positions) -> blocks.0(add) -> ...    values are named as operations
+    x -> tokens(x) -> add(tokens, positions) -> blocks.0(add) -> ...    values have operations' names
 
 Modules and parameters appear by their names in the model, and are looked up whenever they are used.
 So whatever a cut has put in their place is used.
@@ -14,9 +14,11 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
-OUTPUT = "output of the model"  # the name of a forward's result; no module or argument can have it
+from paceline.parallel.torch_pytree import tree_leaves
+
+# The name of a forward's result; no module or argument can have it.
+OUTPUT = "output of the model"
 Kind = Literal["module", "chained", "function", "method", "device", "output"]
 
 

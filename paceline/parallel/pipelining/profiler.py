@@ -25,14 +25,15 @@ from paceline.comm.group import Work
 from paceline.comm.pairs import PairMessage
 from paceline.parallel.pipelining.chain import StagePart, part_parameters
 from paceline.parallel.pipelining.schedule import Action, Kind
-from paceline.parallel.tensor_internals import storage_key
+from paceline.parallel.torch_tensor import storage_key
 
 LETTERS: dict[Kind, str] = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
 # Steps: before the first measured one; before those are thinned out; of which one is measured then;
 # and number of steps that are kept.
 WARM, FIRST, EVERY, KEPT = 2, 12, 10, 24
 
-Times = tuple[int, int, int]  # nanoseconds at which an action began, had all that it needs, and ended
+# Nanoseconds at which an action began, had all that it needs, and ended.
+Times = tuple[int, int, int]
 
 
 class PipelineProfiler:
@@ -47,7 +48,8 @@ class PipelineProfiler:
 
     def begin(self) -> None:
         """Forget all measurements, as the worker has other stages from now on."""
-        self._steps = -1  # number of the step under way; steps without training don't count
+        # Number of the step under way; steps without training don't count.
+        self._steps = -1
         self._training = False
         self._actions: list[Times] = []
         self._layer_seconds: dict[int, list[float]] = {}

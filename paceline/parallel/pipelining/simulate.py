@@ -140,9 +140,11 @@ def simulate(schedule: PipelineSchedule, times: StageTimes, speeds: Sequence[flo
     """
     speeds = [1.0] * schedule.ranks if speeds is None else speeds
     _fit(schedule, times, speeds)
-    there: dict[Action, float] = {}  # when the result of an action is where it is needed
+    # When the result of an action is where it is needed.
+    there: dict[Action, float] = {}
     clock = [0.0] * schedule.ranks
-    free: dict[tuple[int, int], float] = {}  # when the link from one rank to another is free again
+    # When the link from one rank to another is free again.
+    free: dict[tuple[int, int], float] = {}
     rows: list[list[ActionSpan]] = [[] for _ in range(schedule.ranks)]
     transfers = []
     # A link is used by one rank, in the order of its row. So ranks can be gone through in any

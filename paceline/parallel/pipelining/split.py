@@ -30,11 +30,15 @@ from paceline.formatting import counted, sized
 from paceline.parallel.pipelining.schedule import COMPLETES, PipelineSchedule
 from paceline.parallel.pipelining.simulate import PipelineTimeline, StageTimes, simulate
 
-NARROW, WIDE = 4, 32  # number of partial splits that are kept for each number of layers
-GROWING = ("time", "memory")  # loads that grow with the number of layers in a stage
-TRIED = 60_000  # simulated actions in the search for the best of several splits: about a second
+# Number of partial splits that are kept for each number of layers.
+NARROW, WIDE = 4, 32
+# Loads that grow with the number of layers in a stage.
+GROWING = ("time", "memory")
+# Simulated actions in the search for the best of several splits: about a second.
+TRIED = 60_000
 
-Load = tuple[str | int, ...]  # ("time", stage), ("there", stage), ("back", stage), ("memory", rank, case)
+# ("time", stage), ("there", stage), ("back", stage), ("memory", rank, case).
+Load = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)

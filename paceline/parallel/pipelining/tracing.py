@@ -24,21 +24,23 @@ from torch import Tensor, nn
 from torch.fx import Node, Proxy, Tracer
 from torch.fx.proxy import TraceError
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_leaves
 
 from paceline.errors import UsageError
 from paceline.parallel.pipelining.operations import OUTPUT, Attribute, Operation, Ref, substitute
+from paceline.parallel.torch_pytree import tree_leaves
 
 INSTEAD = "name the module that does this as one layer, or say trace=False if the layers simply follow one another"
 RANDOM = (torch.rand, torch.randint, torch.randn, torch.randperm)
 FILLED = (torch.empty, torch.eye, torch.full, torch.ones, torch.zeros)
 RANGES = (torch.arange, torch.linspace, torch.logspace)
-FACTORIES = (*RANDOM, *FILLED, *RANGES, torch.tensor)  # torch.fx overlooks them: no argument is a tensor
+# torch.fx overlooks them: no argument is a tensor.
+FACTORIES = (*RANDOM, *FILLED, *RANGES, torch.tensor)
 # Bytecode that may lie between a value and the jump that depends on its truth.
 SILENT = ("CACHE", "TO_BOOL", "NOT_TAKEN", "COPY", "EXTENDED_ARG")
 FX = str(Path(torch.__file__).parent / "fx")
 OURS = (str(Path(torch.__file__).parent), __file__)
-TRACING = threading.RLock()  # one thread at a time, as torch.fx patches nn.Module while it traces
+# One thread at a time, as torch.fx patches nn.Module while it traces.
+TRACING = threading.RLock()
 
 
 class Untraceable(UsageError):

@@ -3,8 +3,7 @@
 {"x": Tensor, "skip": (Tensor, None), "length": 7}
   head      the nesting, 7, and which tensors need gradients        tensors   two
 
-`torch.utils._pytree` is private to torch: if its functions are renamed, imports fail. Both ends of
-a message have the same version of torch, so its text of a tree may change.
+Both ends of a message have the same version of torch, which writes trees as text in its own way.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from paceline.errors import UsageError
+from paceline.parallel.torch_pytree import TreeSpec, tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 Values = dict[str, Any]
 PLAIN = (bool, int, float, str)

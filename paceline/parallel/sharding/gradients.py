@@ -31,7 +31,8 @@ from paceline.errors import DeadlineExceeded, UsageError
 from paceline.parallel.cut import GradientSink
 from paceline.parallel.sharding.memory import FlatMemory
 
-ON_THE_WAY = 1  # number of buckets on their way while the next one fills
+# Number of buckets on their way while the next one fills.
+ON_THE_WAY = 1
 # Seconds to wait for other workers' buckets in a pass. Halved after each pass that waits in vain.
 LONGEST_WAIT = 3.0
 # Seconds of one wait: well below the time after which a group suspects workers of waiting for each
@@ -183,14 +184,17 @@ class ShardGradients:
         self, memories: Sequence[FlatMemory], group: Group, *, keeps: bool, dtype: torch.dtype | None, meter: AxisMeter | None = None
     ) -> None:
         self._group, self._meter = group, AxisMeter("shard") if meter is None else meter
-        if isinstance(group, ConnectsAhead):  # as sending a bucket doesn't wait for all workers
+        # As sending a bucket doesn't wait for all workers.
+        if isinstance(group, ConnectsAhead):
             group.connect()
         self.buckets = [GradientBucket(memory, dtype, keeps=keeps) for memory in reversed(memories)]
         self._used = [bytearray(len(bucket.came)) for bucket in self.buckets]
         self._next = self._handed = 0
-        self._even = True  # in all passes so far, all workers have used the same parameters
+        # In all passes so far, all workers have used the same parameters.
+        self._even = True
         self._patience = LONGEST_WAIT
-        self._waits = True  # whether waits in this pass have all been successful
+        # Whether waits in this pass have all been successful.
+        self._waits = True
         self._sink: GradientSink | None = None
         self._watchers: list[PassWatcher] = []
         self._watching: dict[int, PassWatcher] = {}  # by id of a memory
@@ -241,7 +245,8 @@ class ShardGradients:
         if 2 * grad.numel() > bucket.memory.layout.padded:
             self._make_room(0)
         bucket.put(index, grad, self._sink.weigh())
-        del grad  # frees its memory before this worker waits for others
+        # Frees its memory before this worker waits for others.
+        del grad
         self._used[number][index] = True
         if (watcher := self._watching.get(id(bucket.memory))) is not None:
             watcher.gradient_came(bucket.memory)

@@ -26,7 +26,7 @@ from paceline.comm.group import Group, Work, gather_into
 from paceline.errors import UsageError
 from paceline.parallel.meta import CPU
 from paceline.parallel.sharding.layout import FlatLayout
-from paceline.parallel.tensor_internals import set_version
+from paceline.parallel.torch_tensor import set_version
 
 
 class Held(NamedTuple):
@@ -140,7 +140,7 @@ class FlatMemory:
                 chunk.copy_(result)
         self.whole = True
         if self.frees:
-            # The values are those that autograd has saved in forward: let it see no change.
+            # These are the values that autograd has saved in forward: let it see no change.
             set_version(self._memory, self._version)
             for whole, view in zip(self.wholes, self._views, strict=True):
                 whole.data = view
@@ -208,7 +208,8 @@ class FlatMemory:
             for module, name in one.places:
                 if type(module).__setattr__ is nn.Module.__setattr__:
                     module._parameters[name] = parameter
-                else:  # it keeps its parameters elsewhere too, as nn.LSTM does
+                # It keeps its parameters elsewhere too, as nn.LSTM does.
+                else:
                     setattr(module, name, parameter)
 
 

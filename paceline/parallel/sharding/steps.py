@@ -15,7 +15,8 @@ from paceline.errors import UsageError
 from paceline.parallel.elementwise import check_elementwise
 from paceline.parallel.sharding.memory import FlatMemory
 
-_REGISTRY: Final = threading.Lock()  # guards the announcers among torch's global hooks
+# Guards the announcers among torch's global hooks.
+_REGISTRY: Final = threading.Lock()
 
 
 class ShardSteps:

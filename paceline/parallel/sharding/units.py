@@ -64,7 +64,8 @@ class GatheredUnit:
         self._coming: list[tuple[FlatMemory, Work[list[Tensor]]]] = []
         self._waits: dict[int, int] = {}  # by id of a memory
         self._entered: set[UnitCall] = set()
-        self._stays = False  # whether the unit stays whole until the pass ends
+        # Whether the unit stays whole until the pass ends.
+        self._stays = False
         self._pass = 0  # number of the pass
         self._rewind()
         module.register_forward_pre_hook(uncompiled(self._before), prepend=True, with_kwargs=True)
@@ -77,7 +78,8 @@ class GatheredUnit:
         self._handles: list[Any] = []
 
     def __deepcopy__(self, memo: Any) -> GatheredUnit:
-        return self  # of a copied module; a call of that one is refused
+        # The hooks of a copied module stay those of the original, and refuse calls of the copy.
+        return self
 
     def _rewind(self) -> None:
         """Get ready for the next backward pass."""
@@ -115,7 +117,8 @@ class GatheredUnit:
             for tensor in _with_gradients((args, options)):
                 call.inputs += 1
                 handle = tensor.register_hook(partial(self._left, call))
-                if tensor.is_leaf:  # a leaf outlives the graph, and with it the hook would
+                # A leaf outlives the graph, and with it the hook would.
+                if tensor.is_leaf:
                     self._handles.append(handle)
         return args, options
 

@@ -53,7 +53,7 @@ class _Found:
 
 @dataclass(frozen=True)
 class _ParameterCut:
-    """How a parameter is cut: along `dim`, of which each of `parts` is cut by itself."""
+    """How a parameter is cut: along `dim`, where each of `parts` equal parts is cut by itself."""
 
     name: str
     parameter: Parameter
@@ -81,7 +81,8 @@ def cut(model: nn.Module, layers: Mapping[str, Style], divide: Sequence[str], co
     Raises:
         UsageError: The model can't be cut in this way. Nothing is changed then.
     """
-    model = getattr(model, "_orig_mod", model)  # private: the model that torch.compile has wrapped
+    # Private: the model that torch.compile has wrapped.
+    model = getattr(model, "_orig_mod", model)
     size = context.mesh.extent(AXIS)
     # Checks. A region covers all modules inside of it.
     named = _named(model, layers)
@@ -275,14 +276,15 @@ def _of_layer(each: _Found) -> Iterator[_ParameterCut]:
         yield _ParameterCut(f"{each.name}.bias", bias, 0, parts)
 
 
-def _refuse_odd(cut: _ParameterCut, size: int) -> None:
-    length, step = cut.parameter.shape[cut.dim], size * cut.parts
+def _refuse_odd(parameter_cut: _ParameterCut, size: int) -> None:
+    length, step = parameter_cut.parameter.shape[parameter_cut.dim], size * parameter_cut.parts
     if length % step:
-        fits = [str(each) for each in range(2, length + 1) if length % (each * cut.parts) == 0][:6]
-        parts = f"{cut.parts} parts by " if cut.parts > 1 else ""
+        fits = [str(each) for each in range(2, length + 1) if length % (each * parameter_cut.parts) == 0][:6]
+        parts = f"{parameter_cut.parts} parts by " if parameter_cut.parts > 1 else ""
         sizes = f"{length // step * step} or {length - length % step + step}" if length >= step else str(step)
         raise UsageError(
-            f"tensor: dimension {cut.dim} of {cut.name} has size {length}, which {parts}{size} workers can't cut evenly; "
+            f"tensor: dimension {parameter_cut.dim} of {parameter_cut.name} has size {length}, "
+            f"which {parts}{size} workers can't cut evenly; "
             f"make it {sizes}, or tensor={' or '.join(fits) or 1}"
         )
 
@@ -313,23 +315,25 @@ def _divided_since(before: Mapping[str, Any], module: nn.Module) -> dict[str, in
     return {key: value for key, value in before.items() if isinstance(value, int) and vars(module)[key] != value}
 
 
-def _narrow(cut: _ParameterCut, context: CutContext, rank: int) -> None:
+def _narrow(parameter_cut: _ParameterCut, context: CutContext, rank: int) -> None:
     """Leave a parameter its local part. It stays the same object, for optimizers and ties."""
-    parameter, size = cut.parameter, context.mesh.extent(AXIS)
-    placement = context.placements.of(parameter, cut.name)
-    placement = placement.narrow(cut.dim, cut.ranges(rank, size), AXIS)
+    parameter, size = parameter_cut.parameter, context.mesh.extent(AXIS)
+    placement = context.placements.of(parameter, parameter_cut.name)
+    placement = placement.narrow(parameter_cut.dim, parameter_cut.ranges(rank, size), AXIS)
     # The gradient has to go while the shape changes.
     with torch.no_grad():
-        grad = None if parameter.grad is None else _part(parameter.grad, cut, rank, size)
-        local = _part(parameter.data, cut, rank, size)
+        grad = None if parameter.grad is None else _part(parameter.grad, parameter_cut, rank, size)
+        local = _part(parameter.data, parameter_cut, rank, size)
         parameter.grad = None
         parameter.set_(local)  # type: ignore[call-overload]
         parameter.grad = grad
     context.placements.add(parameter, placement)
 
 
-def _part(whole: Tensor, cut: _ParameterCut, rank: int, size: int) -> Tensor:
-    return torch.cat([whole.narrow(cut.dim, first, last - first) for first, last in cut.ranges(rank, size)], cut.dim).contiguous()
+def _part(whole: Tensor, parameter_cut: _ParameterCut, rank: int, size: int) -> Tensor:
+    dim = parameter_cut.dim
+    ranges = parameter_cut.ranges(rank, size)
+    return torch.cat([whole.narrow(dim, first, last - first) for first, last in ranges], dim).contiguous()
 
 
 def _become(each: _Found, axis: TensorAxis, regions: Mapping[int, _Found]) -> None:
@@ -371,7 +375,8 @@ def _equal_random_numbers(axis: TensorAxis) -> None:
     """Let all workers draw the first one's numbers, for equal dropout of whole activations."""
     state = axis.group.broadcast(torch.get_rng_state(), name="state of the random generator").wait()
     if axis.rank:
-        with GENERATORS:  # if ranks are threads, another one may be making a module now
+        # If ranks are threads, another one may be making a module now.
+        with GENERATORS:
             torch.set_rng_state(state)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state = axis.group.broadcast(torch.cuda.get_rng_state(), name="state of the device's random generator").wait()

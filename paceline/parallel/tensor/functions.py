@@ -189,7 +189,8 @@ class _Total(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, axis: TensorAxis, name: str) -> Tensor:
         if not x.is_contiguous():
             return axis.add_up(x, f"output of {name}")
-        ctx.mark_dirty(x)  # autograd has to know that x is changed in place
+        # Autograd has to know that x is changed in place.
+        ctx.mark_dirty(x)
         return axis.add_up(x, f"output of {name}", out=x)
 
     @staticmethod

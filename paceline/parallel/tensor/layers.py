@@ -18,11 +18,11 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from paceline.errors import UsageError
 from paceline.parallel.tensor.functions import TensorAxis, eager
 from paceline.parallel.tensor.vocab import VocabLogits
+from paceline.parallel.torch_pytree import tree_map_only
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,10 @@ from paceline.parallel.tensor.functions import TensorAxis, eager
 from paceline.parallel.tensor.vocab import VocabLogits
 from paceline.state.checksum import checksums
 
-SAMPLE, TOLERANCE = 64, 1e-2  # compared elements of an output; their tolerance, relative to the largest
-EARLY, OFTEN = (2, 11), 100  # passes in training after which whole parameters are compared
+# Compared elements of an output; their tolerance, relative to the largest.
+SAMPLE, TOLERANCE = 64, 1e-2
+# Passes in training after which whole parameters are compared.
+EARLY, OFTEN = (2, 11), 100
 
 
 def watch(model: nn.Module, axis: TensorAxis, columns: Sequence[str], parameters: Sequence[tuple[str, Parameter]]) -> None:

@@ -52,7 +52,8 @@ class ModelPlan(NamedTuple):
     divide: list[str]
 
 
-GPT2: Mapping[str, ModelPlan] = {  # transformers has no plan for these modules of its own
+# Transformers has no plan for these modules of its own.
+GPT2: Mapping[str, ModelPlan] = {
     "GPT2Attention": ModelPlan({"c_attn": column(parts=3), "c_proj": row()}, ["split_size", "num_heads"]),
     "GPT2MLP": ModelPlan({"c_fc": column(), "c_proj": row()}, []),
 }
@@ -65,7 +66,8 @@ def of_model(model: nn.Module, size: int) -> ModelPlan:
 
     Raises `UsageError` for a model without one.
     """
-    model = getattr(model, "_orig_mod", model)  # private: the model that torch.compile has wrapped
+    # Private: the model that torch.compile has wrapped.
+    model = getattr(model, "_orig_mod", model)
     model_plan = ModelPlan({}, [])
     for name, module in model.named_modules():
         # Cross-attention of GPT-2 has other layers, and stays whole.

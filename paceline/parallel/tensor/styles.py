@@ -69,9 +69,9 @@ class sequence(Style):
 
     >>> pl.tensor({"blocks": pl.sequence(), "blocks.*.up": pl.column(), "blocks.*.down": pl.row()})
 
-    Layers that are cut by columns gather the sequence, and those that are cut by rows give pieces
-    on. All other layers in the module work on pieces: norms, dropout and other layers that treat
-    each position by itself.
+    Layers that are cut by columns gather the sequence. Layers that are cut by rows give pieces on.
+    All other layers in the module work on pieces: norms, dropout and other layers that treat each
+    position by itself.
 
     Args:
         dim: Dimension of the sequence in the module's first argument and in its result. Default: 1.

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode  # private: see `_has_values`
 
 from paceline.cluster.machine import memory_size
 from paceline.errors import PacelineError, UsageError
@@ -27,6 +26,7 @@ from paceline.parallel.tensor.functions import TensorAxis, eager
 from paceline.parallel.tensor.layers import SequenceRegion, TensorCutModule, uncut_class
 from paceline.parallel.tensor.peers import alike, sample
 from paceline.parallel.tensor.vocab import VocabLogits
+from paceline.parallel.torch_dispatch import is_in_dispatch_mode
 
 # Limits of differences, relative to the mean size of an element. Models in float64 often take norms
 # and softmax in float32.
@@ -165,9 +165,9 @@ def _has_values(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any
     """Whether a call is for training, with values, and not one that torch only traces."""
     tensors = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
     has_memory = not any(tensor.is_meta for tensor in (*tensors, *module.parameters()))
-    # Private to torch. A selective checkpoint is such a mode: it would take results of the
-    # comparison for those of the module. If it is renamed, the import above fails.
-    plain = _get_current_dispatch_mode() is None
+    # A selective checkpoint is such a mode: it would take results of the comparison for those of the
+    # module.
+    plain = not is_in_dispatch_mode()
     return bool(tensors) and has_memory and plain and torch.is_grad_enabled()
 
 

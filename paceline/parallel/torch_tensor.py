@@ -12,7 +12,7 @@ from torch import Tensor
 def storage_key(tensor: Tensor) -> int:
     """Key of the memory of a tensor: the same for all views of it.
 
-    Another storage may get the same key once this one is freed. So whoever keeps keys keeps the
+    Another storage may get the same key once this one is freed. So code that keeps keys keeps the
     storages, too.
     """
     # `_cdata` is private: the address of the storage's C++ object. Its public counterpart,
