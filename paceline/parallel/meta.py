@@ -81,7 +81,7 @@ class Birth:
 
 @contextlib.contextmanager
 def meta() -> Iterator[None]:
-    """Build a model whose parameters have no memory, as for one larger than a worker's memory.
+    """Build a model whose parameters have no memory, as it may be larger than a worker's memory.
 
     >>> with pl.meta():
     ...     model = nn.Sequential(nn.Linear(20_000, 20_000), nn.ReLU(), nn.Linear(20_000, 10))

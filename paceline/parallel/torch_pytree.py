@@ -1,7 +1,8 @@
-"""torch's own functions for nested tuples, lists and dicts, which are private by their module's name.
+"""torch's functions for nested tuples, lists and dicts, which are in a private module.
 
-All uses in `parallel/` go through this module. If a version of torch moves or renames one, the import
-here fails, and nothing else breaks. `containers.py` has functions that know more kinds of containers.
+All uses in `parallel/` go through this module. If a version of torch moves or renames one, the
+import here fails, and nothing else breaks. `containers.py` has functions that know more kinds of
+containers.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def _names(module: nn.Module) -> Iterable[str]:
 
 
 def _rows(model: nn.Module, held: Held) -> tuple[dict[str, Any], str]:
-    """The dict of a module that holds a parameter or buffer, and the name in it."""
+    """Find the dict of a module that holds a parameter or buffer, and the name in it."""
     path, name = held
     module = model.get_submodule(path)
     return (module._parameters if name in module._parameters else module._buffers), name

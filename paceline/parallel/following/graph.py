@@ -54,15 +54,15 @@ class FollowedGraph(LayerGraph):
         self._uses = dict[str, dict[int, set[Source]]]()  # by kind of call, then by layer
 
     def part(self, start: int, stop: int) -> StagePart:
-        """The program of the layers from `start` to before `stop`."""
+        """Make the program of the layers from `start` to before `stop`."""
         return FollowedPart(self, start, stop)
 
     def owners(self, start: int, stop: int) -> list[int]:
-        """The layer that each step of `part(start, stop)` belongs to."""
+        """Find the layer that each step of `make_part(start, stop)` belongs to."""
         return list(range(start, stop))
 
     def users(self, starts: Sequence[int]) -> dict[nn.Parameter, dict[int, str]]:
-        """The stages that use each parameter, each with its name there."""
+        """Find the stages that use each parameter, and its name in each."""
         self._refuse_shared_draws(starts)
         return super().users(starts)
 
@@ -73,7 +73,7 @@ class FollowedGraph(LayerGraph):
         return f"{'training' if self.model.training else 'evaluation'} with {' '.join(str(spec).split())} of {flags}"
 
     def crossing(self, place: int, kind: str) -> set[int]:
-        """Layers before `place` whose results are used from there on; all if that isn't known."""
+        """Find layers before `place` with results that are used later; all, if that isn't known."""
         uses = None if self.recorder else self._uses.get(kind)
         if uses is None:
             return set(range(place))
@@ -222,7 +222,7 @@ class _Calls:
         return output
 
     def gives(self) -> dict[str, Any]:
-        """Results for the next stage: whole if later stages use them, or else their shapes."""
+        """Make the output for the next stage: results that later stages use, shapes of others."""
         for name, (output, versions) in self._returned.items():
             # While recording it isn't known yet whether any stage uses the result.
             if versions != _versions(output) and not self._graph.recorder:

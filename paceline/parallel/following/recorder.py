@@ -119,7 +119,7 @@ class UseRecorder(TorchDispatchMode):
             )
 
     def _name(self, tensors: Iterable[Tensor]) -> str:
-        """The model's name for the first of these tensors that is its own; "" if none is."""
+        """Find the model's name for the first of these tensors that is its own; "" if none is."""
         matches = (self._state.get(storage_key(tensor)) for tensor in tensors)
         return next((match[1] for match in matches if match), "")
 

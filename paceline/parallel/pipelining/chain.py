@@ -94,7 +94,7 @@ class LayerGraph:
         self._starts = place_boundaries(self._flow, layers)
 
     def part(self, start: int, stop: int) -> StagePart:
-        """The program of the layers from `start` to before `stop`."""
+        """Make the program of the layers from `start` to before `stop`."""
         if not 0 <= start < stop <= len(self.layers):
             raise UsageError(f"layers {start} to {stop} are none of the {len(self.layers)} of the model")
         first, end = self._starts[start], self._starts[stop]
@@ -105,7 +105,7 @@ class LayerGraph:
         return StagePart(self.model, [*again, *self._operations[first:end]], takes, gives, dtypes)
 
     def owners(self, start: int, stop: int) -> list[int]:
-        """The layer that each operation of `part(start, stop)` belongs to."""
+        """Find the layer that each operation of `make_part(start, stop)` belongs to."""
         again = [start] * len(self._flow.repeated(self._starts[start]))
         sizes = [self._starts[layer + 1] - self._starts[layer] for layer in range(start, stop)]
         return again + [layer for layer, size in zip(range(start, stop), sizes, strict=True) for _ in range(size)]
@@ -169,7 +169,7 @@ def part_parameters(model: nn.Module, part: StagePart) -> Iterator[tuple[str, nn
 
 
 def own_parameters(model: nn.Module, part: StagePart) -> list[nn.Parameter]:
-    """The parameters that a part uses, once each."""
+    """List the parameters that a part uses, once each."""
     return list({id(parameter): parameter for _, parameter in part_parameters(model, part)}.values())
 
 

@@ -112,7 +112,7 @@ def _node(tensor: Tensor) -> Node:
 
 
 def _users(ends: Iterable[Node]) -> dict[Node, list[Node]]:
-    """All nodes of the graph below `ends`, each with the nodes that use it directly."""
+    """Find all nodes of the graph below `ends`, and the nodes that use each directly."""
     users: dict[Node, list[Node]] = {node: [] for node in ends}
     waiting = list(users)
     while waiting:

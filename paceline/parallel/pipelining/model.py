@@ -126,11 +126,11 @@ class PipelineTerms:
     made: dict[int, PipelineSchedule] = field(default_factory=dict)
 
     def count(self, rows: int) -> int:
-        """Number of micro-batches of a share with this number of rows."""
+        """Count the micro-batches of a share with this number of rows."""
         return self.micro_batches if self.pads else max(1, min(self.micro_batches, rows))
 
     def of(self, ranks: int, count: int) -> PipelineSchedule:
-        """The schedule for a number of micro-batches, which may be fewer than in other steps."""
+        """Get the schedule for a number of micro-batches, which may be fewer in some steps."""
         if count not in self.made:
             self.made[count] = make_schedule(self.schedule, ranks, count, self.chunks)
         return self.made[count]
@@ -183,7 +183,7 @@ class PipelinedModel:
         self._followed = set[str]()
 
     def profile(self) -> dict[str, Any]:
-        """This worker's measurements and stages as plain data, for `record/pipeline_profile.py`."""
+        """Make plain data of this worker's stages and times, for `record/pipeline_profile.py`."""
         profiler = self._profiler
         return {
             "schedule": self.terms.schedule,
@@ -337,7 +337,7 @@ class PipelinedModel:
         return next(float(value) for value, _, _ in answers if value is not None)
 
     def _all_stepped(self) -> list[tuple[bool, Parameter]]:
-        """All parameters, in one order everywhere: whether each is here, and its trained one."""
+        """List all parameters, in the same order everywhere: whether it is here; its trained one."""
         if self._stepped is None:
             parameters = sorted({**self._mine, **self._elsewhere}.items())
             self._stepped = [(name in self._mine, self._trained(parameter)) for name, parameter in parameters]

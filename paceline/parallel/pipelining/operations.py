@@ -1,6 +1,7 @@
 """A forward as data: calls of modules, functions and methods, one after the other, on named values.
 
-    x -> tokens(x) -> add(tokens, positions) -> blocks.0(add) -> ...    values have operations' names
+    x -> tokens(x) -> add(tokens, positions) -> blocks.0(add) -> ...    a value is named as
+                                                                        its operation is
 
 Modules and parameters appear by their names in the model, and are looked up whenever they are used.
 So whatever a cut has put in their place is used.

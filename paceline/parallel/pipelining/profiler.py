@@ -28,8 +28,8 @@ from paceline.parallel.pipelining.schedule import Action, Kind
 from paceline.parallel.torch_tensor import storage_key
 
 LETTERS: dict[Kind, str] = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
-# Steps: before the first measured one; before those are thinned out; of which one is measured then;
-# and number of steps that are kept.
+# Actions are measured from step WARM on; from step FIRST on, in one of EVERY steps. The last KEPT
+# of the measured steps are kept.
 WARM, FIRST, EVERY, KEPT = 2, 12, 10, 24
 
 # Nanoseconds at which an action began, had all that it needs, and ended.

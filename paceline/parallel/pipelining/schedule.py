@@ -76,7 +76,7 @@ class PipelineSchedule:
         return stage if 0 <= stage < self.stages else None
 
     def needs(self, action: Action) -> tuple[Action, ...]:
-        """Actions that must be done before `action`, apart from the order of its own rank."""
+        """Find the actions that `action` needs, apart from the order of its own rank."""
         stage, micro_batch = action.stage, action.micro_batch
         if action.kind == "forward":
             return (Action("forward", stage - 1, micro_batch),) if stage else ()

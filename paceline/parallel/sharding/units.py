@@ -179,7 +179,7 @@ class GatheredUnit:
         self.model.entered(self)
 
     def _reached(self, call: UnitCall, grad: Tensor) -> None:
-        """Gather before the backward of an inner layer, whether or not the unit's comes, too."""
+        """Gather before an inner layer's backward: maybe no output of the unit has a gradient."""
         if call.entered != self._pass:
             self._entering(call, grad)
         else:

@@ -161,7 +161,7 @@ class TensorAxis:
         return x.narrow(dim, self.rank * rows, rows)
 
     def _fitting(self, x: Tensor, dim: int, name: str) -> int:
-        """Number of workers, if they can cut a dimension evenly."""
+        """Return the number of workers. Raises `UsageError` if they can't divide a dimension."""
         if x.shape[dim] % self.size:
             more = -x.shape[dim] % self.size
             raise UsageError(

@@ -199,7 +199,7 @@ def become(module: nn.Module, kind: type[TensorCutModule], cut: LayerCut) -> Non
 
 
 def uncut_class(module: nn.Module) -> type[nn.Module]:
-    """The class that a module had before it was cut."""
+    """Find the class that a module had before it was cut."""
     kinds: Any = type(module).__bases__ if isinstance(module, TensorCutModule) else [type(module)]
     original: type[nn.Module] = next(kind for kind in kinds if not issubclass(kind, TensorCutModule))
     return original

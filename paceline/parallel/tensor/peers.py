@@ -30,7 +30,7 @@ EARLY, OFTEN = (2, 11), 100
 
 
 def watch(model: nn.Module, axis: TensorAxis, columns: Sequence[str], parameters: Sequence[tuple[str, Parameter]]) -> None:
-    """Compare in the forward of a whole model. Copies of the model count their passes with it."""
+    """Compare workers in forwards of a model. Copies of it count their passes with it."""
     passes = [0, 0]  # number of passes, and of those in training
     # Digests of all workers' generators before the first pass. They tell later whether outputs
     # differ as random numbers did, or as a plan ends in parts.
@@ -113,7 +113,7 @@ def _refuse_draws(draws: Sequence[str], what: str) -> None:
 
 
 def sample(x: Tensor) -> list[Any]:
-    """Shape of a tensor and some of its elements, as text."""
+    """Sample a tensor: its shape, and some of its elements as text."""
     flat = x.detach().reshape(-1)
     return [list(x.shape), [repr(value) for value in flat[:: max(1, len(flat) // SAMPLE)][:SAMPLE].double().tolist()]]
 

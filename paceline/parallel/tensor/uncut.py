@@ -165,8 +165,8 @@ def _has_values(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any
     """Whether a call is for training, with values, and not one that torch only traces."""
     tensors = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
     has_memory = not any(tensor.is_meta for tensor in (*tensors, *module.parameters()))
-    # A selective checkpoint is such a mode: it would take results of the comparison for those of the
-    # module.
+    # A selective checkpoint is such a mode: it would take results of the comparison for those of
+    # the module.
     plain = not is_in_dispatch_mode()
     return bool(tensors) and has_memory and plain and torch.is_grad_enabled()
 
