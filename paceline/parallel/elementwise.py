@@ -27,9 +27,8 @@ _WRAPPERS: Final = ("torch", "paceline")
 
 
 def elementwise(kind: Kind) -> Kind:
-    """Vouch that a class of optimizers steps each element by itself.
+    """Vouch that a class of optimizers steps each element by itself, and so can step parts.
 
-    Such optimizers may step parts of parameters.
     >>> @pl.elementwise
     ... class Lion(torch.optim.Optimizer): ...
 

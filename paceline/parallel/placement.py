@@ -214,6 +214,7 @@ def _flat(region: Region, shape: Shape, start: int, stop: int) -> Iterator[Regio
 
 def _runs(rectangle: Rectangle, shape: Shape, start: int, stop: int) -> Iterator[Rectangle]:
     """Yield the largest contiguous rectangles in this one, between elements `start` and `stop`.
+
     `start` and `stop` count elements of the flattened tensor. The first dimension is gone through
     row by row. Rows that are completely in the range, and completely in the rectangle, become one
     rectangle. Of a row that is not, the inner dimensions are searched in the same way.

@@ -31,8 +31,9 @@ def refuse_memory(optimizer: Optimizer, cut: Iterable[Parameter]) -> None:
     """Raise `UsageError` if an optimizer has state of cut parameters, but for a new Adagrad's."""
     if any((state := optimizer.state.get(parameter)) and not (isinstance(optimizer, Adagrad) and state["step"] == 0) for parameter in cut):
         raise UsageError(
-            f"the {type(optimizer).__qualname__} remembers something of parameters that are cut now (it has stepped, or got a state): "
-            "prepare both before it steps, and load states with run.resume"
+            f"the {type(optimizer).__qualname__} remembers something of parameters that are cut "
+            "now (it has stepped, or loaded a state): "
+            "call run.prepare before its first step, and load states with run.resume"
         )
 
 

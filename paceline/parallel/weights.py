@@ -62,7 +62,10 @@ def opened(source: Source) -> Iterator[Weights]:
         return
     path = Path(source)
     if not path.is_file():
-        raise UsageError(f"there is no file {path} with weights; give one of safetensors or of torch.save, or a state dict")
+        raise UsageError(
+            f"there is no file {path} with weights; give a file of safetensors or torch.save, or a "
+            "state dict"
+        )
     with contextlib.ExitStack() as files:
         try:
             weights = _of_safetensors(path, files) if path.suffix == ".safetensors" else _of_torch(path)
@@ -192,11 +195,15 @@ def _of_dict(name: str, state_dict: object) -> Weights:
 def _checked(name: str, state: object) -> Mapping[str, Tensor]:
     """Return a value that is a state dict. Raises `UsageError` for anything else."""
     if not isinstance(state, Mapping):
-        raise UsageError(f"{name} has a {type(state).__qualname__}, and no state dict")
+        raise UsageError(
+            f"{name} has a {type(state).__qualname__}, and not a state dict; give a dict of "
+            "tensors by name"
+        )
     odd = next((key for key, value in state.items() if not isinstance(value, Tensor)), None)
     if odd is not None:
         raise UsageError(
-            f"{name}: {odd!r} is a {type(state[odd]).__qualname__}, and a state dict has tensors; give the part of it that has"
+            f"{name}: {odd!r} is a {type(state[odd]).__qualname__}, and a state dict has tensors "
+            "only; give the part of it that has them"
         )
     return state
 

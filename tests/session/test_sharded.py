@@ -161,7 +161,7 @@ def test_what_nothing_sums_is_refused() -> None:
         model[0].requires_grad_(False)  # type: ignore[index]
         run.prepare(model, sgd(model), cut=pl.shard(zero=1))
         model[0].requires_grad_(True)  # type: ignore[index]
-        with pytest.raises(UsageError, match=r"0.weight was frozen when the model was cut by shard\(\), and is not any more"):
+        with pytest.raises(UsageError, match=r"0.weight was frozen when the model was cut by shard\(\), and is trained now"):
             model(torch.ones(1, 6, dtype=torch.float64))
 
     workers(2, later, mesh="shard=2")
@@ -217,5 +217,5 @@ def test_an_optimizer_that_was_not_prepared_is_checked_again_when_it_gets_more()
             beside.param_groups[0]["params"] += list(model.parameters())
             beside.step()
 
-    with pytest.raises(UsageError, match=r"SGD steps 0.weight, of which this worker has a piece to step"):
+    with pytest.raises(UsageError, match=r"SGD has the whole parameter 0.weight, and each worker steps a piece of it"):
         workers(2, body, mesh="shard")

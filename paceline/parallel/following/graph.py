@@ -117,8 +117,10 @@ class FollowedGraph(LayerGraph):
         if shared := next((list(by.values()) for by in users.values() if len(by) > 1), None):
             one, two = (self.layers[layer] if 0 <= layer < len(self.layers) else "the end of the forward" for layer in shared[:2])
             raise UsageError(
-                f"the forward of {type(self.model).__name__} draws random numbers between layers that {one} and {two} use, on two stages, "
-                "which would draw others: name the module that draws them as a layer, such as a dropout"
+                f"the forward of {type(self.model).__name__} draws random numbers between layers, "
+                f"and {one} and {two} use them on two stages, "
+                "which would draw different ones: name the module that draws them as a layer, such "
+                "as a dropout"
             )
 
 
@@ -141,7 +143,11 @@ class FollowedPart(StagePart):
         recorder, (args, keywords) = self._graph.recorder, (values[name] for name in CHAINED)
         config = getattr(self._model, "config", None)
         if collected := next((name for name in COLLECTED if keywords.get(name, getattr(config, name, False))), ""):
-            raise UsageError(f"{collected} collects what is inside of layers, which no stage has of others: leave it out, or say False")
+            raise UsageError(
+                f"{collected} collects what is inside of layers, and a stage has its own layers "
+                "only: "
+                "leave it out, or set it to False"
+            )
         calls = _Calls(self._graph, self._start, self._stop, values, after)
         try:
             with calls.answering(), recorder or nullcontext():
@@ -276,7 +282,10 @@ def follow_layers(model: nn.Module, names: str | Sequence[str]) -> FollowedGraph
     modules = [model.get_submodule(name) for name in layers]
     within = {id(inner) for module in modules for inner in module.modules()}
     if twice := next((name for name, module in zip(layers, modules, strict=True) if modules.count(module) > 1), ""):
-        raise UsageError(f"{twice} is one module under two names, and a pipeline calls each layer once: name what holds both calls")
+        raise UsageError(
+            f"{twice} is one module under two names, and a pipeline calls each layer once: name a "
+            "module that contains both calls"
+        )
     outside = [(name, module) for name, module in model.named_modules() if id(module) not in within]
     if stateful := next((name for name, module in outside if isinstance(module, _NormBase) and module.track_running_stats), ""):
         raise UsageError(f"{stateful} keeps running statistics between layers, which only one stage can keep: name it as a layer")

@@ -110,12 +110,16 @@ class UseRecorder(TorchDispatchMode):
     def _refuse_state(self, inputs: Sequence[Tensor], written: Sequence[Tensor]) -> None:
         """Refuse operations between layers that write to the model, or read an absent part."""
         if name := self._name(written):
-            raise UsageError(f"the forward changes {name} between layers, which every stage would do: name a layer that does it")
+            raise UsageError(
+                f"the forward changes {name} between layers, so every stage would change it: name "
+                "a layer that does so"
+            )
         # A parameter of another stage has no elements here.
         if name := self._name(tensor for tensor in inputs if not tensor.numel()):
             raise UsageError(
-                f"the forward uses {name} between layers, and another stage has it, with its layer: tie it to a layer of its own, or name "
-                "one layer that holds both uses"
+                f"the forward uses {name} between layers, but it is on another stage, with its "
+                "layer: use it in a layer of its own, or name "
+                "one layer that contains both uses"
             )
 
     def _name(self, tensors: Iterable[Tensor]) -> str:

@@ -42,7 +42,10 @@ def place_boundaries(flow: ValueFlow, layers: Sequence[str]) -> list[int]:
     starts = [0]
     for layer, following in pairwise(layers):
         if first[layer] == first[following]:
-            raise UsageError(f"the forward gives {layer} and {following} to one function; name what holds both, as one layer")
+            raise UsageError(
+                f"the forward gives {layer} and {following} to one function; name a module that "
+                "contains both, as one layer"
+            )
         places = range(first[layer] + 1, first[following] + 1)
         starts.append(min(reversed(places), key=lambda place: sum(sizes[name] for name in flow.crossing(place))))
     return [*starts, len(flow.operations)]

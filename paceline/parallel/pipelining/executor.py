@@ -300,7 +300,9 @@ class PipelinePass:
         # A lane keeps its order. Another message comes only from a step that has failed in between.
         if (message.head["step"], message.head["micro"]) != (self._where, number):
             raise UsageError(
-                f"{what} was to be that of micro-batch {number} in {self._where}, and is of micro-batch {message.head['micro']} in "
-                f"{message.head['step']}: an earlier run.step failed on one worker, and was caught; let the error end the run"
+                f"{what}: got micro-batch {message.head['micro']} of {message.head['step']}, and "
+                f"wanted micro-batch {number} of {self._where}; "
+                "an earlier run.step failed on one worker, and the script caught the error; let it "
+                "end the run"
             )
         return dict(message.head), list(message.tensors)

@@ -337,7 +337,7 @@ class PipelinedModel:
         return next(float(value) for value, _, _ in answers if value is not None)
 
     def _all_stepped(self) -> list[tuple[bool, Parameter]]:
-        """List all parameters, in the same order everywhere: whether it is here; its trained one."""
+        """List all parameters in one order everywhere: is it here, and which one is trained?"""
         if self._stepped is None:
             parameters = sorted({**self._mine, **self._elsewhere}.items())
             self._stepped = [(name in self._mine, self._trained(parameter)) for name, parameter in parameters]

@@ -165,7 +165,7 @@ def _chunks(name: str, ranks: int, micro_batches: int, chunks: int | None) -> in
         raise UsageError(wrong)
     for what, number in (("ranks", ranks), ("micro_batches", micro_batches)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise UsageError(f"{name} with {what}={number!r}: there has to be 1 at least")
+            raise UsageError(f"{name} with {what}={number!r}: it has to be at least 1")
     if name in CHUNKED:
         chunks = 2 if chunks is None else chunks
         if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 2:

@@ -178,11 +178,20 @@ def _fit(schedule: PipelineSchedule, times: StageTimes, speeds: Sequence[float])
         if values is None:
             continue
         if len(values) != number:
-            raise UsageError(f"{name} has {counted(len(values), 'value')}: for {schedule.name} here it has to have {number}")
+            raise UsageError(
+                f"{name} has {counted(len(values), 'value')}: for {schedule.name} here it needs "
+                f"{number}"
+            )
         if name != "links" and any(not value >= 0 or value == float("inf") or (name == "speeds" and not value) for value in values):
-            raise UsageError(f"{name} is {list(values)}: a number of them is no {'speed' if name == 'speeds' else 'time or size'}")
+            raise UsageError(
+                f"{name} is {list(values)}: each has to be finite, and "
+                f"{'above 0' if name == 'speeds' else '0 or more'}"
+            )
     if any(not link.latency_seconds >= 0 or not link.bytes_per_second > 0 for link in times.links or ()):
-        raise UsageError(f"links is {[tuple(link) for link in times.links or ()]}: a link has a latency of 0 or more, and takes bytes")
+        raise UsageError(
+            f"links is {[tuple(link) for link in times.links or ()]}: each link needs a latency of "
+            "0 or more, and more than 0 bytes per second"
+        )
 
 
 def even_times(schedule: PipelineSchedule, forward: float, backward: float, transfer: float = 0.0) -> StageTimes:

@@ -96,7 +96,9 @@ class SplitProblem:
         for name, number in wanted.items():
             values = given[name]
             if values is not None and len(values) != number:
-                raise UsageError(f"{name} has {counted(len(values), 'value')}; here it has to have {number}")
+                raise UsageError(
+                    f"{name} has {counted(len(values), 'value')}; here it needs {number}"
+                )
         if not all(0 < speed < float("inf") for speed in self.speeds):
             raise UsageError(f"speeds are {list(self.speeds)}; each has to be above 0")
 

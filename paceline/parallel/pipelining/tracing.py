@@ -78,7 +78,10 @@ def _refuse_changes(model: nn.Module, first: Sequence[Operation], again: Sequenc
     if changed or not len(alike) == len(first) == len(again):
         at = f" (at {changed})" if changed else ""
         kind = type(model).__name__
-        raise UsageError(f"the forward of {kind} does other things each time{at}, as if it drew random numbers by itself; {INSTEAD}")
+        raise UsageError(
+            f"the forward of {kind} does other things each time{at}, such as drawing random "
+            f"numbers in Python; {INSTEAD}"
+        )
 
 
 def _trace(model: nn.Module, layers: Sequence[str], inputs: Sequence[str], *, training: bool) -> list[Operation]:
@@ -288,8 +291,9 @@ def refuse_hooks(model: nn.Module, layers: Sequence[str]) -> None:
     """Raise `UsageError` for hooks and replaced forwards that stages would pass over."""
     if "forward" in vars(model):
         raise UsageError(
-            f"the forward of this {type(model).__name__} was set on the object, over that of its class, which is what stages run: "
-            "a model is cut into layers once, before anything else takes its forward's place"
+            f"the forward of this {type(model).__name__} was set on the object, and stages run the "
+            "forward of its class: "
+            "cut a model into layers once, and before anything else replaces its forward"
         )
     for name, module in model.named_modules():
         # Private to torch: dicts of hooks by handle. If they are renamed, this raises.
@@ -297,7 +301,8 @@ def refuse_hooks(model: nn.Module, layers: Sequence[str]) -> None:
         of_scripts = [hook for hook in hooks if not str(getattr(hook, "__module__", None)).startswith("paceline.")]
         if name and not is_whole(name, layers) and of_scripts:
             raise UsageError(
-                f"{name} has a hook, but isn't called where layers inside of it are; put the hook on these, or name {name} itself"
+                f"{name} has a hook, but isn't called itself, as layers inside of it are; put the "
+                f"hook on them, or name {name} as a layer"
             )
 
 

@@ -76,8 +76,9 @@ class GradientBucket:
             raise UsageError(f"the gradient of {held.name} is sparse, and shard() cuts dense ones; make its layer without sparse=True")
         if self.sent:
             raise UsageError(
-                f"{held.name} has come to a gradient twice in one backward pass (checkpoints with use_reentrant=True that share it), when "
-                "the first was on its way; say use_reentrant=False"
+                f"{held.name} got a second gradient in one backward pass when the first had left "
+                "already (checkpoints with "
+                "use_reentrant=True share it); say use_reentrant=False"
             )
         if self._flat is None:
             self._flat = torch.empty(self.memory.layout.padded, dtype=self.dtype, device=grad.device)

@@ -176,7 +176,8 @@ class FlatMemory:
         for name, parameter, place in self._given:
             if parameter.data_ptr() != place:
                 raise UsageError(
-                    f"{name} is {parameter.dtype} in other memory than shard() gave it ({self.kept_dtype}), which optimizers don't step: "
+                    f"{name} was moved out of the memory that shard() gave it (it is "
+                    f"{parameter.dtype}, and was {self.kept_dtype}), so optimizers don't step it: "
                     "call model.float() and the like before run.prepare, and write values in place (p.data.copy_(x)), or by run.whole(p)"
                 )
             if self.frees and has_script_hook(parameter):
@@ -200,7 +201,8 @@ class FlatMemory:
             for module, name in one.places:
                 if all(module._parameters.get(name) is not own for own in both):
                     raise UsageError(
-                        f"{one.name} is another parameter than the one that shard(zero=3) has cut, and would be replaced "
+                        f"{one.name} is not the parameter that shard(zero=3) has cut, and would be "
+                        "replaced by it "
                         "(functional_call, a new parameter): say zero=2, where functional_call takes what it is given, or change "
                         "values by run.whole(p)"
                     )
@@ -216,7 +218,8 @@ class FlatMemory:
 def _refuse_piece(name: str, _: Tensor) -> NoReturn:
     """Raise `UsageError` for a gradient of a piece: only those of whole parameters are summed."""
     raise UsageError(
-        f"the loss uses {name} itself, of which each worker has a piece while its unit isn't running (shard(zero=3)), so losses would "
+        f"the loss uses {name} itself, and each worker has a piece of it while its unit isn't "
+        "running (shard(zero=3)), so losses would "
         "differ: say zero=2, where parameters are whole, or let the optimizer do a penalty (weight_decay)"
     )
 
@@ -233,15 +236,17 @@ def has_script_hook(piece: Parameter) -> bool:
 def refuse_hook(name: str) -> NoReturn:
     """Raise `UsageError` for a hook on the gradient of a piece."""
     raise UsageError(
-        f"{name} has a hook of the script for its gradient, which is not called: zero=3 makes the whole parameter anew "
-        "each time; take the hook out, or say zero=2, where it sees this worker's gradient"
+        f"{name} has a gradient hook of the script, which would never be called, as zero=3 makes a "
+        "new whole parameter "
+        "each time; remove the hook, or say zero=2, where it gets this worker's gradient"
     )
 
 
 def refuse_change(name: str, *, trained: bool) -> NoReturn:
     """Raise `UsageError` for a parameter that was frozen or unfrozen after the cut."""
     raise UsageError(
-        f"{name} was {'trained' if trained else 'frozen'} when the model was cut by shard(), and is not any more; set requires_grad before "
+        f"{name} was {'trained' if trained else 'frozen'} when the model was cut by shard(), and "
+        f"is {'frozen' if trained else 'trained'} now; set requires_grad before "
         "run.prepare"
     )
 

@@ -57,7 +57,8 @@ class ShardSteps:
         name = next((self._wholes[key] for key in ids if key in self._wholes), None)
         if name is not None:
             raise UsageError(
-                f"a {type(optimizer).__qualname__} steps {name}, of which this worker has a piece to step; make the optimizer before "
+                f"a {type(optimizer).__qualname__} has the whole parameter {name}, and each worker "
+                "steps a piece of it; make the optimizer before "
                 "run.prepare, and give it to the call that cuts the model"
             )
         memories = [memory for memory in self._memories if any(id(piece) in ids for piece in memory.pieces)]

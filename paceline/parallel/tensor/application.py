@@ -179,7 +179,9 @@ def _refuse_unknown(each: _Found, model: nn.Module) -> None:
     if _kind(module) not in kinds.split(", "):
         inside = [f"{inner} ({type(part).__name__})" for inner, part in module.named_modules() if _kind(part) and inner][:3]
         hint = f"; name what is inside: {', '.join(f'{name}.{part}' for part in inside)}" if inside else ""
-        raise UsageError(f"tensor: {name} is of the kind {kind}, which {each.style} can't cut; it cuts {kinds}{hint}")
+        raise UsageError(
+            f"tensor: {name} is a {kind}, which {each.style} can't cut; it cuts {kinds}{hint}"
+        )
     if isinstance(each.style, experts):
         return
     if not all(part is None or isinstance(part, Parameter) for part in (module._parameters.get("weight"), module._parameters.get("bias"))):

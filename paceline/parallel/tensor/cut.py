@@ -64,7 +64,9 @@ class tensor:
                 'give {"blocks.*.up": column(), ...}, or "auto" for a model with a plan'
             )
         if isinstance(self.divide, str):
-            raise UsageError(f"divide={self.divide!r} is one text; give a list, divide=[{self.divide!r}]")
+            raise UsageError(
+                f"divide={self.divide!r} is a string; give a list, divide=[{self.divide!r}]"
+            )
         for pattern, style in self.layers.items() if isinstance(self.layers, Mapping) else ():
             if not isinstance(style, Style):
                 raise UsageError(f"tensor: {pattern!r} has {style!r}; give column(), row(), vocab(), sequence() or summed()")

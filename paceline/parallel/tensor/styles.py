@@ -38,8 +38,9 @@ class column(Style):
 class row(Style):
     """Divide a linear layer's input features, and sum its results over workers.
 
-    The bias is added to the sum, once.
     >>> pl.tensor({"blocks.*.up": pl.column(), "blocks.*.down": pl.row()})
+
+    The bias is added to the sum, once.
 
     Args:
         split: Whether all workers have all features, and each takes its own. Default: False, for

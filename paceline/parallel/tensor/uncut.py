@@ -105,14 +105,17 @@ class _Comparison:
         where = f"tensor: {name or 'the model'} ({uncut_class(module).__name__})"
         if outcome == FAILED:
             raise UsageError(
-                f"{where} works whole, and fails cut ({str(error).partition(chr(10))[0]}): a layer gets the features of "
+                f"{where} works undivided, and fails when it is cut "
+                f"({str(error).partition(chr(10))[0]}): a layer gets the features of "
                 "this worker alone; cut it by row(), say column(gather=True) before it, or divide= numbers of heads"
             ) from error
         if outcome == OTHER:
             raise UsageError(
-                f"{where} returns other numbers cut than whole: "
-                "between column() and row() something works over features of which each worker has a "
-                "part, such as a norm, softmax, mean or chunk; say column(parts=2) for a fused "
+                f"{where} returns other values when it is cut: "
+                "between column() and row() something works over all features, and each worker has "
+                "a "
+                "part of them, such as a norm, softmax, mean or chunk; say column(parts=2) for a "
+                "fused "
                 "projection, divide= for numbers of heads, column(gather=True) and row(split=True) "
                 "where all features are needed, or compare=False if this is meant"
             )

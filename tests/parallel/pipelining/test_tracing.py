@@ -132,7 +132,7 @@ class Ways(Two):
         ("item", r"test_tracing.py:\d+ .*item assignment"),
         ("modes", "does other things in training than in evaluation"),
         ("autocast", r"test_tracing.py:\d+ .*torch.autocast"),
-        ("random", r"does other things each time \(at mul\), as if it drew random numbers by itself"),
+        ("random", r"does other things each time \(at mul\), such as drawing random numbers in Python"),
         ("count", "the forward sets the attribute count, which layers on other workers wouldn't see"),
     ],
 )
@@ -149,7 +149,7 @@ def test_a_hook_that_nobody_would_call_is_refused() -> None:
     model = Ways("none")
     model.inner.register_forward_hook(lambda *_: None)
     trace_layers(model, "one, inner, two")
-    with pytest.raises(UsageError, match="inner has a hook, but isn't called where layers inside of it are"):
+    with pytest.raises(UsageError, match="inner has a hook, but isn't called itself, as layers inside of it are"):
         trace_layers(model, "one, inner.*, two")
 
 

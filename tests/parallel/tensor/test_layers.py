@@ -70,6 +70,6 @@ def test_frozen_layers_with_adapters_beside_them() -> None:
     cut = tensor({"1.base": column(), "1.b": column(), "3.base": row(), "3.a": row()})
     compare(model, cut, features(5, 5, 3), loss=squares)
     with pytest.raises(
-        UsageError, match=r"1 is of the kind LoRA, which column\(\) can't cut; .* name what is inside: 1.base \(Linear\), 1.a"
+        UsageError, match=r"1 is a LoRA, which column\(\) can't cut; .* name what is inside: 1.base \(Linear\), 1.a"
     ):
         tensor({"1": column()}).apply(model, context_of(Unasked()))  # type: ignore[arg-type]

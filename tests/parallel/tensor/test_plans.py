@@ -269,5 +269,5 @@ def test_experts_of_another_kind_are_refused(biased: bool) -> None:
     def body(run: Run) -> None:
         run.prepare(copy.deepcopy(model), cut=pl.tensor("auto"))
 
-    with pytest.raises(UsageError, match=r"tensor: model.layers.1.mlp.experts is of the kind Experts, which experts\(\) can't cut"):
+    with pytest.raises(UsageError, match=r"tensor: model.layers.1.mlp.experts is a Experts, which experts\(\) can't cut"):
         workers(2, body, mesh="tensor=2")
