@@ -75,8 +75,8 @@ class CutGradients(Protocol):
 class CutContext:
     """Everything that a cut works with, and what cuts leave behind for those after them.
 
-    Fields up to `device` are given to a cut. `renewed` to `followers` are filled in by cuts.
-    `known` to `record` are functions of the run.
+    Fields up to `device` are given to a cut. Cuts fill in `replacements` and all that follow up to
+    `refresh_callbacks`. The last fields are functions of the run.
     """
 
     mesh: Mesh

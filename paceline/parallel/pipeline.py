@@ -105,6 +105,7 @@ class pipeline:
         return "activations go to the next stage, and their gradients come back, for each micro-batch"
 
     def apply(self, model: nn.Module, context: CutContext) -> None:
+        # Groups and connections of its own: other traffic along the axis must not come in between.
         group = context.groups.another(self.axis)
         count = PER_WORKER * group.size if self.micro_batches is None else self.micro_batches
         chunks = check(self.schedule, group.size, count, self.chunks)
@@ -117,6 +118,8 @@ class pipeline:
         requested = _measured(measurement, self.loss) if self.split == "auto" and len(graph.layers) >= schedule.stages else self.split
         split = StageSplit(stage_bounds(model, graph, requested, schedule, chunks), schedule.placed)
         holding = StageDealer(model, graph, group, context, self.axis).deal(split)
+        # Along `shard`, workers gather layers in each micro-batch, so all need equally many of
+        # them.
         terms = PipelineTerms(self.schedule, count, self.chunks, pads=context.mesh.extent("shard") > 1)
         device = _device(model, context.device)
         _wake_autograd(device)

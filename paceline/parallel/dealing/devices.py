@@ -66,6 +66,7 @@ def spread(model: nn.Module, cut: DeviceLayers, context: CutContext) -> None:
     requested = _measured(graph, schedule, devices, context, cut.loss) if cut.split == "auto" else cut.split
     bounds = stage_bounds(model, graph, requested, schedule, 1)
     places = [place for place, (start, stop) in enumerate(pairwise(bounds)) for _ in range(start, stop)]
+    # Parameters may have no memory yet, and get it from the run. They move afterwards.
     forward = PlacedForward(model, graph, places, devices)
     model.forward = forward
     context.valued.append(forward.place)

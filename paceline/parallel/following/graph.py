@@ -45,7 +45,7 @@ Uses = list[list[Any]]
 class FollowedGraph(LayerGraph):
     """A model as layers that its forward calls one after the other.
 
-    `beside` has the names of parameters in no layer, which every stage holds.
+    `outside_parameters` has the names of parameters in no layer, which every stage holds.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[str], beside: Sequence[str]) -> None:

@@ -117,6 +117,7 @@ def cut_batch(share: Share, count: int, bind: Callable[[tuple[Any, ...], Mapping
     ranges = pieces(rows, min(count, max(rows, 1)))
     ranges += [(0, min(rows, 1))] * (count - len(ranges))
     parts = [_slice((share.inputs, dict(share.options), share.target), rows, *ends) for ends in ranges]
+    # Copies weigh nothing. Others weigh their rows, or what `weigh` says of them.
     weights = [float(stop - start) if number < rows else 0.0 for number, (start, stop) in enumerate(ranges)]
     if share.weigh is not None:
         given = [float(share.weigh((*inputs, *options.values(), target))) for inputs, options, target in parts]

@@ -109,6 +109,7 @@ def _scale(timeline: PipelineTimeline) -> tuple[int, float]:
     The unit is the shortest action, unless it is far shorter than others. A unit gets a few more
     characters if actions then begin at whole characters.
     """
+    # A fourth of the median keeps a few very short actions from stretching the drawing.
     spans = [span for row in timeline.rows for span in row]
     took = [span.end - span.start for span in spans]
     unit = max(min(took), median(took) / 4) or max(took) or 1.0

@@ -48,6 +48,7 @@ def find_layers(model: nn.Module, written: str | Sequence[str]) -> LayerNames:
                 raise UsageError(f"{name} is named twice, by {entry_of[name]!r} and by {entry!r}; name each layer once")
             entry_of[name] = entry
     for name, entry in entry_of.items():
+        # A layer must not lie inside of another one: look at all prefixes of its path.
         steps = name.split(".")
         if outer := next((one for count in range(1, len(steps)) if (one := ".".join(steps[:count])) in entry_of), None):
             raise UsageError(f"{name} (named by {entry!r}) lies inside {outer} (named by {entry_of[outer]!r}); name one of the two")

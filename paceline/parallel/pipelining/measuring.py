@@ -143,6 +143,8 @@ def combine_costs(measured: Sequence[Sequence[LayerCost]]) -> tuple[list[LayerCo
 
     Bytes are those of the first worker.
     """
+    # A worker's speed is how much sooner it is through with all layers. Costs are medians over
+    # workers of their times at speed 1, so that one disturbed measurement doesn't count.
     totals = [sum(cost.forward_seconds + cost.backward_seconds for cost in costs) for costs in measured]
     if min(totals) <= 0:
         raise UsageError(f"worker {totals.index(min(totals))} has measured that its layers take no time; measure with a larger micro-batch")
@@ -196,6 +198,7 @@ class _MeasuredLayer:
             gives = self._part.run(taken)
             output = gives if self._loss is None else self._loss(next(iter(gives.values())))
             forward = self._now(devices) - began
+        # Go back from all results, with ones for gradients: their values don't change the time.
         roots = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         # Results are kept as well. Parameters, buffers and inputs are there anyway.
         kept |= {storage_key(leaf): leaf.untyped_storage().nbytes() for leaf in roots}

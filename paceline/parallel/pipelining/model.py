@@ -141,6 +141,13 @@ class PipelinedModel:
 
     From then on the model can be called by its pipeline only.
 
+    Invariants:
+        All workers along `stage` make the same calls, in the same order, so `steps` is equal on
+        all. `split`, `stages`, `ties`, `_own` and `_elsewhere` never change. Each parameter of the
+        model is either in `_own` or, as an empty one, in `_elsewhere`.
+        `_active_calls` isn't empty inside of `_enter_stage` only, and then the model can be called.
+        Outside of it, the random generators are in the same state on all workers.
+
     Args:
         model: Model, with the parameters of this worker's stages.
         graph: Layers of the model.

@@ -94,6 +94,7 @@ class Operation:
     @property
     def is_arithmetic(self) -> bool:
         """Whether this computes a number, if the values that it reads are numbers."""
+        # Operators such as `add`, and functions of `math`, on anything but parameters and buffers.
         held = any(isinstance(leaf, Attribute | torch.Tensor) for leaf in _leaves((self.args, self.kwargs)))
         return not held and getattr(self.target, "__module__", "") in ("_operator", "math")
 
@@ -199,6 +200,7 @@ def merge_modes(training: Any, evaluation: Any) -> Any:
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    # Tensors without memory have no values to compare, so they never count as equal.
     alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
     return alike and not one.is_meta and torch.equal(one, other)
 

@@ -97,6 +97,7 @@ def most_kept(schedule: PipelineSchedule, sizes: Sequence[float] | None = None) 
         sizes: What one micro-batch's activations count in each stage, such as bytes. Default: 1.
     """
     most = []
+    # A row fixes the order of a rank's own actions, so its peak doesn't depend on other ranks.
     for row in schedule.rows:
         kept = peak = 0.0
         for action in row:
@@ -112,6 +113,7 @@ def in_order(schedule: PipelineSchedule) -> Iterator[tuple[int, Action]]:
     Raises `AssertionError` if there is none, and names the waiting ranks: with such a schedule they
     would wait for each other for ever.
     """
+    # Let each rank in turn go on as far as it can. If a whole turn moves none, there is a deadlock.
     done: set[Action] = set()
     at = [0] * schedule.ranks
     while any(at[rank] < len(row) for rank, row in enumerate(schedule.rows)):
@@ -139,9 +141,11 @@ def prove(schedule: PipelineSchedule) -> None:
         work = [
             Action(kind, stage, number) for kind in kinds for stage in schedule.held(rank) for number in range(schedule.micro_batches)
         ]
+        # Each action of the rank's stages comes exactly once.
         wrong = Counter(row)
         wrong.subtract(work)
         assert not any(wrong.values()), f"rank {rank}: too often, or (below 0) too seldom: {[(str(a), n) for a, n in wrong.items() if n]}"
+        # Messages of one kind between two stages share a lane, and so must keep their order.
         for kind in kinds:
             for stage in schedule.held(rank):
                 numbers = [action.micro_batch for action in row if (action.kind, action.stage) == (kind, stage)]

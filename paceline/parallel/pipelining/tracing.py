@@ -123,8 +123,8 @@ class LayerTracer(Tracer):
     """Records calls of layers, and of modules without layers inside, as one operation each.
 
     Names and signatures of overridden methods are those of torch.fx. While it traces, torch.fx
-    patches nn.Module, and `recording` patches functions of torch, for all threads. So calls of
-    other threads (`_elsewhere`) are passed on.
+    patches nn.Module, and `record_functions` patches torch, for all threads. So calls of
+    other threads (`_is_other_thread`) are passed on.
     """
 
     def __init__(self, layers: Sequence[str], inputs: Sequence[str]) -> None:

@@ -66,7 +66,7 @@ def unpack(head: Mapping[str, Any], tensors: Sequence[Tensor]) -> tuple[Values, 
 
 
 def tensors_needing(values: Mapping[str, Any]) -> list[Tensor]:
-    """List tensors that need gradients, in the order in which `unpack` lists them elsewhere."""
+    """List tensors that need gradients, in the order of `unpack_values` on the other side."""
     return [leaf for leaf in tree_flatten(dict(values))[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
