@@ -178,17 +178,17 @@ def let_clip(parameters: Iterable[Tensor], clipper: GradientClipper, *, cut: boo
 
     If some of the parameters are `cut`, it checks norms that are taken of their gradients as well.
     """
-    known = list(parameters)
+    all_parameters = list(parameters)
     with _REGISTRY:
         for door in _doors():
-            for parameter in known if cut or isinstance(door, ClipDoor) else ():
+            for parameter in all_parameters if cut or isinstance(door, ClipDoor) else ():
                 door.clippers[parameter] = weakref.ref(clipper)
 
 
 def clip_plainly(parameters: Iterable[Tensor]) -> None:
     """Undo `register_clipper`: torch itself clips the gradients of these parameters again."""
-    known = list(parameters)
+    all_parameters = list(parameters)
     with _REGISTRY:
         for door in _doors():
-            for parameter in known:
+            for parameter in all_parameters:
                 door.clippers.pop(parameter, None)

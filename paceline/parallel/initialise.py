@@ -266,7 +266,7 @@ class Blueprint:
                 yield old, calls
 
     def _reset(self, module: nn.Module) -> None:
-        reset = next((found for name in RESETS if callable(found := getattr(module, name, None))), None)
+        reset = next((method for name in RESETS if callable(method := getattr(module, name, None))), None)
         if reset is not None:
             reset()
         if self._init is not None:

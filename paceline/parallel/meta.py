@@ -47,12 +47,12 @@ class WriteLog(TorchDispatchMode):
         self._alive: dict[int, torch.UntypedStorage] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        given = {**dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)), **(kwargs or {})}
+        arguments = {**dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)), **(kwargs or {})}
         for _, written in written_arguments(func):
-            target = given.get(written)
+            target = arguments.get(written)
             if isinstance(target, Tensor) and target.is_meta:
                 self._alive[storage_key(target)] = target.untyped_storage()
-                others = [repr(value) for name, value in given.items() if name != written and not isinstance(value, Tensor)]
+                others = [repr(value) for name, value in arguments.items() if name != written and not isinstance(value, Tensor)]
                 self._calls[storage_key(target)].add(f"{func} {' '.join(others)}")
         out = func(*args, **(kwargs or {}))
         # A copy has the values of the original, such as after model.bfloat16().
@@ -92,22 +92,22 @@ def meta() -> Iterator[None]:
     `reset_parameters` of its module or by the function `prepare(init=...)`. The values depend on
     the run's seed and the names of modules alone, and not on cuts or the number of workers.
     """
-    log, made = WriteLog(), list[Parameter]()
-    token = _MADE.set(made)
+    log, created = WriteLog(), list[Parameter]()
+    token = _MADE.set(created)
     try:
         with log:
             yield
     finally:
         _MADE.reset(token)
-        for parameter in made:
+        for parameter in created:
             record: Birth = getattr(parameter, BIRTH)
             record.writes, record.version = set(log.of(parameter)), parameter._version
 
 
 def _bear(module: nn.Module, name: str, parameter: Parameter | None) -> Parameter | None:
     """Replace a parameter that is registered inside of `meta` by one without memory."""
-    made = _MADE.get()
-    if made is None or parameter is None or parameter.is_meta:
+    created = _MADE.get()
+    if created is None or parameter is None or parameter.is_meta:
         return parameter
     if is_lazy(parameter):
         raise UsageError(
@@ -116,7 +116,7 @@ def _bear(module: nn.Module, name: str, parameter: Parameter | None) -> Paramete
         )
     unborn = Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
     setattr(unborn, BIRTH, Birth(weakref.ref(module)))
-    made.append(unborn)
+    created.append(unborn)
     return unborn
 
 

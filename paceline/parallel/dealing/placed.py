@@ -60,15 +60,15 @@ class PlacedForward:
             for held in _used(model, operation):
                 homes.setdefault(id(_get(model, held)), place)
         # The last operation that writes or reads each value; the value is dropped after it.
-        last = {name: number for number, operation in enumerate(operations) for name in (operation.name, *operation.reads())}
+        last = {name: index for index, operation in enumerate(operations) for name in (operation.name, *operation.reads())}
         self._steps = [
             _PlacedOperation(
                 operation,
                 place,
                 tuple(held for held in _used(model, operation) if homes[id(_get(model, held))] != place),
-                tuple(name for name in last if last[name] == number and name != OUTPUT),
+                tuple(name for name in last if last[name] == index and name != OUTPUT),
             )
-            for number, (operation, place) in enumerate(zip(operations, at, strict=True))
+            for index, (operation, place) in enumerate(zip(operations, at, strict=True))
         ]
         self._homes = [(held, homes[id(_get(model, held))]) for operation in operations for held in _used(model, operation)]
 

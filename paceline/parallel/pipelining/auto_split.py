@@ -55,7 +55,7 @@ def agree_places(group: Group, schedule: PipelineSchedule, own: Sequence[Measure
     rows_of_all = [row for rows in gathered for row in rows]
     costs, speeds = combine_costs([[LayerCost(*row) for row in rows] for _, _, rows in rows_of_all])
     # The measurements of each place: those of all replicas.
-    places = [[at for at, (there, _, _) in enumerate(rows_of_all) if there == stage] for stage in range(schedule.ranks)]
+    places = [[at for at, (place, _, _) in enumerate(rows_of_all) if place == stage] for stage in range(schedule.ranks)]
     if any(not rows for rows in places):
         raise UsageError(f"no worker is at place {places.index([])} of the {schedule.ranks} along stage")
     memories = [float("inf") if memory is None else memory for _, memory, _ in rows_of_all]

@@ -118,10 +118,10 @@ def cut_batch(share: Share, count: int, bind: Callable[[tuple[Any, ...], Mapping
     ranges += [(0, min(rows, 1))] * (count - len(ranges))
     parts = [_slice((share.inputs, dict(share.options), share.target), rows, *ends) for ends in ranges]
     # Copies weigh nothing. Others weigh their rows, or what `weigh` says of them.
-    weights = [float(stop - start) if number < rows else 0.0 for number, (start, stop) in enumerate(ranges)]
+    weights = [float(stop - start) if index < rows else 0.0 for index, (start, stop) in enumerate(ranges)]
     if share.weigh is not None:
-        given = [float(share.weigh((*inputs, *options.values(), target))) for inputs, options, target in parts]
-        weights = [weight if number < rows else 0.0 for number, weight in enumerate(given)]
+        given_weights = [float(share.weigh((*inputs, *options.values(), target))) for inputs, options, target in parts]
+        weights = [weight if index < rows else 0.0 for index, weight in enumerate(given_weights)]
         if any(not 0 <= weight < math.inf for weight in weights):
             raise UsageError(f"run.step: weigh gave {weights} for micro-batches; a weight is a number, zero or more")
         if share.weight is not None and not math.isclose(math.fsum(weights), share.weight, rel_tol=1e-6):
@@ -131,8 +131,8 @@ def cut_batch(share: Share, count: int, bind: Callable[[tuple[Any, ...], Mapping
             )
     whole = math.fsum(weights) or 1.0
     return [
-        MicroBatch({} if bind is None else bind(inputs, options), target, weight / whole, stop - start if number < rows else 0)
-        for number, ((inputs, options, target), weight, (start, stop)) in enumerate(zip(parts, weights, ranges, strict=True))
+        MicroBatch({} if bind is None else bind(inputs, options), target, weight / whole, stop - start if index < rows else 0)
+        for index, ((inputs, options, target), weight, (start, stop)) in enumerate(zip(parts, weights, ranges, strict=True))
     ]
 
 

@@ -116,17 +116,17 @@ class LayerGraph:
             return dict(zip(CHAINED, (tuple(args), dict(kwargs)), strict=True))
         signature = self._signature
         try:
-            given = dict(signature.bind(self.model, *args, **kwargs).arguments)
+            arguments = dict(signature.bind(self.model, *args, **kwargs).arguments)
         except TypeError as error:
             raise UsageError(f"{type(self.model).__name__} was called with other arguments than its forward takes: {error}") from None
-        del given[next(iter(given))]  # the model itself
-        for name, value in given.items():
+        del arguments[next(iter(arguments))]  # the model itself
+        for name, value in arguments.items():
             default = signature.parameters[name].default
             if name not in self.inputs and not (value is default or (isinstance(value, PLAIN) and value == default)):
                 raise UsageError(f"the layers were cut for a forward without {name!r}; say pipeline(..., inputs={[*self.inputs, name]!r})")
-        if missing := [name for name in self.inputs if name not in given]:
+        if missing := [name for name in self.inputs if name not in arguments]:
             raise UsageError(f"the layers were cut for a forward with {missing[0]!r}, which this call of the model leaves out")
-        return {name: given[name] for name in self.inputs}
+        return {name: arguments[name] for name in self.inputs}
 
     @functools.cached_property
     def _signature(self) -> inspect.Signature:
@@ -190,17 +190,17 @@ def trace_layers(model: nn.Module, names: str | Sequence[str], *, trace: bool = 
     """
     written = find_layers(model, names)
     if trace:
-        given = tuple(_inputs(model) if inputs is None else inputs)
-        if not given:
+        used_inputs = tuple(_inputs(model) if inputs is None else inputs)
+        if not used_inputs:
             raise Untraceable(
                 f"all arguments of the forward of {type(model).__name__} have defaults, and inputs=[...] doesn't say which a batch gives"
             )
-        operations = trace_operations(model, written.names, given)
+        operations = trace_operations(model, written.names, used_inputs)
         layers = _in_order(written, operations)
     else:
-        given, operations, layers = CHAINED, list(_chained(written.names)), written.names
+        used_inputs, operations, layers = CHAINED, list(_chained(written.names)), written.names
     _refuse_unused(model, operations, trace=trace)
-    return LayerGraph(model, layers, given, operations)
+    return LayerGraph(model, layers, used_inputs, operations)
 
 
 def _chained(names: Iterable[str]) -> Iterator[Operation]:

@@ -38,9 +38,9 @@ def draw(timeline: PipelineTimeline, width: int) -> Text:
     band = max(1, (width - margin) // cell) * cell
     bands = [row.divide(range(band, columns, band)) for row in rows]
     lines = [*map(Text, _head(schedule)), Text()]
-    for number, parts in enumerate(zip(*bands, strict=True)):
+    for band_index, parts in enumerate(zip(*bands, strict=True)):
         if columns > band:
-            lines.append(Text(f"{'time':<{margin}}{number * band / scale:.4g}"))
+            lines.append(Text(f"{'time':<{margin}}{band_index * band / scale:.4g}"))
         for rank, part in enumerate(parts):
             line = Text(f"{f'rank {rank}':<{margin}}") + part
             line.rstrip()
@@ -64,8 +64,8 @@ def compare(timelines: Iterable[PipelineTimeline]) -> Table:
 def _head(schedule: PipelineSchedule) -> list[str]:
     """Write what is drawn, and how to read it."""
     chunks = schedule.stages // schedule.ranks
-    number = schedule.micro_batches
-    counts = [counted(schedule.ranks, "rank"), f"{number} micro-batch{'' if number == 1 else 'es'}"]
+    count = schedule.micro_batches
+    counts = [counted(schedule.ranks, "rank"), f"{count} micro-batch{'' if count == 1 else 'es'}"]
     each = f", {chunks} stages on each" if chunks > 1 else ""
     parts = ["F0: forward of micro-batch 0"]
     parts += ["I0: gradients of its inputs", "W0: of parameters"] if schedule.split else ["B0: its backward"]
@@ -76,11 +76,11 @@ def _head(schedule: PipelineSchedule) -> list[str]:
 
 def _sums(timeline: PipelineTimeline) -> str:
     """Write the time, the bubble and the memory, as a last line."""
-    kept = [f"{number:.3g}" for number in timeline.kept]
-    if len(set(kept)) == 1:
-        each = f"{kept[0]} on each rank"
-    elif len(kept) <= NAMED:
-        each = f"{', '.join(kept)}, rank by rank"
+    numbers = [f"{count:.3g}" for count in timeline.kept]
+    if len(set(numbers)) == 1:
+        each = f"{numbers[0]} on each rank"
+    elif len(numbers) <= NAMED:
+        each = f"{', '.join(numbers)}, rank by rank"
     else:
         each = f"{min(timeline.kept):.3g} to {max(timeline.kept):.3g}"
     return f"time {timeline.makespan:.4g}, bubble {_percent(timeline.bubble)}, micro-batches kept at most: {each}"

@@ -147,9 +147,9 @@ class PipelineExecutor:
         """The connections that carry messages."""
         return self._pairs
 
-    def stage(self, number: int) -> Stage:
-        """One of this worker's stages, by its number in the model."""
-        return self._stages[number]
+    def stage(self, index: int) -> Stage:
+        """One of this worker's stages, by its index in the model."""
+        return self._stages[index]
 
 
 class PipelinePass:
@@ -203,36 +203,37 @@ class PipelinePass:
 
     def _forward(self, action: Action) -> None:
         """Run a stage on its input; send the result, or take the loss of the last stage."""
-        schedule, stage, number = self._schedule, action.stage, action.micro_batch
-        batch = self._batches[number]
+        schedule, stage, micro_batch = self._schedule, action.stage, action.micro_batch
+        batch = self._batches[micro_batch]
         if stage == 0:
             values, entries = batch.inputs, list[Tensor]()
         else:
-            head, tensors = self._receive(stage - 1, 2 * (stage - 1), number, f"what stage {stage - 1} gives stage {stage}")
+            head, tensors = self._receive(stage - 1, 2 * (stage - 1), micro_batch, f"what stage {stage - 1} gives stage {stage}")
             received, entries = unpack(head, tensors)
             values = {**batch.inputs, **received}
         out = self._executor.stage(stage).run(values)
         if stage < schedule.stages - 1:
             head, tensors = pack(out, f"stage {stage} of the pipeline")
-            self._send(stage + 1, 2 * stage, number, head, tensors)
+            self._send(stage + 1, 2 * stage, micro_batch, head, tensors)
             outputs = tensors_needing(out)
         elif self._criterion is None:
-            self.outputs[number], outputs = out[OUTPUT], []
+            self.outputs[micro_batch], outputs = out[OUTPUT], []
         else:
-            loss, self.losses[number] = self._criterion(out[OUTPUT], batch)
+            loss, self.losses[micro_batch] = self._criterion(out[OUTPUT], batch)
             outputs = [loss] if loss.requires_grad else []
         if self._passes is not None:
-            self._held[stage, number] = _Held(entries, outputs)
+            self._held[stage, micro_batch] = _Held(entries, outputs)
 
     # ---- backward
 
     def _backward(self, action: Action) -> None:
         """Go back through a stage, wholly or by half; send the gradients of its inputs."""
-        schedule, stage, number = self._schedule, action.stage, action.micro_batch
-        held = self._held[stage, number]
+        schedule, stage, micro_batch = self._schedule, action.stage, action.micro_batch
+        held = self._held[stage, micro_batch]
         grads: list[Tensor | None] = [None] * len(held.outputs)
         if stage < schedule.stages - 1:
-            head, tensors = self._receive(stage + 1, 2 * stage + 1, number, f"the gradients that stage {stage + 1} gives stage {stage}")
+            what = f"the gradients that stage {stage + 1} gives stage {stage}"
+            head, tensors = self._receive(stage + 1, 2 * stage + 1, micro_batch, what)
             grads = unpack_gradients(head, tensors)
         # An output without a gradient was not used by the next stages. The loss has an implicit
         # one.
@@ -242,9 +243,9 @@ class PipelinePass:
         input_grads = self._halve(action, held) if action.kind == "input" and held.entries else None
         if input_grads is None and action.kind == "backward":
             input_grads = self._whole(action, held)
-            del self._held[stage, number]
+            del self._held[stage, micro_batch]
         if stage:
-            self._send(stage - 1, 2 * stage - 1, number, *pack_gradients(input_grads or []))
+            self._send(stage - 1, 2 * stage - 1, micro_batch, *pack_gradients(input_grads or []))
 
     def _whole(self, action: Action, held: _Held) -> list[Tensor | None]:
         """Go back through a stage, and return the gradients of its inputs."""
@@ -280,28 +281,28 @@ class PipelinePass:
 
     # ---- messages
 
-    def _send(self, stage: int, lane: int, number: int, head: dict[str, Any], tensors: list[Tensor]) -> None:
+    def _send(self, stage: int, lane: int, micro_batch: int, head: dict[str, Any], tensors: list[Tensor]) -> None:
         """Send a message to a stage, which may be on this worker."""
         rank = self._schedule.placed[stage]
         if rank == self._schedule.placed[self.present.stage]:  # type: ignore[union-attr]
-            self._here[lane, number] = head, tensors
+            self._here[lane, micro_batch] = head, tensors
             return
         self._sends = [work for work in self._sends if not work.done()]
-        self._sends.append(self._executor.pairs.send(rank, lane, {"micro": number, "step": self._where, **head}, tensors))
+        self._sends.append(self._executor.pairs.send(rank, lane, {"micro": micro_batch, "step": self._where, **head}, tensors))
 
-    def _receive(self, stage: int, lane: int, number: int, what: str) -> tuple[dict[str, Any], list[Tensor]]:
+    def _receive(self, stage: int, lane: int, micro_batch: int, what: str) -> tuple[dict[str, Any], list[Tensor]]:
         """Wait for a message from a stage, which may be on this worker."""
         rank = self._schedule.placed[stage]
         if rank == self._schedule.placed[self.present.stage]:  # type: ignore[union-attr]
-            return self._here.pop((lane, number))
-        work = self._executor.pairs.receive(rank, lane, what=f"{what} for micro-batch {number} in {self._where}")
-        message = self._executor.observer.wait(work, f"{what} for micro-batch {number}")
+            return self._here.pop((lane, micro_batch))
+        work = self._executor.pairs.receive(rank, lane, what=f"{what} for micro-batch {micro_batch} in {self._where}")
+        message = self._executor.observer.wait(work, f"{what} for micro-batch {micro_batch}")
         self.ready = time.perf_counter_ns()
         # A lane keeps its order. Another message comes only from a step that has failed in between.
-        if (message.head["step"], message.head["micro"]) != (self._where, number):
+        if (message.head["step"], message.head["micro"]) != (self._where, micro_batch):
             raise UsageError(
                 f"{what}: got micro-batch {message.head['micro']} of {message.head['step']}, and "
-                f"wanted micro-batch {number} of {self._where}; "
+                f"wanted micro-batch {micro_batch} of {self._where}; "
                 "an earlier run.step failed on one worker, and the script caught the error; let it "
                 "end the run"
             )

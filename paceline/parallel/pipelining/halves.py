@@ -67,7 +67,7 @@ def input_half(outputs: Sequence[Tensor], grads: Sequence[Tensor | None], entrie
     branches = _branches({parameter: met for parameter, (seen, met) in reached.items() if not ends & seen})
     covered = {id(parameter) for branch in branches for parameter in branch.parameters}
     direct = [parameter for parameter in owners.values() if id(parameter) not in covered]
-    hooks = [node.register_prehook(_keep(branch, number)) for branch in branches for number, node in enumerate(branch.nodes)]
+    hooks = [node.register_prehook(_keep(branch, index)) for branch in branches for index, node in enumerate(branch.nodes)]
     try:
         gradients = torch.autograd.grad(list(outputs), [*entries, *direct], list(grads), retain_graph=True, allow_unused=True)
     finally:
@@ -157,9 +157,9 @@ def _branches(met: Mapping[Parameter, Sequence[Node]]) -> list[_Branch]:
     return list({id(branch): branch for branch in at.values()}.values())
 
 
-def _keep(branch: _Branch, number: int) -> Callable[[Any], None]:
+def _keep(branch: _Branch, index: int) -> Callable[[Any], None]:
     def keep(grads: tuple[Tensor | None, ...]) -> None:
-        branch.grads[number] = grads
+        branch.grads[index] = grads
 
     return keep
 

@@ -187,10 +187,10 @@ class _MeasuredLayer:
         taken = {name: tree_map_only(Tensor, _copied, values[name]) for name in self._part.takes}
         entries = [leaf for leaf in tree_leaves(taken) if isinstance(leaf, Tensor)]
         devices = {leaf.device for leaf in (*entries, *self._parameters)}
-        kept = dict[int, int]()  # bytes of saved storages
+        saved_nbytes = dict[int, int]()  # bytes of saved storages
 
         def keep(x: Tensor) -> Tensor:
-            kept[storage_key(x)] = x.untyped_storage().nbytes()
+            saved_nbytes[storage_key(x)] = x.untyped_storage().nbytes()
             return x
 
         with saved_tensors_hooks(keep, lambda x: x):
@@ -201,15 +201,15 @@ class _MeasuredLayer:
         # Go back from all results, with ones for gradients: their values don't change the time.
         roots = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         # Results are kept as well. Parameters, buffers and inputs are there anyway.
-        kept |= {storage_key(leaf): leaf.untyped_storage().nbytes() for leaf in roots}
+        saved_nbytes |= {storage_key(leaf): leaf.untyped_storage().nbytes() for leaf in roots}
         input_storages = {storage_key(leaf) for leaf in entries}
-        nbytes = sum(size for storage, size in kept.items() if storage not in self._state | input_storages)
-        wanted = [leaf for leaf in entries if leaf.requires_grad] + self._trained
+        nbytes = sum(size for storage, size in saved_nbytes.items() if storage not in self._state | input_storages)
+        targets = [leaf for leaf in entries if leaf.requires_grad] + self._trained
         roots = [leaf for leaf in roots if leaf.grad_fn is not None]
         backward = 0.0
-        if roots and wanted:
+        if roots and targets:
             began = self._now(devices)
-            torch.autograd.grad(roots, wanted, [torch.ones_like(leaf) for leaf in roots], allow_unused=True)
+            torch.autograd.grad(roots, targets, [torch.ones_like(leaf) for leaf in roots], allow_unused=True)
             backward = self._now(devices) - began
         return _MeasuredPass(forward, backward, nbytes, tree_map_only(Tensor, _alone, gives))
 

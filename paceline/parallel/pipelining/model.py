@@ -248,7 +248,7 @@ class PipelinedModel:
             done = self._go_forward(batches, where)
             # Outputs of copies, which have no rows, are left out; but an empty share has one
             # output.
-            outputs = [output for number, output in sorted(done.outputs.items()) if batches[number].rows or not number]
+            outputs = [output for micro_batch, output in sorted(done.outputs.items()) if batches[micro_batch].rows or not micro_batch]
             own = finish(share.whole(outputs)) if outputs else None
         self._move_on(drawn=self._model.training)
         return self._tell(own, where)
@@ -305,8 +305,8 @@ class PipelinedModel:
             kind = self._graph.kind(batches[0].inputs) if isinstance(self._graph, FollowedGraph) else kind
         except PacelineError as error:
             wrong.append(error)
-        told = msgpack.packb([where, train, rows, kind, str(wrong[0])[:TOLD] if wrong else None])
-        answers = [msgpack.unpackb(answer) for answer in self._group.agree(told)]
+        message = msgpack.packb([where, train, rows, kind, str(wrong[0])[:TOLD] if wrong else None])
+        answers = [msgpack.unpackb(answer) for answer in self._group.agree(message)]
         if wrong:
             raise wrong[0]
         for rank, (*_, reason) in enumerate(answers):
@@ -330,17 +330,17 @@ class PipelinedModel:
         """Tell all stages the loss, and which parameters have gradients."""
         loss = None
         if done.losses:
-            loss = math.fsum(value * share.worth(batches[number]) for number, value in done.losses.items())
+            loss = math.fsum(value * share.worth(batches[micro_batch]) for micro_batch, value in done.losses.items())
         stepped = self._all_stepped()
-        own = bytes(there and here.grad is not None for there, here in stepped) if train else b""
+        own = bytes(is_own and parameter.grad is not None for is_own, parameter in stepped) if train else b""
         answers = [msgpack.unpackb(answer) for answer in self._group.agree(msgpack.packb([loss, own, self._drawn]))]
         self._move_on(drawn=any(drawn for _, _, drawn in answers))
         if train:
             # An empty piece gets a gradient if the parameter has one elsewhere. So an optimizer
             # keeps the same counts of steps for a parameter on all workers.
-            for (there, here), reached in zip(stepped, zip(*(flags for _, flags, _ in answers), strict=True), strict=True):
-                if not there and any(reached) and here.grad is None:
-                    here.grad = torch.zeros_like(here)
+            for (is_own, parameter), reached in zip(stepped, zip(*(flags for _, flags, _ in answers), strict=True), strict=True):
+                if not is_own and any(reached) and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
         return next(float(value) for value, _, _ in answers if value is not None)
 
     def _all_stepped(self) -> list[tuple[bool, Parameter]]:

@@ -122,8 +122,8 @@ class Operation:
             case "module":
                 return find(model, self.target)(*args, **kwargs)
             case "chained":
-                given = args[0] if type(args[0]) is tuple else (args[0],)
-                return find(model, self.target)(*given, **kwargs.get("keywords", {}))
+                spread_args = args[0] if type(args[0]) is tuple else (args[0],)
+                return find(model, self.target)(*spread_args, **kwargs.get("keywords", {}))
             case "function":
                 return self.target(*args, **kwargs)
             case "method":

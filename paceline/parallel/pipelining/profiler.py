@@ -62,9 +62,9 @@ class PipelineProfiler:
         self._training, self._actions = train, []
         self._steps += train
         yield
-        number = self._steps
-        if train and number >= WARM and (number < FIRST or number % EVERY == 0):
-            self.steps.append((number, micro_batches, self._actions))
+        step_number = self._steps
+        if train and step_number >= WARM and (step_number < FIRST or step_number % EVERY == 0):
+            self.steps.append((step_number, micro_batches, self._actions))
 
     # ---- actions
 
@@ -133,9 +133,9 @@ class PipelineProfiler:
         return {layer: statistics.median(seconds) for layer, seconds in self._layer_seconds.items()}
 
 
-def _unchanged(kept: tuple[Tensor, int]) -> Tensor:
+def _unchanged(saved: tuple[Tensor, int]) -> Tensor:
     """Return a saved tensor, if it is unchanged: torch doesn't check tensors that hooks saved."""
-    x, version = kept
+    x, version = saved
     if x._version != version:
         raise RuntimeError(
             f"a tensor of shape {list(x.shape)} that is needed for a gradient has been modified by an inplace operation: it is at version "

@@ -99,10 +99,10 @@ def most_kept(schedule: PipelineSchedule, sizes: Sequence[float] | None = None) 
     most = []
     # A row fixes the order of a rank's own actions, so its peak doesn't depend on other ranks.
     for row in schedule.rows:
-        kept = peak = 0.0
+        now = peak = 0.0
         for action in row:
-            kept += ((action.kind == "forward") - (action.kind in COMPLETES)) * (1 if sizes is None else sizes[action.stage])
-            peak = max(peak, kept)
+            now += ((action.kind == "forward") - (action.kind in COMPLETES)) * (1 if sizes is None else sizes[action.stage])
+            peak = max(peak, now)
         most.append(peak)
     return most
 
@@ -139,7 +139,10 @@ def prove(schedule: PipelineSchedule) -> None:
     assert len(schedule.placed) == schedule.stages and set(schedule.placed) == set(range(schedule.ranks)), f"placed: {schedule.placed}"
     for rank, row in enumerate(schedule.rows):
         work = [
-            Action(kind, stage, number) for kind in kinds for stage in schedule.held(rank) for number in range(schedule.micro_batches)
+            Action(kind, stage, micro_batch)
+            for kind in kinds
+            for stage in schedule.held(rank)
+            for micro_batch in range(schedule.micro_batches)
         ]
         # Each action of the rank's stages comes exactly once.
         wrong = Counter(row)

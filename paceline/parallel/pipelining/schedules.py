@@ -163,9 +163,9 @@ def _chunks(name: str, ranks: int, micro_batches: int, chunks: int | None) -> in
     """Find the number of stages on each rank. Raises `UsageError` for an impossible schedule."""
     if wrong := unknown("schedule", name, ScheduleName):
         raise UsageError(wrong)
-    for what, number in (("ranks", ranks), ("micro_batches", micro_batches)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise UsageError(f"{name} with {what}={number!r}: it has to be at least 1")
+    for what, value in (("ranks", ranks), ("micro_batches", micro_batches)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UsageError(f"{name} with {what}={value!r}: it has to be at least 1")
     if name in CHUNKED:
         chunks = 2 if chunks is None else chunks
         if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 2:
@@ -185,7 +185,7 @@ def _in_a_line(name: str, micro_batches: int, rows: Sequence[tuple[Action, ...]]
 
 def _own(rank: int, micro_batches: int) -> tuple[Work, Work]:
     """List the forwards and the backwards of a rank whose only stage has its number."""
-    work = [(rank, number) for number in range(micro_batches)]
+    work = [(rank, micro_batch) for micro_batch in range(micro_batches)]
     return work, work
 
 
@@ -196,14 +196,14 @@ def _row(forwards: Work, backwards: Work, *, ahead: int, behind: int | None = No
     `input`.
     """
     row = [Action("forward", *work) for work in forwards[:ahead]]
-    for number, work in enumerate(backwards):
-        row += [Action("forward", *next_one) for next_one in forwards[ahead + number : ahead + number + 1]]
+    for index, work in enumerate(backwards):
+        row += [Action("forward", *next_one) for next_one in forwards[ahead + index : ahead + index + 1]]
         if behind is None:
             row.append(Action("backward", *work))
             continue
         row.append(Action("input", *work))
-        if number >= behind:
-            row.append(Action("weight", *backwards[number - behind]))
+        if index >= behind:
+            row.append(Action("weight", *backwards[index - behind]))
     if behind:
         row += [Action("weight", *work) for work in backwards[-behind:]]
     return tuple(row)

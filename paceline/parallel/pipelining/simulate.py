@@ -141,7 +141,7 @@ def simulate(schedule: PipelineSchedule, times: StageTimes, speeds: Sequence[flo
     speeds = [1.0] * schedule.ranks if speeds is None else speeds
     _fit(schedule, times, speeds)
     # When the result of an action is where it is needed.
-    there: dict[Action, float] = {}
+    available_at: dict[Action, float] = {}
     clock = [0.0] * schedule.ranks
     # When the link from one rank to another is free again.
     free: dict[tuple[int, int], float] = {}
@@ -150,10 +150,10 @@ def simulate(schedule: PipelineSchedule, times: StageTimes, speeds: Sequence[flo
     # A link is used by one rank, in the order of its row. So ranks can be gone through in any
     # order.
     for rank, action in in_order(schedule):
-        start = max([clock[rank], *(there[need] for need in schedule.needs(action) if need.stage != action.stage)])
+        start = max([clock[rank], *(available_at[need] for need in schedule.needs(action) if need.stage != action.stage)])
         clock[rank] = start + times.seconds(action.kind, action.stage) / speeds[rank]
         rows[rank].append(ActionSpan(action, start, clock[rank]))
-        there[action] = clock[rank]
+        available_at[action] = clock[rank]
         stage = schedule.target(action)
         if stage is not None and (way := (rank, schedule.placed[stage])) != (rank, rank):
             boundary = min(stage, action.stage)
@@ -161,26 +161,26 @@ def simulate(schedule: PipelineSchedule, times: StageTimes, speeds: Sequence[flo
             nbytes = times.nbytes(boundary, back=stage < action.stage)
             leaves = max(clock[rank], free.get(way, 0.0))
             free[way] = leaves + nbytes / link.bytes_per_second
-            there[action] = free[way] + link.latency_seconds
-            transfers.append(Transfer(action, *way, leaves, there[action], nbytes))
-    kept = [0.0] * schedule.ranks if times.kept is None else most_kept(schedule, times.kept)
-    return PipelineTimeline(schedule, tuple(map(tuple, rows)), tuple(transfers), tuple(kept))
+            available_at[action] = free[way] + link.latency_seconds
+            transfers.append(Transfer(action, *way, leaves, available_at[action], nbytes))
+    kept_bytes = [0.0] * schedule.ranks if times.kept is None else most_kept(schedule, times.kept)
+    return PipelineTimeline(schedule, tuple(map(tuple, rows)), tuple(transfers), tuple(kept_bytes))
 
 
 def _fit(schedule: PipelineSchedule, times: StageTimes, speeds: Sequence[float]) -> None:
     """Raise `UsageError` if there are too few or too many times, or impossible ones."""
     stages, between = schedule.stages, schedule.stages - 1
-    wanted = dict.fromkeys(("forwards", "backwards", "input_backwards", "weight_backwards", "kept"), stages)
-    wanted |= {"sends": between, "returns": between}
-    given = {name: getattr(times, name) for name in wanted} | {"links": times.links, "speeds": speeds}
-    for name, number in {**wanted, "links": between, "speeds": schedule.ranks}.items():
-        values = given[name]
+    lengths = dict.fromkeys(("forwards", "backwards", "input_backwards", "weight_backwards", "kept"), stages)
+    lengths |= {"sends": between, "returns": between}
+    values_by_name = {name: getattr(times, name) for name in lengths} | {"links": times.links, "speeds": speeds}
+    for name, length in {**lengths, "links": between, "speeds": schedule.ranks}.items():
+        values = values_by_name[name]
         if values is None:
             continue
-        if len(values) != number:
+        if len(values) != length:
             raise UsageError(
                 f"{name} has {counted(len(values), 'value')}: for {schedule.name} here it needs "
-                f"{number}"
+                f"{length}"
             )
         if name != "links" and any(not value >= 0 or value == float("inf") or (name == "speeds" and not value) for value in values):
             raise UsageError(

@@ -91,21 +91,21 @@ class SplitProblem:
         ranks, stages = self.schedule.ranks, self.schedule.stages
         if len(self.costs) < stages:
             raise UsageError(f"{counted(len(self.costs), 'layer')} can't fill {stages} stages; take fewer stages, or name more layers")
-        wanted = {"speeds": ranks, "memory": ranks, "links": stages - 1}
-        given: dict[str, Sequence[object] | None] = {"speeds": self.speeds, "memory": self.memory, "links": self.links}
-        for name, number in wanted.items():
-            values = given[name]
-            if values is not None and len(values) != number:
+        lengths = {"speeds": ranks, "memory": ranks, "links": stages - 1}
+        values_by_name: dict[str, Sequence[object] | None] = {"speeds": self.speeds, "memory": self.memory, "links": self.links}
+        for name, length in lengths.items():
+            values = values_by_name[name]
+            if values is not None and len(values) != length:
                 raise UsageError(
-                    f"{name} has {counted(len(values), 'value')}; here it needs {number}"
+                    f"{name} has {counted(len(values), 'value')}; here it needs {length}"
                 )
         if not all(0 < speed < float("inf") for speed in self.speeds):
             raise UsageError(f"speeds are {list(self.speeds)}; each has to be above 0")
 
     def sizes(self, start: int, stop: int) -> tuple[float, float, float]:
         """Seconds, bytes of state and bytes of activations of layers `start` to before `stop`."""
-        seconds, state, kept = [line[stop] - line[start] for line in self._sums]
-        return seconds, state, kept + (self.costs[start - 1].sends if start else 0)
+        seconds, state, activations = [line[stop] - line[start] for line in self._sums]
+        return seconds, state, activations + (self.costs[start - 1].sends if start else 0)
 
     @cached_property
     def _sums(self) -> tuple[list[float], list[int], list[int]]:
@@ -126,14 +126,14 @@ class SplitProblem:
     def loads(self, stage: int, start: int, stop: int) -> Iterator[tuple[Load, float]]:
         """Yield the loads of a stage with these layers: time, links, and its part of a memory."""
         rank = self.schedule.placed[stage]
-        seconds, state, kept = self.sizes(start, stop)
+        seconds, state, activations = self.sizes(start, stop)
         yield ("time", stage), seconds / self.speeds[rank]
         if self.links is not None and stage < self.schedule.stages - 1 and self.schedule.placed[stage + 1] != rank:
             yield ("there", stage), self.costs[stop - 1].sends / self.links[stage].bytes_per_second
             yield ("back", stage), self.costs[stop - 1].returns / self.links[stage].bytes_per_second
         if self.memory is not None:
             for case, counts in enumerate(self.kept_at_once[rank]):
-                yield ("memory", rank, case), (state + counts.get(stage, 0) * kept) / max(self.memory[rank], 1)
+                yield ("memory", rank, case), (state + counts.get(stage, 0) * activations) / max(self.memory[rank], 1)
 
     def times(self, counts: Sequence[int]) -> StageTimes:
         """Times and sizes of a split, to simulate a schedule with."""
@@ -227,13 +227,13 @@ def even_split(layers: int, stages: int) -> list[int]:
 
 def check_split(counts: Sequence[int], layers: Sequence[str], stages: int) -> list[int]:
     """Check a split that a user has written. Raises `UsageError` if it doesn't fit."""
-    given = list(counts)
-    if len(given) != stages or sum(given) != len(layers) or min(given) < 1:
+    split = list(counts)
+    if len(split) != stages or sum(split) != len(layers) or min(split) < 1:
         raise UsageError(
-            f"split={given} doesn't deal {counted(len(layers), 'layer')} to {counted(stages, 'stage')}: "
+            f"split={split} doesn't deal {counted(len(layers), 'layer')} to {counted(stages, 'stage')}: "
             f"it needs {stages} numbers above 0 with the sum {len(layers)}, such as {even_split(len(layers), stages)}"
         )
-    return given
+    return split
 
 
 def _explain_memory(problem: SplitProblem, memory: Sequence[float]) -> str:
@@ -242,10 +242,11 @@ def _explain_memory(problem: SplitProblem, memory: Sequence[float]) -> str:
     assert counts is not None
     needed = problem.memory_bytes(counts)
     worst = max(range(len(needed)), key=lambda rank: needed[rank] / max(memory[rank], 1))
-    kept = problem.timeline(counts).kept_bytes[worst]
+    activation_bytes = problem.timeline(counts).kept_bytes[worst]
     return (
         f"no split of these {len(problem.costs)} layers fits: the one that needs least, {counts}, takes {sized(needed[worst])} on worker "
-        f"{worst}, which has {sized(memory[worst])} ({sized(needed[worst] - kept)} for parameters, gradients and optimizer, {sized(kept)} "
+        f"{worst}, which has {sized(memory[worst])} "
+        f"({sized(needed[worst] - activation_bytes)} for parameters, gradients and optimizer, {sized(activation_bytes)} "
         "for activations); take more stages, smaller micro-batches or activation checkpointing"
     )
 
@@ -283,10 +284,10 @@ class _Search:
     def __post_init__(self) -> None:
         self._stages = stages = self.problem.schedule.stages
         used = [[key for key, _ in self.problem.loads(stage, stage, stage + 1)] for stage in range(stages)]
-        known = dict.fromkeys(key for keys in used for key in keys)
+        all_keys = dict.fromkeys(key for keys in used for key in keys)
         # After each stage: the loads that have begun, and will grow with later stages.
         self.open = [
-            tuple(key for key in known if any(key in row for row in used[: at + 1]) and any(key in row for row in used[at + 1 :]))
+            tuple(key for key in all_keys if any(key in row for row in used[: at + 1]) and any(key in row for row in used[at + 1 :]))
             for at in range(stages)
         ]
 

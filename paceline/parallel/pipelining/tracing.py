@@ -105,13 +105,13 @@ def _trace(model: nn.Module, layers: Sequence[str], inputs: Sequence[str], *, tr
             vars(module).update(before[name])
     _refuse_assignments(before, after)
     # Nodes that only look something up are no operations: put it into the arguments of others.
-    kept = {
+    replacements = {
         node: place
         for node in graph.nodes
         if node.op == "get_attr"
         for place in [tracer.constants.get(node.target, Attribute(node.target))]
     }
-    return [tracer.operation(node, kept) for node in graph.nodes if node.op not in ("get_attr", "placeholder")]
+    return [tracer.operation(node, replacements) for node in graph.nodes if node.op not in ("get_attr", "placeholder")]
 
 
 def is_whole(name: str, layers: Sequence[str]) -> bool:
@@ -194,10 +194,10 @@ class LayerTracer(Tracer):
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def create_args_for_root(self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        given = {name: self.create_proxy("placeholder", name, (), {}) for name in self._inputs}
+        proxies = {name: self.create_proxy("placeholder", name, (), {}) for name in self._inputs}
 
         def forward(root: nn.Module) -> Any:
-            return root_fn(root, **given)
+            return root_fn(root, **proxies)
 
         return forward, [self.root]
 
@@ -232,13 +232,13 @@ class LayerTracer(Tracer):
         self.create_proxy("call_function", _hold, (obj, place), {})
         return True
 
-    def operation(self, node: Node, kept: dict[Node, Any]) -> Operation:
-        """Make the operation of a node; `kept` has the replacements of look-up nodes."""
+    def operation(self, node: Node, replacements: dict[Node, Any]) -> Operation:
+        """Make the operation of a node; `replacements` is for look-up nodes."""
 
         def named(leaf: Any) -> Any:
             if not isinstance(leaf, Node):
                 return leaf
-            return kept.get(leaf, Ref(str(leaf.target) if leaf.op == "placeholder" else leaf.name))
+            return replacements.get(leaf, Ref(str(leaf.target) if leaf.op == "placeholder" else leaf.name))
 
         kinds = {"call_module": "module", "call_function": "function", "call_method": "method", "output": "output"}
         args, kwargs = substitute(node.args, named), substitute(node.kwargs, named)

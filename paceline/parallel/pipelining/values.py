@@ -56,8 +56,8 @@ def unpack(head: Mapping[str, Any], tensors: Sequence[Tensor]) -> tuple[Values, 
         if value != {}:
             leaves.append(value)
             continue
-        number, tensor = next(coming)
-        if number in needing:
+        index, tensor = next(coming)
+        if index in needing:
             tensor = tensor.detach().requires_grad_()
             entries.append(tensor)
         leaves.append(tensor)
@@ -83,4 +83,4 @@ def pack_gradients(grads: Sequence[Tensor | None]) -> tuple[dict[str, Any], list
 def unpack_gradients(head: Mapping[str, Any], tensors: Sequence[Tensor]) -> list[Tensor | None]:
     """Read the gradients of a message."""
     coming = iter(tensors)
-    return [next(coming) if there else None for there in head["there"]]
+    return [next(coming) if is_present else None for is_present in head["there"]]

@@ -199,9 +199,9 @@ class ShardGradients:
         self._sink: GradientSink | None = None
         self._watchers: list[PassWatcher] = []
         self._watching: dict[int, PassWatcher] = {}  # by id of a memory
-        for number, bucket in enumerate(self.buckets):
+        for bucket_index, bucket in enumerate(self.buckets):
             for index, whole in enumerate(bucket.memory.wholes):
-                whole.register_post_accumulate_grad_hook(partial(self._came, number, index))
+                whole.register_post_accumulate_grad_hook(partial(self._came, bucket_index, index))
 
     def deliver_to(self, sink: GradientSink) -> None:
         """Hand gradients to `sink` from now on."""
@@ -228,12 +228,12 @@ class ShardGradients:
 
     # ---- during a pass
 
-    def _came(self, number: int, index: int, whole: Tensor) -> None:
-        """Take the gradient of parameter `index` in bucket `number`; send what is ready."""
+    def _came(self, bucket_index: int, index: int, whole: Tensor) -> None:
+        """Take the gradient of parameter `index` in bucket `bucket_index`; send what is ready."""
         grad, whole.grad = whole.grad, None
         if grad is None:
             return
-        bucket = self.buckets[number]
+        bucket = self.buckets[bucket_index]
         name = bucket.memory.held[index].name
         if grad.requires_grad:
             raise UsageError(
@@ -248,7 +248,7 @@ class ShardGradients:
         bucket.put(index, grad, self._sink.weigh())
         # Frees its memory before this worker waits for others.
         del grad
-        self._used[number][index] = True
+        self._used[bucket_index][index] = True
         if (watcher := self._watching.get(id(bucket.memory))) is not None:
             watcher.gradient_came(bucket.memory)
         # A later bucket that is full waits for earlier ones: the order is the same on all workers.
@@ -299,9 +299,9 @@ class ShardGradients:
             used.append(union[: len(bucket.came)])
             union = union[len(bucket.came) :]
         # Send the rest: a bucket that no worker has put anything into stays here on all of them.
-        for number in range(self._next, len(self.buckets)):
-            if any(used[number]):
-                self.buckets[number].send(self._group)
+        for bucket_index in range(self._next, len(self.buckets)):
+            if any(used[bucket_index]):
+                self.buckets[bucket_index].send(self._group)
         while self._handed < len(self.buckets):
             self._hand_on(used[self._handed])
         self._reset()

@@ -98,8 +98,8 @@ class FlatMemory:
             self.wholes = [_become(one.parameter, view) for one, view in zip(held, views, strict=True)]
             self.pieces = [Parameter(place, requires_grad=self.trained) for place in places]
         # Parameters whose memory must stay the one given to them here.
-        given = zip(held, *((self.pieces,) if frees else (self.wholes, self.pieces)), strict=True)
-        self._given = [(one.name, p, p.data_ptr()) for one, *both in given for p in both if p.numel()]
+        given_parameters = zip(held, *((self.pieces,) if frees else (self.wholes, self.pieces)), strict=True)
+        self._given = [(one.name, p, p.data_ptr()) for one, *both in given_parameters for p in both if p.numel()]
         self._nbytes = self._memory.untyped_storage().nbytes()
         self.whole = True
         if frees:
@@ -167,8 +167,8 @@ class FlatMemory:
     def check(self) -> None:
         """Raise `UsageError` if a script has changed `requires_grad`: the layout depends on it."""
         for one, piece in zip(self.held, self.pieces, strict=True):
-            wanted = piece.requires_grad if self.frees else one.parameter.requires_grad
-            if wanted != self.trained:
+            trained_now = piece.requires_grad if self.frees else one.parameter.requires_grad
+            if trained_now != self.trained:
                 refuse_change(one.name, trained=self.trained)
 
     def check_memory(self) -> None:

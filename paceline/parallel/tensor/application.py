@@ -149,9 +149,9 @@ def _named(model: nn.Module, layers: Mapping[str, Style]) -> list[_Found]:
     return [seen[2] for seen in first.values()]
 
 
-def _near(wanted: str, names: Sequence[str]) -> str:
+def _near(pattern: str, names: Sequence[str]) -> str:
     """List the names that are most like a pattern, for an error message."""
-    near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.4) or names[:3]
+    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
     return f"the nearest are {', '.join(near)}" if near else "it has no modules inside"
 
 

@@ -119,8 +119,8 @@ class TensorAxis:
     def _once(self, x: Tensor, how: object, make: Callable[[], Any]) -> Tensor:
         """Make something of an input, unless the layer before did so with the same tensor."""
         if not x.requires_grad or not torch.is_grad_enabled():
-            made: Tensor = make()
-            return made
+            result: Tensor = make()
+            return result
         # `_version` is the version counter of a tensor: one that was written to is another input.
         key = (how, x._version)
         if self._entered is None or self._entered[0]() is not x or self._entered[1] != key:

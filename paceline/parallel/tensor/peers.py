@@ -70,7 +70,7 @@ def _compare_parameters(axis: TensorAxis, parameters: Sequence[tuple[str, Parame
     # Parameters without memory are gathered only while they are used (zero=3).
     here = [(name, p) for name, p in parameters if p.untyped_storage().nbytes() >= p.nbytes]
     kind = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
-    numbers = [f"{number:x}" for number in checksums([p.detach() for _, p in here])]
+    numbers = [f"{checksum:x}" for checksum in checksums([p.detach() for _, p in here])]
     answers = axis.objects([kind, numbers], "whole parameters")
     # On different processors, or with different numbers of threads, last bits may differ.
     if any(other != kind for other, _ in answers):

@@ -104,10 +104,13 @@ def of_transformers(model: nn.Module, size: int) -> dict[str, Style]:
     plan.update(_tied(model, plan))
     config = getattr(model, "config", None)
     for heads in HEADS:
-        number = getattr(config, heads, None)
-        if isinstance(number, int) and number % size:
-            fits = " or ".join(str(each) for each in range(2, number + 1) if number % each == 0) or "1"
-            raise UsageError(f'tensor("auto"): {heads} of the model is {number}, which {size} workers can\'t divide; choose tensor={fits}')
+        head_count = getattr(config, heads, None)
+        if isinstance(head_count, int) and head_count % size:
+            fits = " or ".join(str(each) for each in range(2, head_count + 1) if head_count % each == 0) or "1"
+            raise UsageError(
+                f'tensor("auto"): {heads} of the model is {head_count}, which {size} workers '
+                f"can't divide; choose tensor={fits}"
+            )
     return plan
 
 

@@ -135,12 +135,12 @@ def _text(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> str:
 
 def _view(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
     """View in another shape, if the words stay the last dimension."""
-    wanted = kwargs.get("shape", kwargs.get("size", args[0] if len(args) == 1 and isinstance(args[0], tuple | list | torch.Size) else args))
-    if isinstance(wanted, torch.dtype) or (len(wanted) and isinstance(wanted[0], torch.dtype)):
+    shape = kwargs.get("shape", kwargs.get("size", args[0] if len(args) == 1 and isinstance(args[0], tuple | list | torch.Size) else args))
+    if isinstance(shape, torch.dtype) or (len(shape) and isinstance(shape[0], torch.dtype)):
         return NotImplemented
-    sizes, known = list(wanted), math.prod(size for size in wanted if size != -1)
+    sizes, known_numel = list(shape), math.prod(size for size in shape if size != -1)
     if -1 in sizes:
-        sizes[sizes.index(-1)] = _numel(func, x, (), {}) // max(known, 1)
+        sizes[sizes.index(-1)] = _numel(func, x, (), {}) // max(known_numel, 1)
     if not sizes or sizes[-1] != x.words or math.prod(sizes) != _numel(func, x, (), {}):
         return NotImplemented
     return x.like(x.local().reshape(*sizes[:-1], -1) if func is not Tensor.view else x.local().view(*sizes[:-1], x.local().shape[-1]))
