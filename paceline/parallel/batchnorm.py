@@ -69,12 +69,15 @@ def synchronise(
             channel in the whole batch, for a share of weight 0 that has samples, and for
             `create_graph=True`.
     """
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    layers = [
+        (name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)
+    ]
     for name, layer in layers:
         current = layer.__dict__.get("forward")
         if current is not None and not _replaceable(layer, current):
             raise UsageError(
-                f"layer {name!r} ({type(layer).__name__}) has a forward of its own on the instance, which synchronous BatchNorm would "
+                f"layer {name!r} ({type(layer).__name__}) has a forward of its own on the "
+                "instance, which synchronous BatchNorm would "
                 'drop; remove it, or say batchnorm="local"'
             )
     desynchronise(model)
@@ -88,7 +91,11 @@ def synchronise(
 
 def desynchronise(model: nn.Module) -> int:
     """Give every synchronised layer its class's forward again; return the number of such layers."""
-    layers = [module for module in model.modules() if isinstance(module, _BatchNorm) and "forward" in module.__dict__]
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(module, _BatchNorm) and "forward" in module.__dict__
+    ]
     changed = [layer for layer in layers if _replaceable(layer, layer.__dict__["forward"])]
     for layer in changed:
         del layer.__dict__["forward"]
@@ -108,7 +115,10 @@ def _replaceable(layer: nn.Module, forward: Any) -> bool:
 
 
 def _stand_in(
-    original: _BatchNorm, name: str, answer: Callable[[str], _GlobalBatchNorm], copies: Callable[[], bool]
+    original: _BatchNorm,
+    name: str,
+    answer: Callable[[str], _GlobalBatchNorm],
+    copies: Callable[[], bool],
 ) -> Callable[..., Tensor]:
     original_ref = weakref.ref(original)
 
@@ -117,7 +127,11 @@ def _stand_in(
     @wraps(_BatchNorm.forward)
     def forward(layer: _BatchNorm, *args: Any, **kwargs: Any) -> Tensor:
         # torch's SyncBatchNorm would exchange by itself, unweighted, and refuses CPU tensors.
-        own = _BatchNorm.forward if type(layer).forward is nn.SyncBatchNorm.forward else type(layer).forward
+        own = (
+            _BatchNorm.forward
+            if type(layer).forward is nn.SyncBatchNorm.forward
+            else type(layer).forward
+        )
         name_here = name
         if layer is not (source := original_ref()):
             # This is a deepcopy. It exchanges if its original does, and if it uses batch
@@ -132,7 +146,8 @@ def _stand_in(
             y = own(layer, *args, **kwargs)
         if not mode.asked:
             raise UsageError(
-                f"{name}: {type(layer).__name__}.forward doesn't compute by torch.nn.functional.batch_norm, so its statistics can't be "
+                f"{name}: {type(layer).__name__}.forward doesn't compute by "
+                "torch.nn.functional.batch_norm, so its statistics can't be "
                 'taken over all workers; call that function in it, or say batchnorm="local"'
             )
         return y
@@ -146,25 +161,41 @@ def _stand_in(
 class _GlobalBatchNorm(TorchFunctionMode):
     """Computes `F.batch_norm` with statistics of the global batch, not of the local one."""
 
-    def __init__(self, name: str, group: Group, ghost: Callable[[], bool], scale: Callable[[], float]) -> None:
+    def __init__(
+        self, name: str, group: Group, ghost: Callable[[], bool], scale: Callable[[], float]
+    ) -> None:
         super().__init__()
         self.name, self.group, self.ghost, self.scale = name, group, ghost, scale
         self.asked = False
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if func is not F.batch_norm:
             return func(*args, **kwargs)
         self.asked = True
-        return self._normalise(*args, **kwargs) if kwargs["training"] else F.batch_norm(*args, **kwargs)
+        return (
+            self._normalise(*args, **kwargs)
+            if kwargs["training"]
+            else F.batch_norm(*args, **kwargs)
+        )
 
-    def _normalise(self, x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, **options: Any) -> Tensor:
+    def _normalise(
+        self, x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, **options: Any
+    ) -> Tensor:
         scale = None if self.ghost() else float(self.scale())
         # Its samples would change other workers' outputs, but a gradient times 0 can't say how.
         if scale == 0.0 and len(x) > 0 and torch.is_grad_enabled():
             raise UsageError(
-                f"{self.name}: this worker's share has {len(x)} samples but weight 0, so what its samples do to the statistics has no "
-                'gradient; give these samples a weight, leave them out of the data, or say batchnorm="local"'
+                f"{self.name}: this worker's share has {len(x)} samples but weight 0, so what its "
+                "samples do to the statistics has no "
+                "gradient; give these samples a weight, leave them out of the data, or say "
+                'batchnorm="local"'
             )
         statistics = _Statistics(self.name, self.group, x, scale=scale, eps=options["eps"])
         if running_mean is not None and running_var is not None:
@@ -180,7 +211,9 @@ class _Statistics:
     ghost.
     """
 
-    def __init__(self, name: str, group: Group, x: Tensor, *, scale: float | None, eps: float) -> None:
+    def __init__(
+        self, name: str, group: Group, x: Tensor, *, scale: float | None, eps: float
+    ) -> None:
         self.name, self.group, self.eps = name, group, eps
         self.dims = [0, *range(2, x.dim())]
         self.shape = [1, -1, *[1] * (x.dim() - 2)]
@@ -210,7 +243,8 @@ class _Statistics:
         # raise.
         if count <= 1 and packed[-1] < 2:
             raise UsageError(
-                f"Expected more than 1 value per channel when training, got {int(packed[-1])} in the whole global batch ({self.name}); "
+                f"Expected more than 1 value per channel when training, got {int(packed[-1])} in "
+                f"the whole global batch ({self.name}); "
                 "use larger batches, or drop_last=True"
             )
         mean = packed[:channels] / packed[-1]
@@ -234,7 +268,9 @@ class _Normalise(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: _Statistics) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: _Statistics
+    ) -> Tensor:
         stats = ctx.statistics = statistics
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(x, weight)
@@ -242,7 +278,9 @@ class _Normalise(torch.autograd.Function):
             return torch.empty_like(x)
         w = None if weight is None else weight.to(stats.dtype)
         b = None if bias is None else bias.to(stats.dtype)
-        return torch.batch_norm(x, w, b, stats.mean, stats.var, False, 0.0, stats.eps, torch.backends.cudnn.enabled)
+        return torch.batch_norm(
+            x, w, b, stats.mean, stats.var, False, 0.0, stats.eps, torch.backends.cudnn.enabled
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -250,7 +288,8 @@ class _Normalise(torch.autograd.Function):
         stats: _Statistics = ctx.statistics
         if torch.is_grad_enabled():
             raise UsageError(
-                f"{stats.name}: create_graph=True through synchronous BatchNorm is not supported (its backward can't be differentiated "
+                f"{stats.name}: create_graph=True through synchronous BatchNorm is not supported "
+                "(its backward can't be differentiated "
                 'again); use another normalisation in this model, or say batchnorm="local"'
             )
         inverse = torch.rsqrt(stats.var + stats.eps)
@@ -260,15 +299,23 @@ class _Normalise(torch.autograd.Function):
             packed[0], packed[1] = g.sum(stats.dims), (g * centred).sum(stats.dims)
         # Gradients of weight and bias stay local: they are summed with those of all other
         # parameters.
-        dw = (packed[1].to(stats.dtype) * inverse).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        dw = (
+            (packed[1].to(stats.dtype) * inverse).to(weight.dtype)
+            if ctx.needs_input_grad[1]
+            else None
+        )
         db = packed[0].to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         if not ctx.needs_input_grad[0]:
             return None, dw, db, None
         total = packed * stats.scale
-        total = stats.group.all_reduce(total, op="sum", name=f"{stats.name} backward", out=total).wait()
+        total = stats.group.all_reduce(
+            total, op="sum", name=f"{stats.name} backward", out=total
+        ).wait()
         if not stats.present:
             return torch.zeros_like(x), dw, db, None
         total = (total / (stats.count * stats.scale)).to(stats.dtype)
-        g = (g - total[0].view(stats.shape)).addcmul_(centred, (total[1] * inverse.square()).view(stats.shape), value=-1)
+        g = (g - total[0].view(stats.shape)).addcmul_(
+            centred, (total[1] * inverse.square()).view(stats.shape), value=-1
+        )
         factor = inverse if weight is None else inverse * weight.to(stats.dtype)
         return g.mul_(factor.view(stats.shape)).to(x.dtype), dw, db, None

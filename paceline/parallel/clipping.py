@@ -34,7 +34,13 @@ class GradientClipper(Protocol):
     """Clips gradients in torch's place. `own` calls torch's function as the script called it."""
 
     def clip_norm(
-        self, parameters: list[Tensor], max_norm: float, norm_type: float, own: Callable[[], Tensor], *, finite: bool = False
+        self,
+        parameters: list[Tensor],
+        max_norm: float,
+        norm_type: float,
+        own: Callable[[], Tensor],
+        *,
+        finite: bool = False,
     ) -> Tensor:
         """Clip by the norm, and return it.
 
@@ -66,7 +72,11 @@ class Door:
     def check_idle(self) -> None:
         """Let all clippers that are still alive check a call without any gradient."""
         with _REGISTRY:
-            living = {id(clipper): clipper for ref in self.clippers.values() if (clipper := ref()) is not None}
+            living = {
+                id(clipper): clipper
+                for ref in self.clippers.values()
+                if (clipper := ref()) is not None
+            }
         for clipper in living.values():
             clipper.check_idle(self.name.lstrip("_"))
 
@@ -76,8 +86,18 @@ class ClipDoor(Door):
 
     def __call__(self, parameters: Any, *args: Any, **options: Any) -> Any:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        clipper = next((living for parameter in given if (living := self.clippers.get(parameter, _nobody)()) is not None), None)
-        if not given or (self.name == "_clip_grads_with_norm_" and all(parameter.grad is None for parameter in given)):
+        clipper = next(
+            (
+                living
+                for parameter in given
+                if (living := self.clippers.get(parameter, _nobody)()) is not None
+            ),
+            None,
+        )
+        if not given or (
+            self.name == "_clip_grads_with_norm_"
+            and all(parameter.grad is None for parameter in given)
+        ):
             self.check_idle()
         if clipper is None:
             # torch warns if a generator has no parameters, and not if a list has none. So give it
@@ -103,9 +123,21 @@ class NormDoor(Door):
         # torch gives this function gradients and not parameters: find out by the gradients' memory
         # whose they are.
         with _REGISTRY:
-            grads = {_place(p.grad): (p, clipper) for p, clipper in self.clippers.items() if p.grad is not None} if given else {}
+            grads = (
+                {
+                    _place(p.grad): (p, clipper)
+                    for p, clipper in self.clippers.items()
+                    if p.grad is not None
+                }
+                if given
+                else {}
+            )
         by_clipper: dict[Callable[[], GradientClipper | None], list[Tensor]] = {}
-        for parameter, clipper in (grads[place] for tensor in given if (place := _place(tensor)) in grads) if grads else ():
+        for parameter, clipper in (
+            (grads[place] for tensor in given if (place := _place(tensor)) in grads)
+            if grads
+            else ()
+        ):
             by_clipper.setdefault(clipper, []).append(parameter)
         for ref, parameters in by_clipper.items():
             if (living := ref()) is not None:
@@ -127,14 +159,18 @@ def _nobody() -> None:
 
 def _place(tensor: Tensor) -> object:
     """Key of a tensor's memory: equal for two tensors that have the same numbers in memory."""
-    plain = tensor.layout == torch.strided and type(tensor) in (Tensor, nn.Parameter) and tensor.numel()
+    plain = (
+        tensor.layout == torch.strided and type(tensor) in (Tensor, nn.Parameter) and tensor.numel()
+    )
     return (tensor.data_ptr(), tensor.numel()) if plain else id(tensor)
 
 
 def norm_here(gradients: list[Tensor], norm_type: float) -> Tensor:
     """Compute torch's norm of this worker's gradients, without any check."""
     with _REGISTRY:
-        own = next((door.own for door in _doors() if isinstance(door, NormDoor)), nn.utils.get_total_norm)
+        own = next(
+            (door.own for door in _doors() if isinstance(door, NormDoor)), nn.utils.get_total_norm
+        )
     with torch.no_grad():
         norm: Tensor = own(gradients, norm_type)
     return norm
@@ -144,13 +180,18 @@ def check_finite(norm: float, norm_type: float) -> None:
     """Raise `RuntimeError`, as torch's clip_grad_norm_ does, for a norm that isn't finite."""
     if not math.isfinite(norm):
         raise RuntimeError(
-            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped. To disable this "
-            "error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, "
+            "so it cannot be clipped. To disable this "
+            "error and scale the gradients by the non-finite norm anyway, set "
+            "`error_if_nonfinite=False`"
         )
 
 
 def _norm(
-    max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> tuple[float, float, bool]:
     """Read max_norm, norm_type and error_if_nonfinite out of a call of clip_grad_norm_."""
     return float(max_norm), float(norm_type), bool(error_if_nonfinite)

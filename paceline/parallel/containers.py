@@ -25,7 +25,9 @@ def tree_leaves(value: Any, inside: tuple[int, ...] = ()) -> list[Any]:
     leaves = list[Any]()
     for leaf in torch_pytree.tree_leaves(value):
         parts = _open(leaf, inside)
-        leaves += [leaf] if parts is None else tree_leaves(list(parts.values()), (*inside, id(leaf)))
+        leaves += (
+            [leaf] if parts is None else tree_leaves(list(parts.values()), (*inside, id(leaf)))
+        )
     return leaves
 
 
@@ -36,7 +38,11 @@ def tree_map(change: Callable[[Any], Any], value: Any, inside: tuple[int, ...] =
         if (parts := _open(leaf, inside)) is None:
             return change(leaf)
         changed = {key: tree_map(change, part, (*inside, id(leaf))) for key, part in parts.items()}
-        return leaf if all(changed[key] is part for key, part in parts.items()) else _remake(leaf, changed)
+        return (
+            leaf
+            if all(changed[key] is part for key, part in parts.items())
+            else _remake(leaf, changed)
+        )
 
     return torch_pytree.tree_map(change_leaf, value)
 
@@ -51,7 +57,11 @@ def hidden_tensors(value: Any, depth: int = DEEPEST) -> Iterator[Tensor]:
     for leaf in tree_leaves(value) if depth else ():
         if isinstance(leaf, PLAIN) or callable(leaf):
             continue
-        slots = {name: getattr(leaf, name, None) for kind in type(leaf).__mro__ for name in getattr(kind, "__slots__", ())}
+        slots = {
+            name: getattr(leaf, name, None)
+            for kind in type(leaf).__mro__
+            for name in getattr(kind, "__slots__", ())
+        }
         inner = list({**slots, **getattr(leaf, "__dict__", {})}.values())
         yield from (part for part in tree_leaves(inner) if isinstance(part, Tensor))
         yield from hidden_tensors(inner, depth - 1)
@@ -62,7 +72,11 @@ def _open(leaf: Any, inside: tuple[int, ...]) -> Mapping[Any, Any] | None:
     if isinstance(leaf, PLAIN) or id(leaf) in inside:
         return None
     if dataclasses.is_dataclass(leaf):
-        return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)}
+        return {
+            field.name: getattr(leaf, field.name)
+            for field in dataclasses.fields(leaf)
+            if hasattr(leaf, field.name)
+        }
     if isinstance(leaf, Mapping):
         return dict(leaf)
     return dict(enumerate(leaf)) if isinstance(leaf, list | tuple) else None

@@ -41,7 +41,10 @@ def elementwise(kind: Kind) -> Kind:
         UsageError: `kind` is not a class of optimizers.
     """
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-        raise UsageError(f"elementwise() vouches for a class of optimizers, and got {kind!r:.80}; write pl.elementwise(MyOptimizer)")
+        raise UsageError(
+            f"elementwise() vouches for a class of optimizers, and got {kind!r:.80}; "
+            "write pl.elementwise(MyOptimizer)"
+        )
     setattr(kind, _VOUCHED, True)
     return kind
 
@@ -60,7 +63,9 @@ def check_elementwise(optimizer: Optimizer, part: str) -> None:
     if not is_elementwise(optimizer):
         name = type(optimizer).__qualname__
         raise UsageError(
-            f"{name} may look at whole parameters, and each worker has a part of {part}: take one that steps each element by itself "
-            f"({', '.join(kind.__name__ for kind in _KNOWN)}; no class derived from them), or, if yours does, vouch for it: "
+            f"{name} may look at whole parameters, and each worker has a part of {part}: "
+            "take one that steps each element by itself "
+            f"({', '.join(kind.__name__ for kind in _KNOWN)}; no class derived from them), or, if "
+            "yours does, vouch for it: "
             f"pl.elementwise({name})"
         )

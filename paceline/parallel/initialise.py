@@ -100,7 +100,9 @@ class _Unit:
             self.nodes = self.root.inside
         else:
             ids = {id(unborn.stand_in) for unborn in self.unborn}
-            self.nodes = [node for node in self.root.inside if any(one.has(ids) for one in node.inside)]
+            self.nodes = [
+                node for node in self.root.inside if any(one.has(ids) for one in node.inside)
+            ]
 
 
 class Blueprint:
@@ -122,15 +124,22 @@ class Blueprint:
         self._unborn = {id(unborn.stand_in): unborn for unborn in self._find(model)}
         self._units = self._plan() if self._unborn else []
 
-    def make(self, model: nn.Module, placements: Placements, seed: int, device: torch.device = CPU) -> None:
+    def make(
+        self, model: nn.Module, placements: Placements, seed: int, device: torch.device = CPU
+    ) -> None:
         """Give this worker's part of each parameter its values.
 
         `model` is the model as cuts have left it, and `placements` say which part of a parameter is
         here. Modules are made on the CPU, so that values are the same for each `device` that the
         parts come to.
         """
-        held: dict[str, Tensor] = {placement.name: parameter for parameter, placement in placements.parameters()}
-        held |= {self._prefix + name: parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+        held: dict[str, Tensor] = {
+            placement.name: parameter for parameter, placement in placements.parameters()
+        }
+        held |= {
+            self._prefix + name: parameter
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
         with kept_randomness():
             for unit in self._units:
                 names = [self._prefix + unborn.name for unborn in unit.unborn]
@@ -144,28 +153,40 @@ class Blueprint:
                 for unborn, value in self._made(unit):
                     name = self._prefix + unborn.name
                     _fill(held[name], placements.of(held[name], name), value, device)
+
     # ---- copies without memory
 
     def _copy(self, name: str, module: nn.Module) -> _Node:
         if id(module) in self._nodes:
             return self._nodes[id(module)]
         inner = {
-            key: None if child is None else self._copy(f"{name}.{key}" if name else key, child) for key, child in module._modules.items()
+            key: None if child is None else self._copy(f"{name}.{key}" if name else key, child)
+            for key, child in module._modules.items()
         }
         shape = _shallow(
             module,
-            {key: None if p is None else self._stand_in(p) for key, p in module._parameters.items()},
-            {key: None if b is None else torch.empty_like(b, device="meta") for key, b in module._buffers.items()},
+            {
+                key: None if p is None else self._stand_in(p)
+                for key, p in module._parameters.items()
+            },
+            {
+                key: None if b is None else torch.empty_like(b, device="meta")
+                for key, b in module._buffers.items()
+            },
             {key: None if node is None else node.shape for key, node in inner.items()},
         )
         node = self._nodes[id(module)] = _Node(name, module, shape)
-        seen: dict[int, _Node] = {id(one): one for child in inner.values() if child is not None for one in child.inside}
+        seen: dict[int, _Node] = {
+            id(one): one for child in inner.values() if child is not None for one in child.inside
+        }
         node.inside = [*seen.values(), node]
         return node
 
     def _stand_in(self, parameter: Parameter) -> Parameter:
         if id(parameter) not in self._stand_ins:
-            copy = Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+            copy = Parameter(
+                torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
+            )
             self._stand_ins[id(parameter)] = copy
         return self._stand_ins[id(parameter)]
 
@@ -173,7 +194,8 @@ class Blueprint:
         empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
         if empty:
             raise UsageError(
-                f"buffers have no memory: {_listed(self._prefix, empty)}; build the model under pl.meta() and not under "
+                f"buffers have no memory: {_listed(self._prefix, empty)}; "
+                "build the model under pl.meta() and not under "
                 "torch.device('meta'), so that they are made"
             )
         for name, parameter in model.named_parameters():
@@ -184,17 +206,28 @@ class Blueprint:
             record = birth(parameter)
             if record is not None and parameter._version != record.version:
                 raise UsageError(
-                    f"{self._prefix}{name} was written to after pl.meta(), when it had no memory, and what was written is lost: say "
+                    f"{self._prefix}{name} was written to after pl.meta(), when it had no memory, "
+                    "and what was written is lost: say "
                     "run.prepare(..., init=function of a module), or load values after prepare"
                 )
             if weakref.getweakrefcount(parameter):
                 raise UsageError(
-                    f"{self._prefix}{name} is held by weak references ({_holder(model, parameter)} does so), and can't be given memory: "
+                    f"{self._prefix}{name} is held by weak references ({_holder(model, parameter)} "
+                    "does so), and can't be given memory: "
                     "build that module outside of pl.meta()"
                 )
-            stand_in, home = self._stand_ins[id(parameter)], None if record is None else record.module()
-            first = next(node for node in self._nodes.values() if any(p is stand_in for p in node.shape._parameters.values()))
-            yield _Unborn(name, stand_in, first if home is None else self._nodes.get(id(home), first), record)
+            stand_in, home = (
+                self._stand_ins[id(parameter)],
+                None if record is None else record.module(),
+            )
+            first = next(
+                node
+                for node in self._nodes.values()
+                if any(p is stand_in for p in node.shape._parameters.values())
+            )
+            yield _Unborn(
+                name, stand_in, first if home is None else self._nodes.get(id(home), first), record
+            )
 
     # ---- trials: which reset writes to which parameter
 
@@ -227,10 +260,15 @@ class Blueprint:
     def _check(self, parameters: Sequence[_Unborn]) -> None:
         self._refuse_empty([one for one in parameters if not one.writes])
         # The constructor of the model wrote to them otherwise than reset_parameters does.
-        odd = [one.name for one in parameters if one.birth is not None and not one.birth.writes <= one.writes]
+        odd = [
+            one.name
+            for one in parameters
+            if one.birth is not None and not one.birth.writes <= one.writes
+        ]
         if odd and self._init is None:
             raise UsageError(
-                f"the model gives values of its own to {_listed(self._prefix, odd)}, which are not those of reset_parameters; say "
+                f"the model gives values of its own to {_listed(self._prefix, odd)}, which are not "
+                "those of reset_parameters; say "
                 "run.prepare(..., init=function of a module) that does the same"
             )
 
@@ -240,13 +278,19 @@ class Blueprint:
             names = _listed(self._prefix, [one.name for one in without])
             kinds = ", ".join(sorted({type(one.owner.module).__qualname__ for one in without}))
             raise UsageError(
-                f"nothing gives values to {names}: {kinds} has no reset_parameters that writes to them; say "
+                f"nothing gives values to {names}: {kinds} has no reset_parameters that writes to "
+                "them; say "
                 "run.prepare(..., init=function of a module) that does"
             )
 
     def _try(self, node: _Node) -> Iterator[tuple[Parameter, set[str]]]:
         """Reset a module without memory; yield the parameters written to, with the calls."""
-        before = [(module, name, p) for module in node.shape.modules() for name, p in module._parameters.items() if p is not None]
+        before = [
+            (module, name, p)
+            for module in node.shape.modules()
+            for name, p in module._parameters.items()
+            if p is not None
+        ]
         log, needs_numbers = WriteLog(), False
         try:
             with log:
@@ -261,12 +305,22 @@ class Blueprint:
             calls = log.of(old)
             if replaced or (needs_numbers and module is node.shape):
                 unborn = self._unborn.get(id(old))
-                calls = calls | {GUESSED} | (unborn.birth.writes if unborn is not None and unborn.birth is not None else set())
+                calls = (
+                    calls
+                    | {GUESSED}
+                    | (
+                        unborn.birth.writes
+                        if unborn is not None and unborn.birth is not None
+                        else set()
+                    )
+                )
             if calls:
                 yield old, calls
 
     def _reset(self, module: nn.Module) -> None:
-        reset = next((method for name in RESETS if callable(method := getattr(module, name, None))), None)
+        reset = next(
+            (method for name in RESETS if callable(method := getattr(module, name, None))), None
+        )
         if reset is not None:
             reset()
         if self._init is not None:
@@ -283,9 +337,18 @@ class Blueprint:
             shape = node.shape
             copies[id(shape)] = _shallow(
                 shape,
-                {name: None if p is None else real.setdefault(id(p), _real(p)) for name, p in shape._parameters.items()},
-                {name: None if b is None else b.detach().to(CPU, copy=True) for name, b in node.module._buffers.items()},
-                {name: None if child is None else copies.get(id(child), child) for name, child in shape._modules.items()},
+                {
+                    name: None if p is None else real.setdefault(id(p), _real(p))
+                    for name, p in shape._parameters.items()
+                },
+                {
+                    name: None if b is None else b.detach().to(CPU, copy=True)
+                    for name, b in node.module._buffers.items()
+                },
+                {
+                    name: None if child is None else copies.get(id(child), child)
+                    for name, child in shape._modules.items()
+                },
             )
         for copy in copies.values():
             self._reset(copy)
@@ -294,7 +357,10 @@ class Blueprint:
             name = next(name for name, p in shape._parameters.items() if p is unborn.stand_in)
             value = copies[id(shape)]._parameters[name]
             if value is None or value.shape != unborn.stand_in.shape:
-                raise UsageError(f"{self._prefix}{unborn.name} has another shape after it was reset; give modules that keep it")
+                raise UsageError(
+                    f"{self._prefix}{unborn.name} has another shape after it was reset; "
+                    "give modules that keep it"
+                )
             if value is real[id(unborn.stand_in)]:
                 self._check_made(unborn, value)
             yield unborn, value.detach()
@@ -308,8 +374,10 @@ class Blueprint:
             self._refuse_empty([unborn] if value.numel() and bool(numbers.amax().isnan()) else [])
         elif GUESSED in unborn.writes:
             raise UsageError(
-                f"{self._prefix}{unborn.name} has whole numbers, and the reset of {type(unborn.owner.module).__qualname__} can't be tried "
-                "without memory, so it can't be known whether it gives values to them: build that module outside of pl.meta()"
+                f"{self._prefix}{unborn.name} has whole numbers, and the reset of "
+                f"{type(unborn.owner.module).__qualname__} can't be tried "
+                "without memory, so it can't be known whether it gives values to them: "
+                "build that module outside of pl.meta()"
             )
 
 
@@ -319,13 +387,19 @@ def _shallow(module: nn.Module, parameters: Any, buffers: Any, modules: Any) -> 
     # private, but unchanged for years, and subclasses and other libraries rely on them. All of
     # `parallel` does.
     copy: nn.Module = object.__new__(type(module))
-    copy.__dict__.update(module.__dict__, _parameters=parameters, _buffers=buffers, _modules=modules)
+    copy.__dict__.update(
+        module.__dict__, _parameters=parameters, _buffers=buffers, _modules=modules
+    )
     return copy
 
 
 def _holder(model: nn.Module, parameter: Parameter) -> str:
     """Name of the class of the first module that has a parameter."""
-    return next(type(module).__qualname__ for module in model.modules() if any(p is parameter for p in module._parameters.values()))
+    return next(
+        type(module).__qualname__
+        for module in model.modules()
+        if any(p is parameter for p in module._parameters.values())
+    )
 
 
 def _real(stand_in: Parameter) -> Parameter:
@@ -340,7 +414,9 @@ def give_memory(parameter: Tensor, placement: Placement, device: torch.device = 
     """Give a parameter without memory that of this worker's part. It stays the same object."""
     if parameter.is_meta:
         memory = torch.empty(placement.local, dtype=parameter.dtype, device=device)
-        torch.utils.swap_tensors(parameter, Parameter(memory, requires_grad=parameter.requires_grad))
+        torch.utils.swap_tensors(
+            parameter, Parameter(memory, requires_grad=parameter.requires_grad)
+        )
 
 
 def _fill(parameter: Tensor, placement: Placement, value: Tensor, device: torch.device) -> None:

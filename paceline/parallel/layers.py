@@ -24,7 +24,12 @@ from paceline.parallel.pipelining.batches import Loss
 from paceline.removed import removed
 
 
-@removed(again="the split stays the one that split='auto' has found at run.prepare; start again to have it measured again")
+@removed(
+    again=(
+        "the split stays the one that split='auto' has found at run.prepare; "
+        "start again to have it measured again"
+    )
+)
 @dataclass(frozen=True)
 class layers:
     """Cut a model between layers, along the axis `stage` of the mesh, without micro-batches.
@@ -59,8 +64,13 @@ class layers:
 
     def __post_init__(self) -> None:
         check_loss("layers", self.loss, self.split)
-        if self.devices is not None and (isinstance(self.devices, str | torch.device) or len(self.devices) < 2):
-            raise UsageError(f'layers(devices={self.devices!r}) has to name two devices at least: devices=["cuda:0", "cuda:1"]')
+        if self.devices is not None and (
+            isinstance(self.devices, str | torch.device) or len(self.devices) < 2
+        ):
+            raise UsageError(
+                f"layers(devices={self.devices!r}) has to name two devices at least: "
+                'devices=["cuda:0", "cuda:1"]'
+            )
 
     @property
     def axis(self) -> str:
@@ -69,12 +79,29 @@ class layers:
     @property
     def travels(self) -> str:
         if self.devices is not None:
-            return "activations go to the next device of the worker, and their gradients come back; nothing to other workers"
+            return (
+                "activations go to the next device of the worker, and their gradients come back; "
+                "nothing to other workers"
+            )
         return "activations go to the next stage, and their gradients come back, once a batch"
 
     def apply(self, model: nn.Module, context: CutContext) -> None:
         if self.devices is not None:
-            spread(model, DeviceLayers(self.names, self.devices, self.split, self.trace, self.inputs, self.loss), context)
+            spread(
+                model,
+                DeviceLayers(
+                    self.names, self.devices, self.split, self.trace, self.inputs, self.loss
+                ),
+                context,
+            )
             return
-        cut = pipeline(self.names, "gpipe", micro_batches=1, split=self.split, trace=self.trace, inputs=self.inputs, loss=self.loss)
+        cut = pipeline(
+            self.names,
+            "gpipe",
+            micro_batches=1,
+            split=self.split,
+            trace=self.trace,
+            inputs=self.inputs,
+            loss=self.loss,
+        )
         cut.apply(model, context)

@@ -46,13 +46,26 @@ class WriteLog(TorchDispatchMode):
         # another.
         self._alive: dict[int, torch.UntypedStorage] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        arguments = {**dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)), **(kwargs or {})}
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        arguments = {
+            **dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)),
+            **(kwargs or {}),
+        }
         for _, written in written_arguments(func):
             target = arguments.get(written)
             if isinstance(target, Tensor) and target.is_meta:
                 self._alive[storage_key(target)] = target.untyped_storage()
-                others = [repr(value) for name, value in arguments.items() if name != written and not isinstance(value, Tensor)]
+                others = [
+                    repr(value)
+                    for name, value in arguments.items()
+                    if name != written and not isinstance(value, Tensor)
+                ]
                 self._calls[storage_key(target)].add(f"{func} {' '.join(others)}")
         out = func(*args, **(kwargs or {}))
         # A copy has the values of the original, such as after model.bfloat16().
@@ -111,10 +124,13 @@ def _bear(module: nn.Module, name: str, parameter: Parameter | None) -> Paramete
         return parameter
     if is_lazy(parameter):
         raise UsageError(
-            f"{type(module).__qualname__}.{name} gets its shape from the first batch, and under pl.meta() shapes have to be known: use "
+            f"{type(module).__qualname__}.{name} gets its shape from the first batch, and under "
+            "pl.meta() shapes have to be known: use "
             "the module class that isn't lazy"
         )
-    unborn = Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+    unborn = Parameter(
+        torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
+    )
     setattr(unborn, BIRTH, Birth(weakref.ref(module)))
     created.append(unborn)
     return unborn

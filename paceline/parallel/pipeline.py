@@ -36,7 +36,13 @@ from paceline.parallel.pipelining.model import PipelinedModel, PipelineTerms, St
 from paceline.parallel.pipelining.profiler import PipelineProfiler
 from paceline.parallel.pipelining.schedule import PipelineSchedule
 from paceline.parallel.pipelining.schedules import ScheduleName, check, make_schedule
-from paceline.parallel.pipelining.split import LayerCost, SplitProblem, best_split, check_split, fastest_slowest
+from paceline.parallel.pipelining.split import (
+    LayerCost,
+    SplitProblem,
+    best_split,
+    check_split,
+    fastest_slowest,
+)
 from paceline.parallel.pipelining.split_table import describe_split
 from paceline.parallel.pipelining.tracing import Untraceable
 from paceline.removed import removed
@@ -46,7 +52,12 @@ Split = Literal["even", "auto"]
 PER_WORKER = 4
 
 
-@removed(again="the split stays the one that split='auto' has found at run.prepare; start again to have it measured again")
+@removed(
+    again=(
+        "the split stays the one that split='auto' has found at run.prepare; "
+        "start again to have it measured again"
+    )
+)
 @dataclass(frozen=True)
 class pipeline:
     """Put consecutive layers on different workers, along the axis `stage` of the mesh.
@@ -102,7 +113,9 @@ class pipeline:
 
     @property
     def travels(self) -> str:
-        return "activations go to the next stage, and their gradients come back, for each micro-batch"
+        return (
+            "activations go to the next stage, and their gradients come back, for each micro-batch"
+        )
 
     def apply(self, model: nn.Module, context: CutContext) -> None:
         # Groups and connections of its own: other traffic along the axis must not come in between.
@@ -115,19 +128,32 @@ class pipeline:
         graph = self._find_layers(model, context)
         measurement = SplitMeasurement(graph, schedule, context)
         # The split has to be measured before layers are dealt, while the whole model is still here.
-        requested = _measured(measurement, self.loss) if self.split == "auto" and len(graph.layers) >= schedule.stages else self.split
+        requested = (
+            _measured(measurement, self.loss)
+            if self.split == "auto" and len(graph.layers) >= schedule.stages
+            else self.split
+        )
         split = StageSplit(stage_bounds(model, graph, requested, schedule, chunks), schedule.placed)
         holding = StageDealer(model, graph, group, context, self.axis).deal(split)
         # Along `shard`, workers gather layers in each micro-batch, so all need equally many of
         # them.
-        terms = PipelineTerms(self.schedule, count, self.chunks, pads=context.mesh.extent("shard") > 1)
+        terms = PipelineTerms(
+            self.schedule, count, self.chunks, pads=context.mesh.extent("shard") > 1
+        )
         device = _device(model, context.device)
         _wake_autograd(device)
         messages = pairs(group, device=device)
         context.groups.count(self.axis, messages)
         profiler = PipelineProfiler(context.groups.meter(self.axis), context.record)
         pipelined = PipelinedModel(
-            model, graph, holding, terms, group=group, pairs=messages, trained=context.known, profiler=profiler
+            model,
+            graph,
+            holding,
+            terms,
+            group=group,
+            pairs=messages,
+            trained=context.known,
+            profiler=profiler,
         )
         context.pipelines.append((model, pipelined))
         context.endings.append(pipelined.close)
@@ -137,17 +163,27 @@ class pipeline:
             return trace_layers(model, self.layers, trace=self.trace, inputs=self.inputs)
         except Untraceable as error:
             graph = follow_layers(model, self.layers)
-            beside = f"; in no layer, and so on all stages, are {', '.join(graph.beside)}" if graph.beside else ""
-            context.announce(f"each stage runs the forward of {type(model).__name__} itself, as {error.reason}{beside}")
+            beside = (
+                f"; in no layer, and so on all stages, are {', '.join(graph.beside)}"
+                if graph.beside
+                else ""
+            )
+            context.announce(
+                f"each stage runs the forward of {type(model).__name__} itself, as "
+                f"{error.reason}{beside}"
+            )
             return graph
 
 
 def _refuse_power_iterations(model: nn.Module) -> None:
     """Raise `UsageError` for spectral norms: their estimate would move on once per micro-batch."""
     for name, module in model.named_modules():
-        if isinstance(module, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values()):
+        if isinstance(module, _SpectralNorm) or any(
+            isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values()
+        ):
             raise UsageError(
-                f"the spectral_norm of {name.partition('.parametrizations')[0]} steps its power iteration in "
+                f"the spectral_norm of {name.partition('.parametrizations')[0]} steps its power "
+                "iteration in "
                 "each forward, so once for each micro-batch: say micro_batches=1, or leave it out"
             )
 
@@ -157,7 +193,8 @@ def check_loss(cut: str, loss: Loss | None, split: Sequence[int] | str) -> None:
     refuse_class(cut, loss)
     if loss is not None and (split != "auto" or not callable(loss)):
         raise UsageError(
-            f"{cut}(loss=...) is a function of the output and the target, which split='auto' measures: say {cut}(split='auto', "
+            f"{cut}(loss=...) is a function of the output and the target, which split='auto' "
+            f"measures: say {cut}(split='auto', "
             "loss=F.cross_entropy), or leave it out"
         )
 
@@ -167,33 +204,47 @@ def _measured(measurement: SplitMeasurement, loss: Loss | None) -> list[int]:
     problem = measurement.problem(loss)
     counts = best_split(problem)
     without = "" if loss is not None else " (without the loss, which loss=... has it count)"
-    measurement.context.announce(f"the split that was measured, {counts}{without}:\n{describe_split(problem, counts)}")
+    measurement.context.announce(
+        f"the split that was measured, {counts}{without}:\n{describe_split(problem, counts)}"
+    )
     return counts
 
 
 def stage_bounds(
-    model: nn.Module, graph: LayerGraph, requested: Sequence[int] | str, schedule: PipelineSchedule, chunks: int
+    model: nn.Module,
+    graph: LayerGraph,
+    requested: Sequence[int] | str,
+    schedule: PipelineSchedule,
+    chunks: int,
 ) -> tuple[int, ...]:
     """List the first layer of each stage, and then the number of layers."""
     layers, stages = len(graph.layers), schedule.stages
     if layers < stages:
         raise UsageError(
-            f"pipeline(): {stages} stages ({chunks} on each worker) for {layers} layers ({', '.join(graph.layers[:6])}...): each stage "
+            f"pipeline(): {stages} stages ({chunks} on each worker) for {layers} layers "
+            f"({', '.join(graph.layers[:6])}...): each stage "
             "needs one at least; name smaller layers, or give `stage` fewer workers"
         )
     if not isinstance(requested, str):
         counts = check_split(requested, graph.layers, stages)
     elif requested == "even":
         # With costs of numels alone, and no memory limits, there always is a split.
-        sizes = [LayerCost(name, float(_numel(model, graph, at)), 0.0) for at, name in enumerate(graph.layers)]
+        sizes = [
+            LayerCost(name, float(_numel(model, graph, at)), 0.0)
+            for at, name in enumerate(graph.layers)
+        ]
         counts = fastest_slowest(SplitProblem(sizes, schedule, [1.0] * schedule.ranks)) or []
     else:
-        raise UsageError(f"{unknown('split', requested, Split)}; or the layers of each stage, split=[3, 4, 4, 1]")
+        raise UsageError(
+            f"{unknown('split', requested, Split)}; or the layers of each stage, split=[3, 4, 4, 1]"
+        )
     return (0, *accumulate(counts))
 
 
 def _numel(model: nn.Module, graph: LayerGraph, layer: int) -> int:
-    return sum(parameter.numel() for parameter in own_parameters(model, graph.part(layer, layer + 1)))
+    return sum(
+        parameter.numel() for parameter in own_parameters(model, graph.part(layer, layer + 1))
+    )
 
 
 def _wake_autograd(device: torch.device) -> None:
@@ -208,4 +259,6 @@ def _wake_autograd(device: torch.device) -> None:
 
 def _device(model: nn.Module, default: torch.device) -> torch.device:
     """The device of a model; `default` for a model without memory."""
-    return next((parameter.device for parameter in model.parameters() if not parameter.is_meta), default)
+    return next(
+        (parameter.device for parameter in model.parameters() if not parameter.is_meta), default
+    )

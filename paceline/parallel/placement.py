@@ -47,7 +47,11 @@ class Region(NamedTuple):
 
     def of_local(self, local: Tensor) -> Tensor:
         """View this region of a local tensor in the shape of the logical rectangle."""
-        return local[_slices(self.local)].view(self.shape) if len(self.local) != len(self.logical) else local[_slices(self.local)]
+        return (
+            local[_slices(self.local)].view(self.shape)
+            if len(self.local) != len(self.logical)
+            else local[_slices(self.local)]
+        )
 
     def of_logical(self, logical: Tensor) -> Tensor:
         """View this region of the whole logical tensor."""
@@ -90,7 +94,9 @@ class Placement:
     @property
     def is_whole(self) -> bool:
         """Whether this worker holds all of the logical tensor, in its shape."""
-        return self.regions == (Region(everything := tuple((0, size) for size in self.shape), everything),)
+        return self.regions == (
+            Region(everything := tuple((0, size) for size in self.shape), everything),
+        )
 
     @property
     def is_flat(self) -> bool:
@@ -100,7 +106,10 @@ class Placement:
     def narrow(self, dim: int, ranges: Iterable[Range], axis: str) -> Placement:
         """Keep ranges of one dimension of the local tensor; others along `axis` have the rest."""
         if self.is_flat:
-            raise UsageError(f"{self.name} is cut into flat pieces already, which have no dimension {dim}; cut it by tensor() first")
+            raise UsageError(
+                f"{self.name} is cut into flat pieces already, which have no dimension {dim}; "
+                "cut it by tensor() first"
+            )
         # `at`: where the range comes to lie in the new local tensor.
         regions, at = list[Region](), 0
         for start, stop in ranges:
@@ -109,7 +118,9 @@ class Placement:
                 if first < last:
                     into, out_of = at - start, region.logical[dim][0] - region.local[dim][0]
                     logical = _with(region.logical, dim, (first + out_of, last + out_of))
-                    regions.append(Region(logical, _with(region.local, dim, (first + into, last + into))))
+                    regions.append(
+                        Region(logical, _with(region.local, dim, (first + into, last + into)))
+                    )
             at += stop - start
         local = (*self.local[:dim], at, *self.local[dim + 1 :])
         return replace(self, local=local, regions=tuple(regions), axes=_joined(self.axes, axis))
@@ -118,8 +129,12 @@ class Placement:
         """Keep elements `start` to `stop` of the flat local tensor, as a piece along `axis`."""
         if self.is_flat:
             raise UsageError(f"{self.name} is cut into flat pieces already; cut it once by shard()")
-        regions = [inner for region in self.regions for inner in _flat(region, self.local, start, stop)]
-        return replace(self, local=(stop - start,), regions=tuple(regions), axes=_joined(self.axes, axis))
+        regions = [
+            inner for region in self.regions for inner in _flat(region, self.local, start, stop)
+        ]
+        return replace(
+            self, local=(stop - start,), regions=tuple(regions), axes=_joined(self.axes, axis)
+        )
 
     def along(self, axis: str, *, copy: bool = False) -> Placement:
         """Keep all of it; others along `axis` hold nothing, or the same if this is a `copy`."""
@@ -169,7 +184,11 @@ class Placements:
         if noted is not None:
             return noted[1]
         former = self._former.get(id(parameter))
-        return former[1] if former is not None and former[0]() is parameter else Placement.whole(name, parameter.shape)
+        return (
+            former[1]
+            if former is not None and former[0]() is parameter
+            else Placement.whole(name, parameter.shape)
+        )
 
     def parameters(self) -> Iterator[tuple[Tensor, Placement]]:
         """Iterate over all parameters that were noted, with their placements."""
@@ -182,7 +201,13 @@ def local(parameter: Tensor) -> Tensor:
     # `to_local`, as importing DTensor takes a second. If it is renamed, a DTensor is taken for its
     # part.
     part = getattr(parameter, "_local_tensor", None)
-    return parameter.data if part is None and isinstance(parameter, Parameter) else parameter if part is None else part
+    return (
+        parameter.data
+        if part is None and isinstance(parameter, Parameter)
+        else parameter
+        if part is None
+        else part
+    )
 
 
 def chunk(size: int, index: int, count: int) -> Range:
@@ -208,7 +233,9 @@ def _flat(region: Region, shape: Shape, start: int, stop: int) -> Iterator[Regio
     offset = [first - at for (first, _), (at, _) in zip(region.logical, region.local, strict=True)]
     for rectangle in _runs(region.local, shape, start, stop):
         at = sum(first * prod(shape[dim + 1 :]) for dim, (first, _) in enumerate(rectangle)) - start
-        logical = tuple((first + by, last + by) for (first, last), by in zip(rectangle, offset, strict=True))
+        logical = tuple(
+            (first + by, last + by) for (first, last), by in zip(rectangle, offset, strict=True)
+        )
         yield Region(logical, ((at, at + prod(last - first for first, last in rectangle)),))
 
 

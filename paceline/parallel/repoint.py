@@ -19,17 +19,26 @@ def repoint(optimizer: Optimizer, renewed: Callable[[Parameter], Parameter | Non
     replacements = [[renewed(p) for p in group["params"]] for group in optimizer.param_groups]
     # Refuse before anything is changed.
     for group, others in zip(optimizer.param_groups, replacements, strict=True):
-        refuse_memory(optimizer, (p for p, other in zip(group["params"], others, strict=True) if other is not None))
+        refuse_memory(
+            optimizer,
+            (p for p, other in zip(group["params"], others, strict=True) if other is not None),
+        )
     for group, others in zip(optimizer.param_groups, replacements, strict=True):
         for p, other in zip(group["params"], others, strict=True):
             if other is not None and (state := optimizer.state.pop(p, None)):
                 optimizer.state[other] = state
-        group["params"] = [p if other is None else other for p, other in zip(group["params"], others, strict=True)]
+        group["params"] = [
+            p if other is None else other for p, other in zip(group["params"], others, strict=True)
+        ]
 
 
 def refuse_memory(optimizer: Optimizer, cut: Iterable[Parameter]) -> None:
     """Raise `UsageError` if an optimizer has state of cut parameters, but for a new Adagrad's."""
-    if any((state := optimizer.state.get(parameter)) and not (isinstance(optimizer, Adagrad) and state["step"] == 0) for parameter in cut):
+    if any(
+        (state := optimizer.state.get(parameter))
+        and not (isinstance(optimizer, Adagrad) and state["step"] == 0)
+        for parameter in cut
+    ):
         raise UsageError(
             f"the {type(optimizer).__qualname__} remembers something of parameters that are cut "
             "now (it has stepped, or loaded a state): "
@@ -46,5 +55,9 @@ def begin_sums(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups if isinstance(optimizer, Adagrad) else ():
         for p in group["params"]:
             state = optimizer.state[p]
-            if state["step"] == 0 and (state["sum"].shape != p.shape or state["sum"].device != p.device):
-                state["sum"] = torch.full_like(p, group["initial_accumulator_value"], requires_grad=False)
+            if state["step"] == 0 and (
+                state["sum"].shape != p.shape or state["sum"].device != p.device
+            ):
+                state["sum"] = torch.full_like(
+                    p, group["initial_accumulator_value"], requires_grad=False
+                )

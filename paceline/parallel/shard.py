@@ -32,7 +32,12 @@ from paceline.parallel.cut import CutContext
 from paceline.parallel.meta import CPU
 from paceline.parallel.sharding.gradients import ShardGradients
 from paceline.parallel.sharding.memory import FlatMemory, Held, refuse_change, refuse_hook
-from paceline.parallel.sharding.optimizers import clear_pieces_too, is_refused, refuse_idle_clipping, refuse_partial_norms
+from paceline.parallel.sharding.optimizers import (
+    clear_pieces_too,
+    is_refused,
+    refuse_idle_clipping,
+    refuse_partial_norms,
+)
 from paceline.parallel.sharding.steps import ShardSteps
 from paceline.parallel.sharding.units import GatheredModel, GatheredUnit, in_backward
 
@@ -74,17 +79,22 @@ class shard:
         patterns = self.units if isinstance(self.units, str | tuple | list) else [self.units]
         if not all(isinstance(pattern, str) for pattern in patterns):
             raise UsageError(
-                f"shard({self.units!r}): what comes first are patterns of names of modules, shard('blocks.*'); "
+                f"shard({self.units!r}): what comes first are patterns of names of modules, "
+                "shard('blocks.*'); "
                 "the stage of ZeRO has a name: shard(zero=3)"
             )
         if self.zero not in get_args(Zero):
-            raise UsageError(f"zero={self.zero!r} is no stage of ZeRO; say 1 (optimizer state), 2 (gradients too) or 3 (parameters too)")
+            raise UsageError(
+                f"zero={self.zero!r} is no stage of ZeRO; say 1 (optimizer state), 2 (gradients "
+                "too) or 3 (parameters too)"
+            )
         for name, value, kind in (("params", self.params, Half), ("reduce", self.reduce, Reduce)):
             if value is not None and (wrong := unknown(name, value, kind)):
                 raise UsageError(wrong)
         if self.params is not None and self.zero != 3:
             raise UsageError(
-                f"shard(zero={self.zero}, params={self.params!r}): parameters stay whole in their own dtype there; say zero=3, or leave "
+                f"shard(zero={self.zero}, params={self.params!r}): parameters stay whole in their "
+                "own dtype there; say zero=3, or leave "
                 "params out and run the model under torch.autocast"
             )
 
@@ -99,19 +109,39 @@ class shard:
 
     @property
     def travels(self) -> str:
-        when = "before each forward and each backward of their unit" if self.zero == 3 else "after each step"
-        return f"parameters are gathered {when}; gradients are summed into parts as soon as a unit has all of its own"
+        when = (
+            "before each forward and each backward of their unit"
+            if self.zero == 3
+            else "after each step"
+        )
+        return (
+            f"parameters are gathered {when}; gradients are summed into parts as soon as a unit "
+            "has all of its own"
+        )
 
     def apply(self, model: nn.Module, context: CutContext) -> None:
         groups = context.groups
         if groups.along(self.axis).size == 1:
             return
-        before = {id(parameter): context.placements.of(parameter, name) for name, parameter in model.named_parameters()}
-        if again := [before[id(parameter)].name for parameter in model.parameters() if is_refused(parameter)]:
+        before = {
+            id(parameter): context.placements.of(parameter, name)
+            for name, parameter in model.named_parameters()
+        }
+        if again := [
+            before[id(parameter)].name for parameter in model.parameters() if is_refused(parameter)
+        ]:
             raise UsageError(f"{again[0]} is cut by shard() already; cut each model once")
         # Gathers and reductions each leave in an order of their own, so each kind gets a group.
         gathering, reducing = groups.another(self.axis), groups.another(self.axis)
-        sharded = ShardedModel(model, self, gathering, reducing, groups.meter(self.axis), tied=context.tied, home=context.device)
+        sharded = ShardedModel(
+            model,
+            self,
+            gathering,
+            reducing,
+            groups.meter(self.axis),
+            tied=context.tied,
+            home=context.device,
+        )
         for held, piece, (start, stop) in sharded.pieces():
             placement = before[id(held.parameter)].piece(start, stop, self.axis)
             if piece is held.parameter:
@@ -149,10 +179,14 @@ class ShardedModel:
         units = list(find_units(model, cut.patterns))
         held = list(parameters_of(model, [name for name, _ in units]))
         # Compare the parameters of all workers first: with different ones, collectives would hang.
-        facts = [[name, one.name, list(one.parameter.shape), one.parameter.requires_grad] for name, one in held]
+        facts = [
+            [name, one.name, list(one.parameter.shape), one.parameter.requires_grad]
+            for name, one in held
+        ]
         if any(other != facts for other in gathering.gather_objects(facts, name="shard")):
             raise UsageError(
-                "shard(): workers have different models (names, shapes or requires_grad of parameters); build the same one everywhere"
+                "shard(): workers have different models (names, shapes or requires_grad of "
+                "parameters); build the same one everywhere"
             )
         frees = cut.zero == 3
         # With zero=3 all parameters are cut, else those that are trained.
@@ -160,7 +194,11 @@ class ShardedModel:
         # Hooks of scripts would get gradients of whole parameters before they are summed. Both
         # attributes are private to torch: dicts of hooks by handle. If they were renamed, this
         # raises.
-        hooked = [one.name for _, one in held if one.parameter._backward_hooks or one.parameter._post_accumulate_grad_hooks]
+        hooked = [
+            one.name
+            for _, one in held
+            if one.parameter._backward_hooks or one.parameter._post_accumulate_grad_hooks
+        ]
         if frees and hooked:
             refuse_hook(hooked[0])
         dtype = getattr(torch, cut.params) if cut.params else None
@@ -188,7 +226,11 @@ class ShardedModel:
             self._hook(model, units)
         self.steps = ShardSteps(self.memories)
         model.register_forward_pre_hook(self._follow, prepend=True)
-        cut_parameters = [one for memory in self.memories for one in zip(memory.held, memory.pieces, memory.wholes, strict=True)]
+        cut_parameters = [
+            one
+            for memory in self.memories
+            for one in zip(memory.held, memory.pieces, memory.wholes, strict=True)
+        ]
         refuse_partial_norms((one.name, tensor) for one, *both in cut_parameters for tensor in both)
         if not frees:
             refuse_idle_clipping(whole for _, _, whole in cut_parameters)
@@ -223,7 +265,9 @@ class ShardedModel:
     def pieces(self) -> Iterator[tuple[Held, Parameter, tuple[int, int]]]:
         """Yield each cut parameter, its piece, and the range of its flat elements in that piece."""
         for memory in self.memories:
-            yield from zip(memory.held, memory.pieces, memory.layout.pieces(memory.rank), strict=True)
+            yield from zip(
+                memory.held, memory.pieces, memory.layout.pieces(memory.rank), strict=True
+            )
 
 
 def find_units(model: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
@@ -237,15 +281,23 @@ def find_units(model: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str,
         matched = [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
         if not matched:
             near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.0)
-            raise UsageError(f"shard({pattern!r}) matches no module of the model; the nearest names are {', '.join(near) or 'none'}")
+            raise UsageError(
+                f"shard({pattern!r}) matches no module of the model; "
+                f"the nearest names are {', '.join(near) or 'none'}"
+            )
         for name in matched:
             if not any(name.startswith(f"{outer}.") for outer in matched):
                 matches[name] = modules[name]
     for name, module in modules.items():
         if name not in matches:
             continue
-        if type(module).forward is nn.Module.forward or isinstance(module, nn.ModuleList | nn.ModuleDict):
-            raise UsageError(f"shard(): {name} is a {type(module).__name__}, which is never called itself; write {name + '.*'!r}")
+        if type(module).forward is nn.Module.forward or isinstance(
+            module, nn.ModuleList | nn.ModuleDict
+        ):
+            raise UsageError(
+                f"shard(): {name} is a {type(module).__name__}, which is never called itself; "
+                f"write {name + '.*'!r}"
+            )
         if any(True for _ in module.parameters()):
             yield name, module
 
@@ -257,11 +309,22 @@ def parameters_of(model: nn.Module, units: Sequence[str]) -> Iterator[tuple[str,
     """
     names = set(units)
     # All three by id of a parameter: the modules that have it, its units, and its name.
-    places, homes, parameters = dict[int, list[tuple[nn.Module, str]]](), dict[int, set[str]](), dict[int, tuple[str, Parameter]]()
+    places, homes, parameters = (
+        dict[int, list[tuple[nn.Module, str]]](),
+        dict[int, set[str]](),
+        dict[int, tuple[str, Parameter]](),
+    )
     for path, module in model.named_modules(remove_duplicate=False):
         steps = path.split(".")
         # The longest prefix of the path that is a unit.
-        home = next((name for count in range(len(steps), 0, -1) if (name := ".".join(steps[:count])) in names), "")
+        home = next(
+            (
+                name
+                for count in range(len(steps), 0, -1)
+                if (name := ".".join(steps[:count])) in names
+            ),
+            "",
+        )
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
@@ -271,12 +334,17 @@ def parameters_of(model: nn.Module, units: Sequence[str]) -> Iterator[tuple[str,
                 row.append((module, name))
     for key, (name, parameter) in parameters.items():
         if parameter.grad is not None:
-            raise UsageError(f"{name} has a gradient already, and shard() gives it other memory; call zero_grad() before run.prepare")
+            raise UsageError(
+                f"{name} has a gradient already, and shard() gives it other memory; "
+                "call zero_grad() before run.prepare"
+            )
         unit = homes[key].pop() if len(homes[key]) == 1 else ""
         yield unit, Held(name, parameter, tuple(places[key]))
 
 
-def _flat_parts(held: Sequence[tuple[str, Held]], alone: Container[int], *, frozen: bool) -> Iterator[tuple[str, list[Held]]]:
+def _flat_parts(
+    held: Sequence[tuple[str, Held]], alone: Container[int], *, frozen: bool
+) -> Iterator[tuple[str, list[Held]]]:
     """Yield groups of parameters that lie in one memory, each with the name of its unit.
 
     Those of a group are in the same unit, and have the same dtype, device and `requires_grad`.
@@ -288,6 +356,8 @@ def _flat_parts(held: Sequence[tuple[str, Held]], alone: Container[int], *, froz
         parameter = one.parameter
         if (parameter.requires_grad or frozen) and parameter.numel():
             by_itself = id(parameter) if id(parameter) in alone else None
-            parts.setdefault((unit, parameter.dtype, parameter.device, parameter.requires_grad, by_itself), []).append(one)
+            parts.setdefault(
+                (unit, parameter.dtype, parameter.device, parameter.requires_grad, by_itself), []
+            ).append(one)
     for key, group in parts.items():
         yield str(key[0]), group

@@ -31,8 +31,12 @@ def mark(model: nn.Module, place_of: Callable[[Parameter], Placement]) -> None:
     vars(model).clear()
     vars(model).update(state)
     for place, module in model.named_modules():
-        placements = {name: place_of(parameter) for name, parameter in module.named_parameters(recurse=False)}
-        parts = {name: _digest(placement) for name, placement in placements.items() if placement.axes}
+        placements = {
+            name: place_of(parameter) for name, parameter in module.named_parameters(recurse=False)
+        }
+        parts = {
+            name: _digest(placement) for name, placement in placements.items() if placement.axes
+        }
         if parts:
             _follow(module, f"{place}." if place else "", parts)
 
@@ -45,7 +49,8 @@ class _Parts:
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(
-            "a cut model has this worker's parts alone, so it can't be pickled as a whole (torch.save(model)): "
+            "a cut model has this worker's parts alone, so it can't be pickled as a whole "
+            "(torch.save(model)): "
             "save by run.save, and read the whole model by pl.load or paceline.state_dict(folder)"
         )
 
@@ -56,12 +61,16 @@ def _follow(module: nn.Module, place: str, parts: dict[str, str]) -> None:
     def write(_: nn.Module, state: Any, prefix: str, metadata: dict[str, Any]) -> None:
         metadata[MARK] = dict(parts)
 
-    def read(_: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *options: Any) -> None:
+    def read(
+        _: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *options: Any
+    ) -> None:
         for name, digest in metadata.get(MARK, {}).items():
             if digest != parts.get(name, digest):
                 raise UsageError(
-                    f"this state_dict has another worker's part of {place}{name}: where a model is cut, model.state_dict() has the parts "
-                    "of its own worker alone. Save by run.save and go on by run.resume; paceline.state_dict(folder) reads the whole model "
+                    f"this state_dict has another worker's part of {place}{name}: "
+                    "where a model is cut, model.state_dict() has the parts "
+                    "of its own worker alone. Save by run.save and go on by run.resume; "
+                    "paceline.state_dict(folder) reads the whole model "
                     "of a checkpoint"
                 )
 
@@ -70,4 +79,6 @@ def _follow(module: nn.Module, place: str, parts: dict[str, str]) -> None:
 
 
 def _digest(placement: Placement) -> str:
-    return hashlib.sha256(repr((placement.shape, placement.local, placement.regions)).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        repr((placement.shape, placement.local, placement.regions)).encode()
+    ).hexdigest()[:16]

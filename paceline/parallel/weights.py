@@ -68,13 +68,29 @@ def opened(source: Source) -> Iterator[Weights]:
         )
     with contextlib.ExitStack() as files:
         try:
-            weights = _of_safetensors(path, files) if path.suffix == ".safetensors" else _of_torch(path)
-        except (OSError, RuntimeError, pickle.UnpicklingError, safetensors.SafetensorError) as error:
-            raise UsageError(f"{path} can't be read as weights: {' '.join(str(error).split())[:LONGEST_REASON]}") from error
+            weights = (
+                _of_safetensors(path, files) if path.suffix == ".safetensors" else _of_torch(path)
+            )
+        except (
+            OSError,
+            RuntimeError,
+            pickle.UnpicklingError,
+            safetensors.SafetensorError,
+        ) as error:
+            raise UsageError(
+                f"{path} can't be read as weights: {' '.join(str(error).split())[:LONGEST_REASON]}"
+            ) from error
         yield weights
 
 
-def load(model: nn.Module, weights: Weights, placements: Placements, *, prefix: str = "", device: torch.device = CPU) -> None:
+def load(
+    model: nn.Module,
+    weights: Weights,
+    placements: Placements,
+    *,
+    prefix: str = "",
+    device: torch.device = CPU,
+) -> None:
     """Give a model these weights, each worker its part.
 
     One name of a tied parameter is enough.
@@ -109,7 +125,10 @@ def _part(weights: Weights, name: str, box: Rectangle) -> Tensor:
     try:
         return weights.read(name, box)
     except (OSError, RuntimeError, safetensors.SafetensorError) as error:
-        raise UsageError(f"{name} can't be read from {weights.name}: {' '.join(str(error).split())[:LONGEST_REASON]}") from error
+        raise UsageError(
+            f"{name} can't be read from {weights.name}: "
+            f"{' '.join(str(error).split())[:LONGEST_REASON]}"
+        ) from error
 
 
 def _targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -121,8 +140,12 @@ def _targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{name}" if path else name, buffer
 
 
-def _compare(targets: Mapping[str, Tensor], weights: Weights, placements: Placements, prefix: str) -> None:
-    shapes = {name: tuple(placements.of(target, prefix + name).shape) for name, target in targets.items()}
+def _compare(
+    targets: Mapping[str, Tensor], weights: Weights, placements: Placements, prefix: str
+) -> None:
+    shapes = {
+        name: tuple(placements.of(target, prefix + name).shape) for name, target in targets.items()
+    }
     # Parameters that are found under one of their names; the other names of tied ones may be
     # missing.
     loaded = {id(target) for name, target in targets.items() if name in weights.shapes}
@@ -131,7 +154,11 @@ def _compare(targets: Mapping[str, Tensor], weights: Weights, placements: Placem
         for name, shape in shapes.items()
         if name not in weights.shapes and id(targets[name]) not in loaded
     ]
-    lines += [f"{name} is not in the model{nearest(name, shapes)}" for name in weights.shapes if name not in shapes]
+    lines += [
+        f"{name} is not in the model{nearest(name, shapes)}"
+        for name in weights.shapes
+        if name not in shapes
+    ]
     lines += [
         f"{name} is {list(weights.shapes[name])} in it, {list(shape)} in the model"
         for name, shape in shapes.items()
@@ -139,7 +166,9 @@ def _compare(targets: Mapping[str, Tensor], weights: Weights, placements: Placem
     ]
     if lines:
         more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
-        raise UsageError(f"{weights.name} has weights of another model: {'; '.join(lines[:SHOWN])}{more}")
+        raise UsageError(
+            f"{weights.name} has weights of another model: {'; '.join(lines[:SHOWN])}{more}"
+        )
 
 
 def _of_safetensors(path: Path, files: contextlib.ExitStack) -> Weights:
@@ -147,7 +176,9 @@ def _of_safetensors(path: Path, files: contextlib.ExitStack) -> Weights:
     # `safe_open` is no dict, and can't be iterated.
     slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
     shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
-    return Weights(path.name, shapes, lambda name, box: slices[name][_index(box)], _digest_of_safetensors(path))
+    return Weights(
+        path.name, shapes, lambda name, box: slices[name][_index(box)], _digest_of_safetensors(path)
+    )
 
 
 def _digest_of_safetensors(path: Path) -> str:
@@ -170,8 +201,13 @@ def _of_torch(path: Path) -> Weights:
     # torch.save writes a zip archive. Its members' names begin with the name that the file had
     # then.
     with zipfile.ZipFile(path) as archive:
-        members = ((info.filename.partition("/")[2], info.CRC, info.file_size) for info in archive.infolist())
-        stored = sorted(member for member in members if member[0] == "data.pkl" or member[0].startswith("data/"))
+        members = (
+            (info.filename.partition("/")[2], info.CRC, info.file_size)
+            for info in archive.infolist()
+        )
+        stored = sorted(
+            member for member in members if member[0] == "data.pkl" or member[0].startswith("data/")
+        )
     pages = hashlib.sha256()
     for value in state.values():
         memory = torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage())
@@ -184,7 +220,10 @@ def _pages(size: int) -> list[Range]:
     """List the ranges of a tensor's bytes that a digest looks at: all of them, or spread pages."""
     if size <= PAGE * PAGES:
         return [(0, size)]
-    return [(start, start + PAGE) for start in (page * (size - PAGE) // (PAGES - 1) for page in range(PAGES))]
+    return [
+        (start, start + PAGE)
+        for start in (page * (size - PAGE) // (PAGES - 1) for page in range(PAGES))
+    ]
 
 
 def _of_dict(name: str, state_dict: object) -> Weights:
@@ -211,7 +250,12 @@ def _checked(name: str, state: object) -> Mapping[str, Tensor]:
 def _of_state(name: str, state: Mapping[str, Tensor], *content: object) -> Weights:
     shapes = {key: tuple(value.shape) for key, value in state.items()}
     dtypes = [value.dtype for value in state.values()]
-    return Weights(name, shapes, lambda key, box: state[key].detach()[_index(box)], _digest(shapes, dtypes, *content))
+    return Weights(
+        name,
+        shapes,
+        lambda key, box: state[key].detach()[_index(box)],
+        _digest(shapes, dtypes, *content),
+    )
 
 
 def _index(box: Rectangle) -> tuple[slice, ...]:

@@ -52,20 +52,26 @@ def spread(model: nn.Module, cut: DeviceLayers, context: CutContext) -> None:
     """
     if "stage" in context.mesh.names:
         raise UsageError(
-            f"layers(devices=...) deals layers to devices of each worker, and the mesh ({context.mesh}) has an axis stage, which deals "
+            "layers(devices=...) deals layers to devices of each worker, and the mesh "
+            f"({context.mesh}) has an axis stage, which deals "
             "them to workers: take stage out of the mesh, or leave out devices="
         )
     devices = _checked(cut.devices)
     graph = trace_layers(model, cut.names, trace=cut.trace, inputs=cut.inputs)
     if len(graph.layers) < len(devices):
         raise UsageError(
-            f"layers(): {len(devices)} devices for {len(graph.layers)} layers ({', '.join(graph.layers)}): each device needs one at least; "
+            f"layers(): {len(devices)} devices for {len(graph.layers)} layers "
+            f"({', '.join(graph.layers)}): each device needs one at least; "
             "name smaller layers, or fewer devices"
         )
     schedule = make_schedule("gpipe", len(devices), 1)
-    requested = _measured(graph, schedule, devices, context, cut.loss) if cut.split == "auto" else cut.split
+    requested = (
+        _measured(graph, schedule, devices, context, cut.loss) if cut.split == "auto" else cut.split
+    )
     bounds = stage_bounds(model, graph, requested, schedule, 1)
-    places = [place for place, (start, stop) in enumerate(pairwise(bounds)) for _ in range(start, stop)]
+    places = [
+        place for place, (start, stop) in enumerate(pairwise(bounds)) for _ in range(start, stop)
+    ]
     # Parameters may have no memory yet, and get it from the run. They move afterwards.
     forward = PlacedForward(model, graph, places, devices)
     model.forward = forward
@@ -101,7 +107,11 @@ def _checked(names: Sequence[str | torch.device]) -> list[torch.device]:
 
 
 def _measured(
-    graph: LayerGraph, schedule: PipelineSchedule, devices: Sequence[torch.device], context: CutContext, loss: Loss | None
+    graph: LayerGraph,
+    schedule: PipelineSchedule,
+    devices: Sequence[torch.device],
+    context: CutContext,
+    loss: Loss | None,
 ) -> list[int]:
     """Measure layers on each device, and find the split that all workers take. Collective."""
     unborn = any(parameter.is_meta for parameter in graph.model.parameters())
@@ -109,17 +119,27 @@ def _measured(
 
     def measure(device: torch.device) -> list[LayerCost]:
         *inputs, target = tree_map_only(Tensor, lambda x: x.to("meta" if unborn else device), batch)
-        criterion = None if loss is None else lambda output: one_number(loss(output, target), "layers")
+        criterion = (
+            None if loss is None else lambda output: one_number(loss(output, target), "layers")
+        )
         if unborn:
             return count_layers(graph, inputs, loss=criterion)
-        return measure_layers(graph, inputs, loss=criterion, around=partial(_on_device, graph, device))
+        return measure_layers(
+            graph, inputs, loss=criterion, around=partial(_on_device, graph, device)
+        )
 
     # A device that is named twice is measured once, and its memory is divided.
     costs, times = {device: measure(device) for device in dict.fromkeys(devices)}, Counter(devices)
-    measured = [MeasuredPlace(place, costs[device], _room(device, times[device])) for place, device in enumerate(devices)]
+    measured = [
+        MeasuredPlace(place, costs[device], _room(device, times[device]))
+        for place, device in enumerate(devices)
+    ]
     problem = agree_places(context.groups.everyone, schedule, measured)
     counts = best_split(problem)
-    context.announce(f"the split over {', '.join(map(str, devices))} that was measured, {counts}:\n{describe_split(problem, counts)}")
+    context.announce(
+        f"the split over {', '.join(map(str, devices))} that was measured, "
+        f"{counts}:\n{describe_split(problem, counts)}"
+    )
     return counts
 
 

@@ -49,7 +49,13 @@ class PlacedForward:
     model run on the devices that their parameters are on.
     """
 
-    def __init__(self, model: nn.Module, graph: LayerGraph, places: Sequence[int], devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        graph: LayerGraph,
+        places: Sequence[int],
+        devices: Sequence[torch.device],
+    ) -> None:
         self._model, self._graph, self._devices = model, graph, tuple(devices)
         count = len(graph.layers)
         operations = graph.part(0, count).operations
@@ -60,17 +66,29 @@ class PlacedForward:
             for held in _used(model, operation):
                 homes.setdefault(id(_get(model, held)), place)
         # The last operation that writes or reads each value; the value is dropped after it.
-        last = {name: index for index, operation in enumerate(operations) for name in (operation.name, *operation.reads())}
+        last = {
+            name: index
+            for index, operation in enumerate(operations)
+            for name in (operation.name, *operation.reads())
+        }
         self._steps = [
             _PlacedOperation(
                 operation,
                 place,
-                tuple(held for held in _used(model, operation) if homes[id(_get(model, held))] != place),
+                tuple(
+                    held
+                    for held in _used(model, operation)
+                    if homes[id(_get(model, held))] != place
+                ),
                 tuple(name for name in last if last[name] == index and name != OUTPUT),
             )
             for index, (operation, place) in enumerate(zip(operations, at, strict=True))
         ]
-        self._homes = [(held, homes[id(_get(model, held))]) for operation in operations for held in _used(model, operation)]
+        self._homes = [
+            (held, homes[id(_get(model, held))])
+            for operation in operations
+            for held in _used(model, operation)
+        ]
 
     def place(self) -> None:
         """Move each parameter and buffer to its place. They stay the same objects."""
@@ -84,12 +102,18 @@ class PlacedForward:
     def __call__(self, *args: Any, **options: Any) -> Any:
         values = self._graph.bind(args, options)
         # The output goes back to the device of the first input.
-        back = next((leaf.device for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)), self._devices[0])
+        back = next(
+            (leaf.device for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)),
+            self._devices[0],
+        )
         at, borrowed = dict[str, int](), dict[tuple[int, int], Tensor]()
         for step in self._steps:
             for name in step.operation.reads():
                 if at.get(name) != step.place:
-                    values[name], at[name] = move(values[name], self._devices[step.place]), step.place
+                    values[name], at[name] = (
+                        move(values[name], self._devices[step.place]),
+                        step.place,
+                    )
             with self._lent(step, borrowed):
                 values[step.operation.name] = step.operation.call(values, self._model)
             at[step.operation.name] = step.place
@@ -98,7 +122,9 @@ class PlacedForward:
         return move(values[OUTPUT], back)
 
     @contextlib.contextmanager
-    def _lent(self, step: _PlacedOperation, borrowed: dict[tuple[int, int], Tensor]) -> Iterator[None]:
+    def _lent(
+        self, step: _PlacedOperation, borrowed: dict[tuple[int, int], Tensor]
+    ) -> Iterator[None]:
         """Let an operation find what it borrows on its own device, inside of the block.
 
         `borrowed` has copies that this forward has made already, by the tensor's id and the place.
@@ -118,8 +144,10 @@ class PlacedForward:
             for (row, name, tensor, sent, version), (_, _, held) in zip(lent, owned, strict=True):
                 if row[name] is not sent or (sent is not tensor and sent._version != version):
                     raise UsageError(
-                        f"layers on two devices use {'.'.join(filter(None, held))}, and the forward changes it there, so one of them would "
-                        "miss that: name one layer that holds both, or give each a buffer of its own"
+                        f"layers on two devices use {'.'.join(filter(None, held))}, and the "
+                        "forward changes it there, so one of them would "
+                        "miss that: name one layer that holds both, or give each a buffer of its "
+                        "own"
                     )
         finally:
             for row, name, tensor, _, _ in lent:
@@ -132,7 +160,9 @@ def move(value: Any, device: torch.device) -> Any:
     A device that a forward has read from a tensor, as in `torch.zeros(..., device=x.device)`,
     changes with that tensor.
     """
-    return tree_map_only((Tensor, torch.device), lambda x: x.to(device) if isinstance(x, Tensor) else device, value)
+    return tree_map_only(
+        (Tensor, torch.device), lambda x: x.to(device) if isinstance(x, Tensor) else device, value
+    )
 
 
 def _used(model: nn.Module, operation: Operation) -> Iterator[Held]:
@@ -148,7 +178,12 @@ def _used(model: nn.Module, operation: Operation) -> Iterator[Held]:
 
 
 def _names(module: nn.Module) -> Iterable[str]:
-    return (name for row in (module._parameters, module._buffers) for name, tensor in row.items() if tensor is not None)
+    return (
+        name
+        for row in (module._parameters, module._buffers)
+        for name, tensor in row.items()
+        if tensor is not None
+    )
 
 
 def _rows(model: nn.Module, held: Held) -> tuple[dict[str, Any], str]:

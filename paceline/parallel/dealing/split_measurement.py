@@ -30,14 +30,24 @@ class SplitMeasurement:
         groups, model = self.context.groups, self.graph.model
         unborn = any(parameter.is_meta for parameter in model.parameters())
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        batch = self.context.sample(groups.along("data", "shard").size * self.schedule.micro_batches)
+        batch = self.context.sample(
+            groups.along("data", "shard").size * self.schedule.micro_batches
+        )
         *inputs, target = tree_map_only(Tensor, lambda x: x.to(device), batch)
-        criterion = None if loss is None else lambda output: one_number(loss(output, target), "pipeline")
+        criterion = (
+            None if loss is None else lambda output: one_number(loss(output, target), "pipeline")
+        )
         find_costs = count_layers if unborn else measure_layers
         costs = find_costs(self.graph, inputs, loss=criterion)
-        return agree_problem(groups.everyone, groups.along("stage").rank, self.schedule, costs, memory=_room(device))
+        return agree_problem(
+            groups.everyone, groups.along("stage").rank, self.schedule, costs, memory=_room(device)
+        )
 
 
 def _room(device: torch.device) -> float | None:
     """Bytes that this process can use on a GPU; None for the CPU, whose memory workers share."""
-    return None if device.type != "cuda" else float(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
+    return (
+        None
+        if device.type != "cuda"
+        else float(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
+    )

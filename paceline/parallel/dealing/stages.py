@@ -20,9 +20,20 @@ from paceline.parallel.pipelining.model import SharedParameter, StageHolding, St
 class StageDealer:
     """Deals the parameters of a model to the workers of `group`, which lie along `axis`."""
 
-    def __init__(self, model: nn.Module, graph: LayerGraph, group: Group, context: CutContext, axis: str) -> None:
-        self._model, self._graph, self._group, self._context, self._axis = model, graph, group, context, axis
-        self._whole = {name: context.placements.of(parameter, name) for name, parameter in model.named_parameters()}
+    def __init__(
+        self, model: nn.Module, graph: LayerGraph, group: Group, context: CutContext, axis: str
+    ) -> None:
+        self._model, self._graph, self._group, self._context, self._axis = (
+            model,
+            graph,
+            group,
+            context,
+            axis,
+        )
+        self._whole = {
+            name: context.placements.of(parameter, name)
+            for name, parameter in model.named_parameters()
+        }
 
     def deal(self, split: StageSplit) -> StageHolding:
         """Leave this worker its stages' parameters, and empty ones for all others. Collective."""
@@ -41,11 +52,20 @@ class StageDealer:
     def _places(self, split: StageSplit) -> Iterator[tuple[str, Parameter, Sequence[int]]]:
         """Iterate over all parameters, each with its name and the stages that use it."""
         users = self._graph.users(split.bounds[:-1])
-        return ((name, parameter, list(users[parameter])) for name, parameter in self._model.named_parameters())
+        return (
+            (name, parameter, list(users[parameter]))
+            for name, parameter in self._model.named_parameters()
+        )
 
-    def _hold(self, split: StageSplit, dealt: Sequence[tuple[str, Parameter, Sequence[int]]]) -> StageHolding:
+    def _hold(
+        self, split: StageSplit, dealt: Sequence[tuple[str, Parameter, Sequence[int]]]
+    ) -> StageHolding:
         """Note where each parameter is, and list those of this worker. Collective."""
-        ties, own, elsewhere = list[SharedParameter](), dict[str, Parameter](), dict[str, Parameter]()
+        ties, own, elsewhere = (
+            list[SharedParameter](),
+            dict[str, Parameter](),
+            dict[str, Parameter](),
+        )
         groups, rank = self._context.groups, self._group.rank
         for name, parameter, stages in dealt:
             places = _places(split, stages)
@@ -54,7 +74,9 @@ class StageDealer:
             among = groups.part(self._group, places, self._axis) if len(places) > 1 else None
             if rank in places:
                 # Of several copies, that of the first place counts in checkpoints and norms.
-                self._context.placements.add(parameter, self._whole[name].along(self._axis, copy=places[0] != rank))
+                self._context.placements.add(
+                    parameter, self._whole[name].along(self._axis, copy=places[0] != rank)
+                )
                 own[name] = parameter
                 ties += [SharedParameter(parameter, among)] * (len(stages) > 1)
             else:

@@ -37,7 +37,8 @@ from paceline.parallel.torch_pytree import tree_flatten
 RETURNED, SHAPES = "what layers returned", "shapes of what layers returned"
 # Begins the text that stands for a tensor that no later stage uses.
 SHAPE = "\0"
-COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")  # options of transformers
+# options of transformers
+COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
 # Rows of plain data: a layer, followed by its sources.
 Uses = list[list[Any]]
 
@@ -49,7 +50,12 @@ class FollowedGraph(LayerGraph):
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[str], beside: Sequence[str]) -> None:
-        self.model, self.layers, self.inputs, self.beside = model, tuple(layers), CHAINED, tuple(beside)
+        self.model, self.layers, self.inputs, self.beside = (
+            model,
+            tuple(layers),
+            CHAINED,
+            tuple(beside),
+        )
         self.recorder: UseRecorder | None = None
         self._uses = dict[str, dict[int, set[Source]]]()  # by kind of call, then by layer
 
@@ -69,15 +75,26 @@ class FollowedGraph(LayerGraph):
     def kind(self, values: Mapping[str, Any]) -> str:
         """Describe a forward by its mode and inputs, without numbers: these decide what it uses."""
         leaves, spec = tree_flatten([values[name] for name in CHAINED])
-        flags = [leaf if isinstance(leaf, bool | str) or leaf is None else type(leaf).__name__ for leaf in leaves]
-        return f"{'training' if self.model.training else 'evaluation'} with {' '.join(str(spec).split())} of {flags}"
+        flags = [
+            leaf if isinstance(leaf, bool | str) or leaf is None else type(leaf).__name__
+            for leaf in leaves
+        ]
+        return (
+            f"{'training' if self.model.training else 'evaluation'} with "
+            f"{' '.join(str(spec).split())} of {flags}"
+        )
 
     def crossing(self, place: int, kind: str) -> set[int]:
         """Find layers before `place` with results that are used later; all, if that isn't known."""
         uses = None if self.recorder else self._uses.get(kind)
         if uses is None:
             return set(range(place))
-        later = {source for layer, sources in uses.items() if layer >= place or layer == EVERY for source in sources}
+        later = {
+            source
+            for layer, sources in uses.items()
+            if layer >= place or layer == EVERY
+            for source in sources
+        }
         return {layer for layer in range(place) if layer in later}
 
     @contextmanager
@@ -110,12 +127,19 @@ class FollowedGraph(LayerGraph):
         users = dict[str, dict[int, int]]()
         for layer, sources in (row for uses in self._uses.values() for row in uses.items()):
             # The stage of a layer is the last one that starts at or before it.
-            stages = range(len(starts)) if layer == EVERY else [sum(start <= layer for start in starts) - 1]
+            stages = (
+                range(len(starts))
+                if layer == EVERY
+                else [sum(start <= layer for start in starts) - 1]
+            )
             for source in sources:
                 if isinstance(source, str):
                     users.setdefault(source, {}).update(dict.fromkeys(stages, layer))
         if shared := next((list(by.values()) for by in users.values() if len(by) > 1), None):
-            one, two = (self.layers[layer] if 0 <= layer < len(self.layers) else "the end of the forward" for layer in shared[:2])
+            one, two = (
+                self.layers[layer] if 0 <= layer < len(self.layers) else "the end of the forward"
+                for layer in shared[:2]
+            )
             raise UsageError(
                 f"the forward of {type(self.model).__name__} draws random numbers between layers, "
                 f"and {one} and {two} use them on two stages, "
@@ -135,14 +159,18 @@ class FollowedPart(StagePart):
         self.gives = (OUTPUT,) if self._ends else (RETURNED, SHAPES)
         self.modules, self.attributes = graph.layers[start:stop], graph.beside
 
-    def run(self, values: Mapping[str, Any], after: Callable[[int], None] | None = None) -> dict[str, Any]:
+    def run(
+        self, values: Mapping[str, Any], after: Callable[[int], None] | None = None
+    ) -> dict[str, Any]:
         """Run the forward on the model's inputs and the results of layers of earlier stages.
 
         `after` is called with the number of each layer that ran, counted from 0 in this part.
         """
         recorder, (args, keywords) = self._graph.recorder, (values[name] for name in CHAINED)
         config = getattr(self._model, "config", None)
-        if collected := next((name for name in COLLECTED if keywords.get(name, getattr(config, name, False))), ""):
+        if collected := next(
+            (name for name in COLLECTED if keywords.get(name, getattr(config, name, False))), ""
+        ):
             raise UsageError(
                 f"{collected} collects what is inside of layers, and a stage has its own layers "
                 "only: "
@@ -171,15 +199,28 @@ class _Calls:
     `_returned`, with its result, or in `_shapes`, with the result's shape.
     """
 
-    def __init__(self, graph: FollowedGraph, start: int, stop: int, values: Mapping[str, Any], after: Callable[[int], None] | None) -> None:
+    def __init__(
+        self,
+        graph: FollowedGraph,
+        start: int,
+        stop: int,
+        values: Mapping[str, Any],
+        after: Callable[[int], None] | None,
+    ) -> None:
         self._graph, self._start, self._stop, self._after, self._next = graph, start, stop, after, 0
-        self._crossing = graph.crossing(stop, graph.kind(values)) if stop < len(graph.layers) else set[int]()
+        self._crossing = (
+            graph.crossing(stop, graph.kind(values)) if stop < len(graph.layers) else set[int]()
+        )
         self._came = tree_map_only(Tensor, enter, values.get(RETURNED, {}))
         self._shapes: dict[str, Any] = dict(values.get(SHAPES, {}))
         # Results with the versions of their tensors, which tell of later changes in place.
         self._returned = dict[str, tuple[Any, list[int]]]()
         self._empty = dict[str, Tensor]()
-        tensors = (leaf for leaf in tree_leaves([values[name] for name in CHAINED]) if isinstance(leaf, Tensor))
+        tensors = (
+            leaf
+            for leaf in tree_leaves([values[name] for name in CHAINED])
+            if isinstance(leaf, Tensor)
+        )
         self._device = next((leaf.device for leaf in tensors), torch.device("cpu"))
 
     @contextmanager
@@ -194,7 +235,9 @@ class _Calls:
                 # Private to torch: `nn.Module.__call__` calls this attribute, if it is set, and not
                 # its own `_call_impl` with the hooks and the forward. If it isn't looked up any
                 # more, layers of other stages run, and fail on their empty weights.
-                vars(module)["_compiled_call_impl"] = partial(self._answer, place, before[place] or module._call_impl)
+                vars(module)["_compiled_call_impl"] = partial(
+                    self._answer, place, before[place] or module._call_impl
+                )
             yield
         finally:
             for module, own in zip(modules, before, strict=True):
@@ -220,7 +263,9 @@ class _Calls:
             raise _StageEnds
         return output
 
-    def _run(self, place: int, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _run(
+        self, place: int, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         recorder = self._graph.recorder
         output = recorder.call(place, call, args, kwargs) if recorder else call(*args, **kwargs)
         if self._after:
@@ -233,11 +278,15 @@ class _Calls:
             # While recording it isn't known yet whether any stage uses the result.
             if versions != _versions(output) and not self._graph.recorder:
                 raise UsageError(
-                    f"the forward changes in place what {name} returned, which later stages use as it was: let it make another tensor, or "
+                    f"the forward changes in place what {name} returned, which later stages use as "
+                    "it was: let it make another tensor, or "
                     f"name one layer that holds {name} and the change"
                 )
         returned = {name: output for name, (output, _) in self._returned.items()}
-        return {RETURNED: returned, SHAPES: {name: shape for name, shape in self._shapes.items() if name not in returned}}
+        return {
+            RETURNED: returned,
+            SHAPES: {name: shape for name, shape in self._shapes.items() if name not in returned},
+        }
 
     def end(self) -> None:
         """Raise `UsageError` if the forward ended before all layers were called."""
@@ -248,7 +297,8 @@ class _Calls:
         layers = self._graph.layers
         expected = layers[self._next] if self._next < len(layers) else "the end"
         return (
-            f"the forward of {type(self._graph.model).__name__} calls {called} where {expected} was to follow: name "
+            f"the forward of {type(self._graph.model).__name__} calls {called} where {expected} "
+            "was to follow: name "
             "the layers in the order of the forward, as it calls each once, in every pass"
         )
 
@@ -260,7 +310,9 @@ class _Calls:
             dtype, *sizes = leaf.removeprefix(SHAPE).split()
             kind = getattr(torch, dtype)
             nothing = math.nan if kind.is_floating_point or kind.is_complex else 0
-            self._empty[leaf] = torch.full([int(size) for size in sizes], nothing, dtype=kind, device=self._device)
+            self._empty[leaf] = torch.full(
+                [int(size) for size in sizes], nothing, dtype=kind, device=self._device
+            )
         return self._empty[leaf]
 
 
@@ -272,7 +324,11 @@ def _shape(leaf: Any) -> Any:
 
 def _versions(values: Any) -> list[int]:
     # `_version` is private by name only: the version counter of a tensor, which torch documents.
-    return [leaf._version for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and not leaf.is_inference()]
+    return [
+        leaf._version
+        for leaf in tree_leaves(values)
+        if isinstance(leaf, Tensor) and not leaf.is_inference()
+    ]
 
 
 def follow_layers(model: nn.Module, names: str | Sequence[str]) -> FollowedGraph:
@@ -281,16 +337,34 @@ def follow_layers(model: nn.Module, names: str | Sequence[str]) -> FollowedGraph
     refuse_hooks(model, layers)
     modules = [model.get_submodule(name) for name in layers]
     within = {id(inner) for module in modules for inner in module.modules()}
-    if twice := next((name for name, module in zip(layers, modules, strict=True) if modules.count(module) > 1), ""):
+    if twice := next(
+        (name for name, module in zip(layers, modules, strict=True) if modules.count(module) > 1),
+        "",
+    ):
         raise UsageError(
             f"{twice} is one module under two names, and a pipeline calls each layer once: name a "
             "module that contains both calls"
         )
     outside = [(name, module) for name, module in model.named_modules() if id(module) not in within]
-    if stateful := next((name for name, module in outside if isinstance(module, _NormBase) and module.track_running_stats), ""):
-        raise UsageError(f"{stateful} keeps running statistics between layers, which only one stage can keep: name it as a layer")
+    if stateful := next(
+        (
+            name
+            for name, module in outside
+            if isinstance(module, _NormBase) and module.track_running_stats
+        ),
+        "",
+    ):
+        raise UsageError(
+            f"{stateful} keeps running statistics between layers, which only one stage can keep: "
+            "name it as a layer"
+        )
     return FollowedGraph(
         model,
         layers,
-        [".".join(filter(None, (name, key))) for name, module in outside for key, own in module._parameters.items() if own is not None],
+        [
+            ".".join(filter(None, (name, key)))
+            for name, module in outside
+            for key, own in module._parameters.items()
+            if own is not None
+        ],
     )

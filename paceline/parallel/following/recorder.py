@@ -39,7 +39,9 @@ class UseRecorder(TorchDispatchMode):
         self.uses: dict[int, set[Source]] = {place: set() for place in (EVERY, *places)}
         self._inside = False  # whether a layer is running
         state = (*model.named_parameters(), *model.named_buffers())
-        self._state = {storage_key(tensor): (tensor.untyped_storage(), name) for name, tensor in state}
+        self._state = {
+            storage_key(tensor): (tensor.untyped_storage(), name) for name, tensor in state
+        }
         self._sources = dict[int, tuple[torch.UntypedStorage, set[Source]]]()
         # Number of the layer that comes next, and of random operations since the one before it; and
         # the state of Python's generator after that layer.
@@ -61,7 +63,13 @@ class UseRecorder(TorchDispatchMode):
         if random.getstate() != self._python:
             self.uses[EVERY].add("random numbers of Python")
 
-    def call(self, layer: int, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call(
+        self,
+        layer: int,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
         """Call a layer, and record what it uses."""
         self.enter(layer, (args, kwargs))
         self._inside, before = True, tree_structure((args, kwargs))
@@ -71,7 +79,8 @@ class UseRecorder(TorchDispatchMode):
             self._inside, self._python = False, random.getstate()
         if tree_structure((args, kwargs)) != before:
             raise UsageError(
-                "a layer changes a list or dict that it is given, which layers on other stages wouldn't see: let it return one"
+                "a layer changes a list or dict that it is given, which layers on other stages "
+                "wouldn't see: let it return one"
             )
         return returned
 
@@ -86,7 +95,13 @@ class UseRecorder(TorchDispatchMode):
                 self._sources.pop(storage_key(tensor), None)
             self._add(tensor, {layer})
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if self._inside:
             return func(*args, **kwargs)
@@ -128,14 +143,24 @@ class UseRecorder(TorchDispatchMode):
         return next((match[1] for match in matches if match), "")
 
     def _of(self, tensors: Iterable[Tensor]) -> set[Source]:
-        return {source for tensor in tensors for source in self._sources.get(storage_key(tensor), (None, ()))[1]}
+        return {
+            source
+            for tensor in tensors
+            for source in self._sources.get(storage_key(tensor), (None, ()))[1]
+        }
 
     def _add(self, tensor: Tensor, sources: set[Source]) -> None:
-        self._sources.setdefault(storage_key(tensor), (tensor.untyped_storage(), set()))[1].update(sources)
+        self._sources.setdefault(storage_key(tensor), (tensor.untyped_storage(), set()))[1].update(
+            sources
+        )
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.layout == torch.strided)
+    return (
+        leaf
+        for leaf in tree_leaves(values)
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided
+    )
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:

@@ -44,20 +44,37 @@ def agree_problem(
     return agree_places(group, schedule, [MeasuredPlace(place, own, memory)])
 
 
-def agree_places(group: Group, schedule: PipelineSchedule, own: Sequence[MeasuredPlace]) -> SplitProblem:
+def agree_places(
+    group: Group, schedule: PipelineSchedule, own: Sequence[MeasuredPlace]
+) -> SplitProblem:
     """Make one problem of the places that workers have measured, equally many each. Collective."""
-    gathered = group.gather_objects([[one.place, one.memory, [list(astuple(cost)) for cost in one.costs]] for one in own], name="split")
+    gathered = group.gather_objects(
+        [[one.place, one.memory, [list(astuple(cost)) for cost in one.costs]] for one in own],
+        name="split",
+    )
     names = [[row[0] for row in rows[0][2]] for rows in gathered]
     if other := next((rank for rank, layers in enumerate(names) if layers != names[0]), None):
         raise UsageError(
-            f"ranks {group.global_rank(0)} and {group.global_rank(other)} have models with other layers; build the same one everywhere"
+            f"ranks {group.global_rank(0)} and {group.global_rank(other)} have models with other "
+            "layers; build the same one everywhere"
         )
     rows_of_all = [row for rows in gathered for row in rows]
     costs, speeds = combine_costs([[LayerCost(*row) for row in rows] for _, _, rows in rows_of_all])
     # The measurements of each place: those of all replicas.
-    places = [[at for at, (place, _, _) in enumerate(rows_of_all) if place == stage] for stage in range(schedule.ranks)]
+    places = [
+        [at for at, (place, _, _) in enumerate(rows_of_all) if place == stage]
+        for stage in range(schedule.ranks)
+    ]
     if any(not rows for rows in places):
-        raise UsageError(f"no worker is at place {places.index([])} of the {schedule.ranks} along stage")
+        raise UsageError(
+            f"no worker is at place {places.index([])} of the {schedule.ranks} along stage"
+        )
     memories = [float("inf") if memory is None else memory for _, memory, _ in rows_of_all]
-    limits = None if min(memories) == float("inf") else [min(memories[at] for at in rows) for rows in places]
-    return SplitProblem(costs, schedule, [min(speeds[at] for at in rows) for rows in places], limits)
+    limits = (
+        None
+        if min(memories) == float("inf")
+        else [min(memories[at] for at in rows) for rows in places]
+    )
+    return SplitProblem(
+        costs, schedule, [min(speeds[at] for at in rows) for rows in places], limits
+    )

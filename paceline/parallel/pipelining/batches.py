@@ -57,11 +57,16 @@ class Share:
 
         Raises `UsageError` if tensors differ in it.
         """
-        shapes = {tuple(leaf.shape)[:1] for leaf in tree_leaves((self.inputs, dict(self.options))) if isinstance(leaf, Tensor)}
+        shapes = {
+            tuple(leaf.shape)[:1]
+            for leaf in tree_leaves((self.inputs, dict(self.options)))
+            if isinstance(leaf, Tensor)
+        }
         sizes = {shape[0] for shape in shapes if shape}
         if len(sizes) > 1:
             raise UsageError(
-                f"run.step got tensors of {' and '.join(map(str, sorted(sizes)))} rows, and cuts all of them into micro-batches"
+                f"run.step got tensors of {' and '.join(map(str, sorted(sizes)))} rows, and cuts "
+                "all of them into micro-batches"
             )
         return sizes.pop() if sizes else 1
 
@@ -77,7 +82,11 @@ class Share:
         # The mean over no rows is NaN, and must not reach the gradients. They become zeros, so that
         # all workers have the same ones.
         if worth == 0:
-            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            tensors = [
+                leaf
+                for leaf in tree_leaves(output)
+                if isinstance(leaf, Tensor) and leaf.requires_grad
+            ]
             nothing = sum((tensor.sum() * 0 for tensor in tensors), torch.zeros(()))
             return nothing, 0.0
         root = loss if worth * self.scale == 1 else loss * (worth * self.scale)
@@ -88,25 +97,39 @@ class Share:
         if len(outputs) == 1:
             return outputs[0]
         rows = zip(*map(tree_leaves, outputs), strict=True)
-        joined = iter([torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0] for leaves in rows])
+        joined = iter(
+            [torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0] for leaves in rows]
+        )
         return tree_map(lambda _: next(joined), outputs[0])
 
 
 def refuse_class(where: str, loss: Any) -> None:
     """Raise `UsageError` for the class of a loss, such as nn.MSELoss, instead of an instance."""
     if isinstance(loss, type):
-        raise UsageError(f"{where}: loss={loss.__name__} is the class itself; make one of it: loss={loss.__name__}()")
+        raise UsageError(
+            f"{where}: loss={loss.__name__} is the class itself; make one of it: "
+            f"loss={loss.__name__}()"
+        )
 
 
 def one_number(loss: Any, where: str) -> Tensor:
     """Return a loss that is one number. Raises `UsageError` for any other."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        kind = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__qualname__}"
-        raise UsageError(f"{where}: the loss is {kind}, and has to be one number: loss=F.cross_entropy, for example")
+        kind = (
+            f"a tensor of shape {list(loss.shape)}"
+            if isinstance(loss, Tensor)
+            else f"a {type(loss).__qualname__}"
+        )
+        raise UsageError(
+            f"{where}: the loss is {kind}, and has to be one number: loss=F.cross_entropy, for "
+            "example"
+        )
     return loss
 
 
-def cut_batch(share: Share, count: int, bind: Callable[[tuple[Any, ...], Mapping[str, Any]], Values] | None) -> list[MicroBatch]:
+def cut_batch(
+    share: Share, count: int, bind: Callable[[tuple[Any, ...], Mapping[str, Any]], Values] | None
+) -> list[MicroBatch]:
     """Cut a share into `count` micro-batches.
 
     If it has fewer rows, the last micro-batches are copies of the first row, with weight 0: other
@@ -116,27 +139,55 @@ def cut_batch(share: Share, count: int, bind: Callable[[tuple[Any, ...], Mapping
     rows = share.rows
     ranges = pieces(rows, min(count, max(rows, 1)))
     ranges += [(0, min(rows, 1))] * (count - len(ranges))
-    parts = [_slice((share.inputs, dict(share.options), share.target), rows, *ends) for ends in ranges]
+    parts = [
+        _slice((share.inputs, dict(share.options), share.target), rows, *ends) for ends in ranges
+    ]
     # Copies weigh nothing. Others weigh their rows, or what `weigh` says of them.
-    weights = [float(stop - start) if index < rows else 0.0 for index, (start, stop) in enumerate(ranges)]
+    weights = [
+        float(stop - start) if index < rows else 0.0 for index, (start, stop) in enumerate(ranges)
+    ]
     if share.weigh is not None:
-        given_weights = [float(share.weigh((*inputs, *options.values(), target))) for inputs, options, target in parts]
+        given_weights = [
+            float(share.weigh((*inputs, *options.values(), target)))
+            for inputs, options, target in parts
+        ]
         weights = [weight if index < rows else 0.0 for index, weight in enumerate(given_weights)]
         if any(not 0 <= weight < math.inf for weight in weights):
-            raise UsageError(f"run.step: weigh gave {weights} for micro-batches; a weight is a number, zero or more")
-        if share.weight is not None and not math.isclose(math.fsum(weights), share.weight, rel_tol=1e-6):
             raise UsageError(
-                f"run.step: the loader's weigh gives {share.weight:g} for the batch, and {math.fsum(weights):g} for its micro-batches, "
-                "which are tuples of all that run.step gets, the target last: say run.step(..., weigh=function of such a tuple)"
+                f"run.step: weigh gave {weights} for micro-batches; a weight is a number, zero or "
+                "more"
+            )
+        if share.weight is not None and not math.isclose(
+            math.fsum(weights), share.weight, rel_tol=1e-6
+        ):
+            raise UsageError(
+                f"run.step: the loader's weigh gives {share.weight:g} for the batch, and "
+                f"{math.fsum(weights):g} for its micro-batches, "
+                "which are tuples of all that run.step gets, the target last: "
+                "say run.step(..., weigh=function of such a tuple)"
             )
     whole = math.fsum(weights) or 1.0
     return [
-        MicroBatch({} if bind is None else bind(inputs, options), target, weight / whole, stop - start if index < rows else 0)
-        for index, ((inputs, options, target), weight, (start, stop)) in enumerate(zip(parts, weights, ranges, strict=True))
+        MicroBatch(
+            {} if bind is None else bind(inputs, options),
+            target,
+            weight / whole,
+            stop - start if index < rows else 0,
+        )
+        for index, ((inputs, options, target), weight, (start, stop)) in enumerate(
+            zip(parts, weights, ranges, strict=True)
+        )
     ]
 
 
 def _slice(values: Any, rows: int, start: int, stop: int) -> Any:
     if stop - start == rows:
         return values
-    return tree_map(lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == rows else leaf, values)
+    return tree_map(
+        lambda leaf: (
+            leaf[start:stop]
+            if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == rows
+            else leaf
+        ),
+        values,
+    )

@@ -47,7 +47,12 @@ def place_boundaries(flow: ValueFlow, layers: Sequence[str]) -> list[int]:
                 "contains both, as one layer"
             )
         places = range(first[layer] + 1, first[following] + 1)
-        starts.append(min(reversed(places), key=lambda place: sum(sizes[name] for name in flow.crossing(place))))
+        starts.append(
+            min(
+                reversed(places),
+                key=lambda place: sum(sizes[name] for name in flow.crossing(place)),
+            )
+        )
     return [*starts, len(flow.operations)]
 
 
@@ -63,10 +68,14 @@ def _size(operation: Operation, of: Sequence[float]) -> float:
     called, largest = operation.called, max(of, default=1.0)
     if operation.kind not in ("function", "method"):
         return 1.0
-    if NUMBERS.fullmatch(called) or (called == "getattr" and NUMBER_ATTRIBUTES.fullmatch(operation.args[1])):
+    if NUMBERS.fullmatch(called) or (
+        called == "getattr" and NUMBER_ATTRIBUTES.fullmatch(operation.args[1])
+    ):
         return NUMBER
     if SUMMED.fullmatch(called):
         return sum(of)
     if largest == NUMBER:
         return NUMBER if operation.is_arithmetic else 1.0
-    return largest * (0.5 if SMALLER.fullmatch(called) else 2.0 if LARGER.fullmatch(called) else 1.0)
+    return largest * (
+        0.5 if SMALLER.fullmatch(called) else 2.0 if LARGER.fullmatch(called) else 1.0
+    )

@@ -45,24 +45,46 @@ class StagePart:
     """
 
     def __init__(
-        self, model: nn.Module, operations: Sequence[Operation], takes: Sequence[str], gives: Sequence[str], dtypes: Iterable[str] = ()
+        self,
+        model: nn.Module,
+        operations: Sequence[Operation],
+        takes: Sequence[str],
+        gives: Sequence[str],
+        dtypes: Iterable[str] = (),
     ) -> None:
-        self._model, self.operations, self.takes, self.gives = model, tuple(operations), tuple(takes), tuple(gives)
+        self._model, self.operations, self.takes, self.gives = (
+            model,
+            tuple(operations),
+            tuple(takes),
+            tuple(gives),
+        )
         paths = dict.fromkeys(path for operation in operations for path in operation.paths())
         self.modules = tuple(path for path in paths if isinstance(find(model, path), nn.Module))
         self.attributes = tuple(path for path in paths if path not in self.modules)
         # Values are dropped after the last operation that uses them.
-        last = {name: place for place, operation in enumerate(operations) for name in (operation.name, *operation.reads())}
+        last = {
+            name: place
+            for place, operation in enumerate(operations)
+            for name in (operation.name, *operation.reads())
+        }
         self._dtypes = frozenset(dtypes)
-        self._drops = [tuple(name for name in last if last[name] == place and name not in gives) for place in range(len(operations))]
+        self._drops = [
+            tuple(name for name in last if last[name] == place and name not in gives)
+            for place in range(len(operations))
+        ]
 
-    def run(self, values: Mapping[str, Any], after: Callable[[int], None] | None = None) -> dict[str, Any]:
+    def run(
+        self, values: Mapping[str, Any], after: Callable[[int], None] | None = None
+    ) -> dict[str, Any]:
         """Run these layers on the values that they take, by name; return the values that they give.
 
         `after` is called with the number of each operation that has run.
         """
         if missing := [name for name in self.takes if name not in values]:
-            raise UsageError(f"the stage of {self.modules[0]} takes {', '.join(self.takes)}, and was not given {missing[0]}")
+            raise UsageError(
+                f"the stage of {self.modules[0]} takes {', '.join(self.takes)}, and was not given "
+                f"{missing[0]}"
+            )
         present = {name: tree_map_only(Tensor, enter, values[name]) for name in self.takes}
         for name in self._dtypes.intersection(self.takes):
             present[name] = getattr(torch, values[name])
@@ -72,12 +94,19 @@ class StagePart:
                 del present[name]
             if after is not None:
                 after(place)
-        gives = {name: str(present[name]).removeprefix("torch.") if name in self._dtypes else present[name] for name in self.gives}
+        gives = {
+            name: str(present[name]).removeprefix("torch.")
+            if name in self._dtypes
+            else present[name]
+            for name in self.gives
+        }
         for name, value in gives.items():
             if name != OUTPUT and (kind := foreign(value)):
                 raise UsageError(
-                    f"{name}, which goes from one stage to the next, has a {kind.__name__}, which can't be sent; let layers return "
-                    "tensors, numbers and None in tuples, lists or dicts, or name one layer that holds both ends"
+                    f"{name}, which goes from one stage to the next, has a {kind.__name__}, which "
+                    "can't be sent; let layers return "
+                    "tensors, numbers and None in tuples, lists or dicts, or name one layer that "
+                    "holds both ends"
                 )
         return gives
 
@@ -88,27 +117,45 @@ class LayerGraph:
     `inputs` are the arguments of its forward that a batch gives; others have their default values.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[str], inputs: Sequence[str], operations: Sequence[Operation]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[str],
+        inputs: Sequence[str],
+        operations: Sequence[Operation],
+    ) -> None:
         self.layers, self.inputs = tuple(layers), tuple(inputs)
-        self.model, self._operations, self._flow = model, tuple(operations), ValueFlow(model, operations, inputs)
+        self.model, self._operations, self._flow = (
+            model,
+            tuple(operations),
+            ValueFlow(model, operations, inputs),
+        )
         self._starts = place_boundaries(self._flow, layers)
 
     def part(self, start: int, stop: int) -> StagePart:
         """Make the program of the layers from `start` to before `stop`."""
         if not 0 <= start < stop <= len(self.layers):
-            raise UsageError(f"layers {start} to {stop} are none of the {len(self.layers)} of the model")
+            raise UsageError(
+                f"layers {start} to {stop} are none of the {len(self.layers)} of the model"
+            )
         first, end = self._starts[start], self._starts[stop]
         takes = self.inputs if start == 0 else self._flow.crossing(first)
         gives = (OUTPUT,) if stop == len(self.layers) else self._flow.crossing(end)
         again = self._flow.repeated(first)
-        dtypes = (operation.name for operation in self._operations if operation.reads_attribute("dtype"))
+        dtypes = (
+            operation.name for operation in self._operations if operation.reads_attribute("dtype")
+        )
         return StagePart(self.model, [*again, *self._operations[first:end]], takes, gives, dtypes)
 
     def owners(self, start: int, stop: int) -> list[int]:
         """Find the layer that each operation of `make_part(start, stop)` belongs to."""
         again = [start] * len(self._flow.repeated(self._starts[start]))
         sizes = [self._starts[layer + 1] - self._starts[layer] for layer in range(start, stop)]
-        return again + [layer for layer, size in zip(range(start, stop), sizes, strict=True) for _ in range(size)]
+        return again + [
+            layer
+            for layer, size in zip(range(start, stop), sizes, strict=True)
+            for _ in range(size)
+        ]
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Name the arguments of a call of the model as the first part takes them."""
@@ -118,14 +165,25 @@ class LayerGraph:
         try:
             arguments = dict(signature.bind(self.model, *args, **kwargs).arguments)
         except TypeError as error:
-            raise UsageError(f"{type(self.model).__name__} was called with other arguments than its forward takes: {error}") from None
+            raise UsageError(
+                f"{type(self.model).__name__} was called with other arguments than its forward "
+                f"takes: {error}"
+            ) from None
         del arguments[next(iter(arguments))]  # the model itself
         for name, value in arguments.items():
             default = signature.parameters[name].default
-            if name not in self.inputs and not (value is default or (isinstance(value, PLAIN) and value == default)):
-                raise UsageError(f"the layers were cut for a forward without {name!r}; say pipeline(..., inputs={[*self.inputs, name]!r})")
+            if name not in self.inputs and not (
+                value is default or (isinstance(value, PLAIN) and value == default)
+            ):
+                raise UsageError(
+                    f"the layers were cut for a forward without {name!r}; "
+                    f"say pipeline(..., inputs={[*self.inputs, name]!r})"
+                )
         if missing := [name for name in self.inputs if name not in arguments]:
-            raise UsageError(f"the layers were cut for a forward with {missing[0]!r}, which this call of the model leaves out")
+            raise UsageError(
+                f"the layers were cut for a forward with {missing[0]!r}, which this call of the "
+                "model leaves out"
+            )
         return {name: arguments[name] for name in self.inputs}
 
     @functools.cached_property
@@ -147,15 +205,25 @@ class LayerGraph:
         return stages_of
 
     def _parts(self, starts: Sequence[int]) -> Iterator[StagePart]:
-        return (self.part(start, stop) for start, stop in zip(starts, [*starts[1:], len(self.layers)], strict=True))
+        return (
+            self.part(start, stop)
+            for start, stop in zip(starts, [*starts[1:], len(self.layers)], strict=True)
+        )
 
     def _refuse_shared_statistics(self, starts: Sequence[int]) -> None:
         users = dict[int, int]()
         for stage, part in enumerate(self._parts(starts)):
             for path in part.modules:
                 for inner in find(self.model, path).modules():
-                    if isinstance(inner, _NormBase) and inner.track_running_stats and users.setdefault(id(inner), stage) != stage:
-                        raise UsageError(f"stages {users[id(inner)]} and {stage} both use {path}, whose statistics only one stage can keep")
+                    if (
+                        isinstance(inner, _NormBase)
+                        and inner.track_running_stats
+                        and users.setdefault(id(inner), stage) != stage
+                    ):
+                        raise UsageError(
+                            f"stages {users[id(inner)]} and {stage} both use {path}, whose "
+                            "statistics only one stage can keep"
+                        )
 
 
 def part_parameters(model: nn.Module, part: StagePart) -> Iterator[tuple[str, nn.Parameter]]:
@@ -170,10 +238,18 @@ def part_parameters(model: nn.Module, part: StagePart) -> Iterator[tuple[str, nn
 
 def own_parameters(model: nn.Module, part: StagePart) -> list[nn.Parameter]:
     """List the parameters that a part uses, once each."""
-    return list({id(parameter): parameter for _, parameter in part_parameters(model, part)}.values())
+    return list(
+        {id(parameter): parameter for _, parameter in part_parameters(model, part)}.values()
+    )
 
 
-def trace_layers(model: nn.Module, names: str | Sequence[str], *, trace: bool = True, inputs: Sequence[str] | None = None) -> LayerGraph:
+def trace_layers(
+    model: nn.Module,
+    names: str | Sequence[str],
+    *,
+    trace: bool = True,
+    inputs: Sequence[str] | None = None,
+) -> LayerGraph:
     """Find the layers of a model by names and patterns.
 
     Args:
@@ -193,7 +269,8 @@ def trace_layers(model: nn.Module, names: str | Sequence[str], *, trace: bool = 
         used_inputs = tuple(_inputs(model) if inputs is None else inputs)
         if not used_inputs:
             raise Untraceable(
-                f"all arguments of the forward of {type(model).__name__} have defaults, and inputs=[...] doesn't say which a batch gives"
+                f"all arguments of the forward of {type(model).__name__} have defaults, and "
+                "inputs=[...] doesn't say which a batch gives"
             )
         operations = trace_operations(model, written.names, used_inputs)
         layers = _in_order(written, operations)
@@ -214,17 +291,28 @@ def _chained(names: Iterable[str]) -> Iterator[Operation]:
 def _inputs(model: nn.Module) -> Iterator[str]:
     for name, parameter in list(inspect.signature(type(model).forward).parameters.items())[1:]:
         if parameter.kind is parameter.VAR_POSITIONAL:
-            raise UsageError(f"the forward of {type(model).__name__} takes *{name}; give its arguments names, or say trace=False")
+            raise UsageError(
+                f"the forward of {type(model).__name__} takes *{name}; give its arguments names, "
+                "or say trace=False"
+            )
         if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
             yield name
 
 
 def _in_order(written: LayerNames, operations: Sequence[Operation]) -> tuple[str, ...]:
     """Sort layers into the order of the forward. Raises `UsageError` if another is written."""
-    called = list(dict.fromkeys(path for operation in operations for path in operation.paths() if path in set(written.names)))
+    called = list(
+        dict.fromkeys(
+            path
+            for operation in operations
+            for path in operation.paths()
+            if path in set(written.names)
+        )
+    )
     if never := [name for name in written.names if name not in called]:
         raise UsageError(
-            f"the forward never calls {', '.join(never[:5])}; leave it out of the layers, and out of the model if nothing uses it"
+            f"the forward never calls {', '.join(never[:5])}; leave it out of the layers, and out "
+            "of the model if nothing uses it"
         )
     entry = {name: place for place, (_, names) in enumerate(written.entries) for name in names}
     places = [entry[name] for name in called]
@@ -232,8 +320,13 @@ def _in_order(written: LayerNames, operations: Sequence[Operation]) -> tuple[str
         # Suggest the entries in their right order, if the forward calls the layers of each in a
         # row.
         entries = list(dict.fromkeys(written.entries[place][0] for place in places))
-        whole = sum(place != before for place, before in zip(places, [-1, *places], strict=False)) == len(entries)
-        raise UsageError(f'the forward calls the layers in another order; write "{", ".join(entries if whole else called)}"')
+        whole = sum(
+            place != before for place, before in zip(places, [-1, *places], strict=False)
+        ) == len(entries)
+        raise UsageError(
+            "the forward calls the layers in another order; "
+            f'write "{", ".join(entries if whole else called)}"'
+        )
     return tuple(called)
 
 
@@ -244,7 +337,11 @@ def _refuse_unused(model: nn.Module, operations: Sequence[Operation], *, trace: 
     unused = [name for name, parameter in model.named_parameters() if id(parameter) not in used]
     if unused:
         names = ", ".join(unused[:4]) + (f" and {len(unused) - 4} more" if len(unused) > 4 else "")
-        why = "the forward doesn't use them; take them out of the model" if trace else "name the layers that have them"
+        why = (
+            "the forward doesn't use them; take them out of the model"
+            if trace
+            else "name the layers that have them"
+        )
         raise UsageError(f"no layer has the parameters {names}: {why}")
 
 

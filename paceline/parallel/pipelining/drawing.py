@@ -18,7 +18,12 @@ from paceline.parallel.pipelining.schedule import Action, Kind, PipelineSchedule
 from paceline.parallel.pipelining.simulate import ActionSpan, PipelineTimeline
 
 LETTERS: dict[Kind, str] = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
-COLOURS: dict[Kind, str] = {"forward": "cyan", "backward": "green", "input": "green", "weight": "yellow"}
+COLOURS: dict[Kind, str] = {
+    "forward": "cyan",
+    "backward": "green",
+    "input": "green",
+    "weight": "yellow",
+}
 # Number of ranks up to which the memory of each is written.
 NAMED = 8
 
@@ -51,12 +56,24 @@ def draw(timeline: PipelineTimeline, width: int) -> Text:
 def compare(timelines: Iterable[PipelineTimeline]) -> Table:
     """Make a table of pipelines: time, bubble, activations kept, and number of messages of each."""
     table = Table(box=SIMPLE)
-    for name in ("schedule", "stages of a rank", "time", "bubble", "kept at most (micro-batches)", "messages"):
+    for name in (
+        "schedule",
+        "stages of a rank",
+        "time",
+        "bubble",
+        "kept at most (micro-batches)",
+        "messages",
+    ):
         table.add_column(name, justify="left" if name == "schedule" else "right")
     for timeline in timelines:
         schedule = timeline.schedule
         chunks = schedule.stages // schedule.ranks
-        cells = (f"{timeline.makespan:.4g}", _percent(timeline.bubble), f"{max(timeline.kept):.3g}", f"{len(timeline.transfers)}")
+        cells = (
+            f"{timeline.makespan:.4g}",
+            _percent(timeline.bubble),
+            f"{max(timeline.kept):.3g}",
+            f"{len(timeline.transfers)}",
+        )
         table.add_row(schedule.name, str(chunks), *cells)
     return table
 
@@ -68,8 +85,20 @@ def _head(schedule: PipelineSchedule) -> list[str]:
     counts = [counted(schedule.ranks, "rank"), f"{count} micro-batch{'' if count == 1 else 'es'}"]
     each = f", {chunks} stages on each" if chunks > 1 else ""
     parts = ["F0: forward of micro-batch 0"]
-    parts += ["I0: gradients of its inputs", "W0: of parameters"] if schedule.split else ["B0: its backward"]
-    parts += ["f, i, w: in the rank's second stage" if schedule.split else "f, b: in the rank's second stage"] if chunks == 2 else []
+    parts += (
+        ["I0: gradients of its inputs", "W0: of parameters"]
+        if schedule.split
+        else ["B0: its backward"]
+    )
+    parts += (
+        [
+            "f, i, w: in the rank's second stage"
+            if schedule.split
+            else "f, b: in the rank's second stage"
+        ]
+        if chunks == 2
+        else []
+    )
     parts += ["F0a, F0b, ...: in the rank's first stage, second, ..."] if chunks > 2 else []
     return [f"{schedule.name}: {', '.join(counts)}{each}", "; ".join([*parts, ".: idle"])]
 
@@ -83,7 +112,10 @@ def _sums(timeline: PipelineTimeline) -> str:
         each = f"{', '.join(numbers)}, rank by rank"
     else:
         each = f"{min(timeline.kept):.3g} to {max(timeline.kept):.3g}"
-    return f"time {timeline.makespan:.4g}, bubble {_percent(timeline.bubble)}, micro-batches kept at most: {each}"
+    return (
+        f"time {timeline.makespan:.4g}, bubble {_percent(timeline.bubble)}, micro-batches kept at "
+        f"most: {each}"
+    )
 
 
 def _percent(part: float) -> str:
@@ -121,14 +153,18 @@ def _scale(timeline: PipelineTimeline) -> tuple[int, float]:
     return least + 1, (least + 1) / unit
 
 
-def _row(schedule: PipelineSchedule, spans: Sequence[ActionSpan], cell: int, scale: float, columns: int) -> Text:
+def _row(
+    schedule: PipelineSchedule, spans: Sequence[ActionSpan], cell: int, scale: float, columns: int
+) -> Text:
     """Draw what one rank does, in `columns` characters."""
     idle = "." + " " * (cell - 1)
     row = Text()
     for span in spans:
         start, end = round(span.start * scale), round(span.end * scale)
         row.append(_idle(idle, len(row), start))
-        row.append(_box(_label(schedule, span.action), end - start, cell), COLOURS[span.action.kind])
+        row.append(
+            _box(_label(schedule, span.action), end - start, cell), COLOURS[span.action.kind]
+        )
     row.append(_idle(idle, len(row), columns))
     return row
 

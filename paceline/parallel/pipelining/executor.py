@@ -23,7 +23,14 @@ from paceline.errors import PacelineError, UsageError
 from paceline.parallel.pipelining import halves
 from paceline.parallel.pipelining.operations import OUTPUT
 from paceline.parallel.pipelining.schedule import Action, PipelineSchedule
-from paceline.parallel.pipelining.values import Values, pack, pack_gradients, tensors_needing, unpack, unpack_gradients
+from paceline.parallel.pipelining.values import (
+    Values,
+    pack,
+    pack_gradients,
+    tensors_needing,
+    unpack,
+    unpack_gradients,
+)
 
 
 class Passes(Protocol):
@@ -110,8 +117,19 @@ class PipelineExecutor:
     `pairs` connects the workers along `stage`, and `rank` is this worker's place there.
     """
 
-    def __init__(self, stages: Mapping[int, Stage], pairs: Pairs, rank: int, observer: ActionObserver | None = None) -> None:
-        self._stages, self._pairs, self._rank, self.observer = dict(stages), pairs, rank, observer or _Unobserved()
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        pairs: Pairs,
+        rank: int,
+        observer: ActionObserver | None = None,
+    ) -> None:
+        self._stages, self._pairs, self._rank, self.observer = (
+            dict(stages),
+            pairs,
+            rank,
+            observer or _Unobserved(),
+        )
 
     def run(
         self,
@@ -138,7 +156,10 @@ class PipelineExecutor:
         except PacelineError:
             raise
         except Exception as error:
-            error.add_note(f"({where}: {work.present} failed on the worker that has stage {work.present and work.present.stage})")
+            error.add_note(
+                f"({where}: {work.present} failed on the worker that has stage "
+                f"{work.present and work.present.stage})"
+            )
             raise
         return work
 
@@ -173,7 +194,12 @@ class PipelinePass:
         passes: Passes | None,
         where: str,
     ) -> None:
-        self._executor, self._schedule, self._batches, self._criterion = executor, schedule, batches, criterion
+        self._executor, self._schedule, self._batches, self._criterion = (
+            executor,
+            schedule,
+            batches,
+            criterion,
+        )
         self._passes, self._where = passes, where
         self._held: dict[tuple[int, int], _Held] = {}
         self._here: dict[tuple[int, int], tuple[dict[str, Any], list[Tensor]]] = {}
@@ -208,7 +234,12 @@ class PipelinePass:
         if stage == 0:
             values, entries = batch.inputs, list[Tensor]()
         else:
-            head, tensors = self._receive(stage - 1, 2 * (stage - 1), micro_batch, f"what stage {stage - 1} gives stage {stage}")
+            head, tensors = self._receive(
+                stage - 1,
+                2 * (stage - 1),
+                micro_batch,
+                f"what stage {stage - 1} gives stage {stage}",
+            )
             received, entries = unpack(head, tensors)
             values = {**batch.inputs, **received}
         out = self._executor.stage(stage).run(values)
@@ -238,7 +269,11 @@ class PipelinePass:
         # An output without a gradient was not used by the next stages. The loss has an implicit
         # one.
         last = stage == schedule.stages - 1
-        reached = [(output, grad) for output, grad in zip(held.outputs, grads, strict=True) if last or grad is not None]
+        reached = [
+            (output, grad)
+            for output, grad in zip(held.outputs, grads, strict=True)
+            if last or grad is not None
+        ]
         held.outputs, held.grads = [output for output, _ in reached], [grad for _, grad in reached]
         input_grads = self._halve(action, held) if action.kind == "input" and held.entries else None
         if input_grads is None and action.kind == "backward":
@@ -281,21 +316,31 @@ class PipelinePass:
 
     # ---- messages
 
-    def _send(self, stage: int, lane: int, micro_batch: int, head: dict[str, Any], tensors: list[Tensor]) -> None:
+    def _send(
+        self, stage: int, lane: int, micro_batch: int, head: dict[str, Any], tensors: list[Tensor]
+    ) -> None:
         """Send a message to a stage, which may be on this worker."""
         rank = self._schedule.placed[stage]
         if rank == self._schedule.placed[self.present.stage]:  # type: ignore[union-attr]
             self._here[lane, micro_batch] = head, tensors
             return
         self._sends = [work for work in self._sends if not work.done()]
-        self._sends.append(self._executor.pairs.send(rank, lane, {"micro": micro_batch, "step": self._where, **head}, tensors))
+        self._sends.append(
+            self._executor.pairs.send(
+                rank, lane, {"micro": micro_batch, "step": self._where, **head}, tensors
+            )
+        )
 
-    def _receive(self, stage: int, lane: int, micro_batch: int, what: str) -> tuple[dict[str, Any], list[Tensor]]:
+    def _receive(
+        self, stage: int, lane: int, micro_batch: int, what: str
+    ) -> tuple[dict[str, Any], list[Tensor]]:
         """Wait for a message from a stage, which may be on this worker."""
         rank = self._schedule.placed[stage]
         if rank == self._schedule.placed[self.present.stage]:  # type: ignore[union-attr]
             return self._here.pop((lane, micro_batch))
-        work = self._executor.pairs.receive(rank, lane, what=f"{what} for micro-batch {micro_batch} in {self._where}")
+        work = self._executor.pairs.receive(
+            rank, lane, what=f"{what} for micro-batch {micro_batch} in {self._where}"
+        )
         message = self._executor.observer.wait(work, f"{what} for micro-batch {micro_batch}")
         self.ready = time.perf_counter_ns()
         # A lane keeps its order. Another message comes only from a step that has failed in between.

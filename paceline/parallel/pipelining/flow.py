@@ -31,7 +31,9 @@ IN_PLACE = re.compile(".*[^_]_|i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor
 class ValueFlow:
     """The values of a forward, from the operations that make them to those that use them."""
 
-    def __init__(self, model: nn.Module, operations: Sequence[Operation], inputs: Sequence[str]) -> None:
+    def __init__(
+        self, model: nn.Module, operations: Sequence[Operation], inputs: Sequence[str]
+    ) -> None:
         self.operations, self.inputs = tuple(operations), tuple(inputs)
         self._order = (*inputs, *(operation.name for operation in operations))
         self._repeated = {operation.name: operation for operation in _repeated(model, operations)}
@@ -39,12 +41,18 @@ class ValueFlow:
     def crossing(self, place: int) -> tuple[str, ...]:
         """Names of the values that operations from `place` on get from those before."""
         needed = self._needed(place)
-        return tuple(name for name in self._before(place) if name in needed and name not in self._repeated)
+        return tuple(
+            name for name in self._before(place) if name in needed and name not in self._repeated
+        )
 
     def repeated(self, place: int) -> tuple[Operation, ...]:
         """The operations before `place` that are done again for those from there on."""
         needed = self._needed(place)
-        return tuple(self._repeated[name] for name in self._before(place) if name in needed and name in self._repeated)
+        return tuple(
+            self._repeated[name]
+            for name in self._before(place)
+            if name in needed and name in self._repeated
+        )
 
     def _before(self, place: int) -> Sequence[str]:
         """Names of the values that are made before `place`, in order."""
@@ -66,7 +74,12 @@ def _repeated(model: nn.Module, operations: Sequence[Operation]) -> Iterator[Ope
     """
     changed = _changed(operations)
     # Modules that are called as a whole: their buffers may change in the call.
-    whole = {path for operation in operations if operation.kind in ("module", "chained") for path in operation.paths()}
+    whole = {
+        path
+        for operation in operations
+        if operation.kind in ("module", "chained")
+        for path in operation.paths()
+    }
     # Numbers are sent, as they are cheap; `repeated` has the values that are made again.
     numbers, repeated = set[str](), set[str]()
     for operation in operations:
@@ -76,12 +89,18 @@ def _repeated(model: nn.Module, operations: Sequence[Operation]) -> Iterator[Ope
             yield Operation(name, "device", "device", (), {})
         elif operation.gives_numbers or (reads and reads <= numbers and operation.is_arithmetic):
             numbers.add(name)
-        elif name not in changed and reads <= numbers | repeated and _is_repeatable(model, operation, changed, whole):
+        elif (
+            name not in changed
+            and reads <= numbers | repeated
+            and _is_repeatable(model, operation, changed, whole)
+        ):
             repeated.add(name)
             yield operation
 
 
-def _is_repeatable(model: nn.Module, operation: Operation, changed: set[str], whole: set[str]) -> bool:
+def _is_repeatable(
+    model: nn.Module, operation: Operation, changed: set[str], whole: set[str]
+) -> bool:
     """Whether an operation gives the same each time, from values and unchanged buffers alone."""
     if operation.kind not in ("function", "method") or not REPEATABLE.fullmatch(operation.called):
         return False
@@ -98,7 +117,11 @@ def _changed(operations: Sequence[Operation]) -> set[str]:
     # Go backwards: what shares memory with a changed value is changed, too.
     changed = set[str]()
     for operation in reversed(operations):
-        in_place = IN_PLACE.fullmatch(operation.called) or "out" in operation.kwargs or operation.kwargs.get("inplace")
+        in_place = (
+            IN_PLACE.fullmatch(operation.called)
+            or "out" in operation.kwargs
+            or operation.kwargs.get("inplace")
+        )
         if in_place or (operation.name in changed and not FRESH.fullmatch(operation.called)):
             changed.update([operation.name, *operation.reads(), *operation.paths()])
     return changed

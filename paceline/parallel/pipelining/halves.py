@@ -50,12 +50,17 @@ class Later:
         return [parameter for branch in self.branches for parameter in branch.parameters]
 
 
-def input_half(outputs: Sequence[Tensor], grads: Sequence[Tensor | None], entries: Sequence[Tensor]) -> tuple[list[Tensor | None], Later]:
+def input_half(
+    outputs: Sequence[Tensor], grads: Sequence[Tensor | None], entries: Sequence[Tensor]
+) -> tuple[list[Tensor | None], Later]:
     """Compute the gradients of `entries`, and prepare the second half.
 
     A gradient of None in `grads` is that of a loss: 1.
     """
-    users, begins = _users([_node(output) for output in outputs]), [_node(entry) for entry in entries]
+    users, begins = (
+        _users([_node(output) for output in outputs]),
+        [_node(entry) for entry in entries],
+    )
     leaves = ((node, getattr(node, "variable", None)) for node in users if node not in begins)
     owners: dict[Node, Parameter] = {node: leaf for node, leaf in leaves if leaf is not None}
     # All nodes on paths from the inputs, and outputs that are on none of them.
@@ -64,16 +69,26 @@ def input_half(outputs: Sequence[Tensor], grads: Sequence[Tensor | None], entrie
     reached = {parameter: _upwards([node], users, stop=way) for node, parameter in owners.items()}
     # A parameter that leads to an output beside these paths, too, gets its whole gradient in this
     # half.
-    branches = _branches({parameter: met for parameter, (seen, met) in reached.items() if not ends & seen})
+    branches = _branches(
+        {parameter: met for parameter, (seen, met) in reached.items() if not ends & seen}
+    )
     covered = {id(parameter) for branch in branches for parameter in branch.parameters}
     direct = [parameter for parameter in owners.values() if id(parameter) not in covered]
-    hooks = [node.register_prehook(_keep(branch, index)) for branch in branches for index, node in enumerate(branch.nodes)]
+    hooks = [
+        node.register_prehook(_keep(branch, index))
+        for branch in branches
+        for index, node in enumerate(branch.nodes)
+    ]
     try:
-        gradients = torch.autograd.grad(list(outputs), [*entries, *direct], list(grads), retain_graph=True, allow_unused=True)
+        gradients = torch.autograd.grad(
+            list(outputs), [*entries, *direct], list(grads), retain_graph=True, allow_unused=True
+        )
     finally:
         for hook in hooks:
             hook.remove()
-    return list(gradients[: len(entries)]), Later(branches, list(zip(direct, gradients[len(entries) :], strict=True)))
+    return list(gradients[: len(entries)]), Later(
+        branches, list(zip(direct, gradients[len(entries) :], strict=True))
+    )
 
 
 def weight_half(later: Later) -> None:
@@ -83,16 +98,30 @@ def weight_half(later: Later) -> None:
     # then.
     crossing = any(len(branch.nodes) > 1 for branch in later.branches)
     for branch in later.branches:
-        edges = [(GradientEdge(branch.nodes[at], slot), grad) for at, row in branch.grads.items() for slot, grad in enumerate(row)]
+        edges = [
+            (GradientEdge(branch.nodes[at], slot), grad)
+            for at, row in branch.grads.items()
+            for slot, grad in enumerate(row)
+        ]
         present = [(edge, grad) for edge, grad in edges if grad is not None]
         # One node of a branch may lead to another. The latter gets its gradient of the first half,
         # and not the same once more through the former.
-        hooks = [branch.nodes[at].register_prehook(_give(row)) for at, row in branch.grads.items()] if len(branch.nodes) > 1 else []
+        hooks = (
+            [branch.nodes[at].register_prehook(_give(row)) for at, row in branch.grads.items()]
+            if len(branch.nodes) > 1
+            else []
+        )
         try:
             if present:
                 ends, grads = zip(*present, strict=True)
-                gradients = torch.autograd.grad(ends, branch.parameters, grads, retain_graph=crossing, allow_unused=True)
-                results += [(parameter, grad) for parameter, grad in zip(branch.parameters, gradients, strict=True) if grad is not None]
+                gradients = torch.autograd.grad(
+                    ends, branch.parameters, grads, retain_graph=crossing, allow_unused=True
+                )
+                results += [
+                    (parameter, grad)
+                    for parameter, grad in zip(branch.parameters, gradients, strict=True)
+                    if grad is not None
+                ]
         finally:
             for hook in hooks:
                 hook.remove()
@@ -102,7 +131,9 @@ def weight_half(later: Later) -> None:
         # parameters themselves calls all that follows an ordinary pass, such as post-accumulate
         # hooks.
         with without_gradient_hooks(parameter for parameter, _ in results):
-            torch.autograd.backward([parameter for parameter, _ in results], [grad for _, grad in results])
+            torch.autograd.backward(
+                [parameter for parameter, _ in results], [grad for _, grad in results]
+            )
 
 
 def _node(tensor: Tensor) -> Node:
@@ -126,7 +157,9 @@ def _users(ends: Iterable[Node]) -> dict[Node, list[Node]]:
     return users
 
 
-def _upwards(nodes: Iterable[Node], users: Mapping[Node, Sequence[Node]], *, stop: Container[Node]) -> tuple[set[Node], list[Node]]:
+def _upwards(
+    nodes: Iterable[Node], users: Mapping[Node, Sequence[Node]], *, stop: Container[Node]
+) -> tuple[set[Node], list[Node]]:
     """Follow the users of `nodes` upwards; return all nodes seen, and those met in `stop`.
 
     Nodes in `stop` are not followed further, and come in the order in which they were met.

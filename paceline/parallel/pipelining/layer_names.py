@@ -36,7 +36,9 @@ def find_layers(model: nn.Module, written: str | Sequence[str]) -> LayerNames:
 
     A `*` matches dots, too. Of nested modules that one pattern matches, the outermost are layers.
     """
-    entries = [one.strip() for one in written.split(",")] if isinstance(written, str) else list(written)
+    entries = (
+        [one.strip() for one in written.split(",")] if isinstance(written, str) else list(written)
+    )
     if entries == ["auto"]:
         return LayerNames(tuple((name, (name,)) for name in choose_layers(model)), ordered=False)
     modules = {name: module for name, module in model.named_modules() if name}
@@ -45,13 +47,22 @@ def find_layers(model: nn.Module, written: str | Sequence[str]) -> LayerNames:
     for entry, names in matches:
         for name in names:
             if name in entry_of:
-                raise UsageError(f"{name} is named twice, by {entry_of[name]!r} and by {entry!r}; name each layer once")
+                raise UsageError(
+                    f"{name} is named twice, by {entry_of[name]!r} and by {entry!r}; "
+                    "name each layer once"
+                )
             entry_of[name] = entry
     for name, entry in entry_of.items():
         # A layer must not lie inside of another one: look at all prefixes of its path.
         steps = name.split(".")
-        if outer := next((one for count in range(1, len(steps)) if (one := ".".join(steps[:count])) in entry_of), None):
-            raise UsageError(f"{name} (named by {entry!r}) lies inside {outer} (named by {entry_of[outer]!r}); name one of the two")
+        if outer := next(
+            (one for count in range(1, len(steps)) if (one := ".".join(steps[:count])) in entry_of),
+            None,
+        ):
+            raise UsageError(
+                f"{name} (named by {entry!r}) lies inside {outer} (named by {entry_of[outer]!r}); "
+                "name one of the two"
+            )
     return LayerNames(matches)
 
 
@@ -59,13 +70,21 @@ def _matches(entry: str, modules: dict[str, nn.Module]) -> Iterator[str]:
     matched = [name for name in modules if fnmatch.fnmatchcase(name, entry)]
     if not matched:
         near = difflib.get_close_matches(entry, modules, n=3, cutoff=0.0)
-        raise UsageError(f"{entry!r} names no module of the model; the nearest names are {', '.join(near) or 'none, as it has no modules'}")
+        raise UsageError(
+            f"{entry!r} names no module of the model; "
+            f"the nearest names are {', '.join(near) or 'none, as it has no modules'}"
+        )
     for name in matched:
         if any(name.startswith(f"{outer}.") for outer in matched):
             continue
         if not _is_called(modules[name]):
-            instead = f"write {name + '.*'!r}" if next(modules[name].children(), None) else "leave it out"
-            raise UsageError(f"{name} is a {type(modules[name]).__name__}, which is never called itself; {instead}")
+            instead = (
+                f"write {name + '.*'!r}" if next(modules[name].children(), None) else "leave it out"
+            )
+            raise UsageError(
+                f"{name} is a {type(modules[name]).__name__}, which is never called itself; "
+                f"{instead}"
+            )
         yield name
 
 
@@ -77,7 +96,8 @@ def choose_layers(model: nn.Module) -> Iterator[str]:
     names = list(_walk(model, "", _size(model), inside=isinstance(model, CONTAINERS)))
     if len(names) < 2:
         raise UsageError(
-            f'"auto" finds no layers in {type(model).__name__}: most of its parameters are in no nn.Sequential and no nn.ModuleList; '
+            f'"auto" finds no layers in {type(model).__name__}: most of its parameters are in no '
+            "nn.Sequential and no nn.ModuleList; "
             'name its layers, such as "embed, blocks.*, head"'
         )
     yield from names
@@ -95,7 +115,9 @@ def _walk(module: nn.Module, prefix: str, whole: int, *, inside: bool) -> Iterat
         # A sequence can always be taken apart, other forwards rarely.
         most = 2 if inside and not isinstance(child, nn.Sequential) else 10
         if not _is_called(child) or most * max(_contained(child), default=0) > whole:
-            yield from _walk(child, f"{name}.", whole, inside=inside or isinstance(child, CONTAINERS))
+            yield from _walk(
+                child, f"{name}.", whole, inside=inside or isinstance(child, CONTAINERS)
+            )
         elif _size(child):
             yield name
 
@@ -108,7 +130,9 @@ def _is_called(module: nn.Module) -> bool:
 def _contained(module: nn.Module) -> Iterator[int]:
     """Yield the number of parameters of each container that is this module or lies in it."""
     return (
-        _size(inner) for inner in module.modules() if isinstance(inner, CONTAINERS) and sum(map(bool, map(_size, inner.children()))) > 1
+        _size(inner)
+        for inner in module.modules()
+        if isinstance(inner, CONTAINERS) and sum(map(bool, map(_size, inner.children()))) > 1
     )
 
 

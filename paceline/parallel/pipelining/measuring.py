@@ -76,7 +76,11 @@ def measure_layers(
 
 
 def count_layers(
-    graph: LayerGraph, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, loss: Criterion | None = None
+    graph: LayerGraph,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss: Criterion | None = None,
 ) -> list[LayerCost]:
     """Count the operations and bytes of each layer of a model that is built without memory.
 
@@ -84,18 +88,31 @@ def count_layers(
     mean something. Other arguments are those of `measure_layers`.
     """
     if any(not parameter.is_meta for parameter in graph.model.parameters()):
-        raise UsageError("count_layers() is for models without memory: build it inside `with pl.meta():`, or say measure_layers()")
+        raise UsageError(
+            "count_layers() is for models without memory: build it inside `with pl.meta():`, or "
+            "say measure_layers()"
+        )
     if isinstance(graph, FollowedGraph):
         raise UsageError(
-            f"split='auto' counts operations of a model without memory by tracing, which {type(graph.model).__name__} can't be: say "
+            "split='auto' counts operations of a model without memory by tracing, which "
+            f"{type(graph.model).__name__} can't be: say "
             "split=[layers of each stage], or build it with memory"
         )
     values = tree_map_only(Tensor, lambda x: x.to("meta"), graph.bind(args, kwargs or {}))
     with FlopCounterMode(display=False) as counter:
-        counted = [cost for cost, _ in _measure(graph, values, loss, 0, lambda: counter.get_total_flops() / OPERATIONS_A_SECOND)]
+        counted = [
+            cost
+            for cost, _ in _measure(
+                graph, values, loss, 0, lambda: counter.get_total_flops() / OPERATIONS_A_SECOND
+            )
+        ]
     moved = [(cost.parameters + cost.kept) / BYTES_A_SECOND for cost in counted]
     return [
-        replace(cost, forward_seconds=cost.forward_seconds + more, backward_seconds=cost.backward_seconds + 2 * more)
+        replace(
+            cost,
+            forward_seconds=cost.forward_seconds + more,
+            backward_seconds=cost.backward_seconds + 2 * more,
+        )
         for cost, more in zip(counted, moved, strict=True)
     ]
 
@@ -107,7 +124,11 @@ def _slower(measured: Sequence[tuple[LayerCost, float]]) -> float:
 
 
 def _scaled(cost: LayerCost, factor: float) -> LayerCost:
-    return replace(cost, forward_seconds=cost.forward_seconds * factor, backward_seconds=cost.backward_seconds * factor)
+    return replace(
+        cost,
+        forward_seconds=cost.forward_seconds * factor,
+        backward_seconds=cost.backward_seconds * factor,
+    )
 
 
 def _measure(
@@ -124,7 +145,14 @@ def _measure(
         with around(graph.part(at, at + 1)):
             layer = _MeasuredLayer(graph, at, loss if at == len(graph.layers) - 1 else None, clock)
             runs = [layer.run(values) for _ in range(repeats + 1)]  # the first run warms up
-        values = {**({name: values[name] for name in graph.inputs} if isinstance(graph, FollowedGraph) else {}), **runs[-1].gives}
+        values = {
+            **(
+                {name: values[name] for name in graph.inputs}
+                if isinstance(graph, FollowedGraph)
+                else {}
+            ),
+            **runs[-1].gives,
+        }
         tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
         timed = runs[1:] or runs
         cost = replace(
@@ -145,14 +173,23 @@ def combine_costs(measured: Sequence[Sequence[LayerCost]]) -> tuple[list[LayerCo
     """
     # A worker's speed is how much sooner it is through with all layers. Costs are medians over
     # workers of their times at speed 1, so that one disturbed measurement doesn't count.
-    totals = [sum(cost.forward_seconds + cost.backward_seconds for cost in costs) for costs in measured]
+    totals = [
+        sum(cost.forward_seconds + cost.backward_seconds for cost in costs) for costs in measured
+    ]
     if min(totals) <= 0:
-        raise UsageError(f"worker {totals.index(min(totals))} has measured that its layers take no time; measure with a larger micro-batch")
+        raise UsageError(
+            f"worker {totals.index(min(totals))} has measured that its layers take no time; "
+            "measure with a larger micro-batch"
+        )
     speeds = [min(totals) / total for total in totals]
     costs = list[LayerCost]()
     for rows in zip(*measured, strict=True):
-        forward = statistics.median(row.forward_seconds * speed for row, speed in zip(rows, speeds, strict=True))
-        backward = statistics.median(row.backward_seconds * speed for row, speed in zip(rows, speeds, strict=True))
+        forward = statistics.median(
+            row.forward_seconds * speed for row, speed in zip(rows, speeds, strict=True)
+        )
+        backward = statistics.median(
+            row.backward_seconds * speed for row, speed in zip(rows, speeds, strict=True)
+        )
         costs.append(replace(rows[0], forward_seconds=forward, backward_seconds=backward))
     return costs, speeds
 
@@ -172,8 +209,12 @@ class _MeasuredLayer:
         self._clock, self._part, self._loss = clock, graph.part(at, at + 1), loss
         self._parameters = own_parameters(graph.model, self._part)
         self._trained = [one for one in self._parameters if one.requires_grad]
-        self._state = {storage_key(one) for one in (*self._parameters, *part_buffers(graph.model, self._part))}
-        self.cost = LayerCost(graph.layers[at], 0.0, 0.0, _nbytes(self._parameters), _nbytes(self._trained))
+        self._state = {
+            storage_key(one) for one in (*self._parameters, *part_buffers(graph.model, self._part))
+        }
+        self.cost = LayerCost(
+            graph.layers[at], 0.0, 0.0, _nbytes(self._parameters), _nbytes(self._trained)
+        )
 
     def _now(self, devices: Iterable[torch.device]) -> float:
         """Read the clock, once devices have finished."""
@@ -199,17 +240,25 @@ class _MeasuredLayer:
             output = gives if self._loss is None else self._loss(next(iter(gives.values())))
             forward = self._now(devices) - began
         # Go back from all results, with ones for gradients: their values don't change the time.
-        roots = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        roots = [
+            leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad
+        ]
         # Results are kept as well. Parameters, buffers and inputs are there anyway.
         saved_nbytes |= {storage_key(leaf): leaf.untyped_storage().nbytes() for leaf in roots}
         input_storages = {storage_key(leaf) for leaf in entries}
-        nbytes = sum(size for storage, size in saved_nbytes.items() if storage not in self._state | input_storages)
+        nbytes = sum(
+            size
+            for storage, size in saved_nbytes.items()
+            if storage not in self._state | input_storages
+        )
         targets = [leaf for leaf in entries if leaf.requires_grad] + self._trained
         roots = [leaf for leaf in roots if leaf.grad_fn is not None]
         backward = 0.0
         if roots and targets:
             began = self._now(devices)
-            torch.autograd.grad(roots, targets, [torch.ones_like(leaf) for leaf in roots], allow_unused=True)
+            torch.autograd.grad(
+                roots, targets, [torch.ones_like(leaf) for leaf in roots], allow_unused=True
+            )
             backward = self._now(devices) - began
         return _MeasuredPass(forward, backward, nbytes, tree_map_only(Tensor, _alone, gives))
 
@@ -232,15 +281,26 @@ def part_buffers(model: nn.Module, part: StagePart) -> Iterator[Tensor]:
     """Yield the buffers, and the parameters that aren't in modules, that a part uses."""
     for path in part.modules:
         yield from find(model, path).buffers()
-    yield from (target for path in part.attributes if isinstance(target := find(model, path), Tensor))
+    yield from (
+        target for path in part.attributes if isinstance(target := find(model, path), Tensor)
+    )
 
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Set back the buffers of a model, and torch's random state, at the end of the block."""
     places = [(module, dict(module._buffers)) for module in model.modules()]
-    copies = [(buffer, buffer.detach().clone()) for _, row in places for buffer in row.values() if buffer is not None]
-    devices = {parameter.device.index for parameter in model.parameters() if parameter.device.type == "cuda"}
+    copies = [
+        (buffer, buffer.detach().clone())
+        for _, row in places
+        for buffer in row.values()
+        if buffer is not None
+    ]
+    devices = {
+        parameter.device.index
+        for parameter in model.parameters()
+        if parameter.device.type == "cuda"
+    }
     try:
         with torch.random.fork_rng(devices=sorted(devices)):
             yield

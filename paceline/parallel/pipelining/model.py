@@ -171,11 +171,26 @@ class PipelinedModel:
         trained: Callable[[Parameter], Parameter],
         profiler: PipelineProfiler,
     ) -> None:
-        self._model, self._graph, self.terms, self._group, self._pairs, self._trained = model, graph, terms, group, pairs, trained
+        self._model, self._graph, self.terms, self._group, self._pairs, self._trained = (
+            model,
+            graph,
+            terms,
+            group,
+            pairs,
+            trained,
+        )
         self._profiler = profiler
-        self.split, self.ties, self._mine, self._elsewhere = holding.split, list(holding.ties), holding.mine, holding.elsewhere
+        self.split, self.ties, self._mine, self._elsewhere = (
+            holding.split,
+            list(holding.ties),
+            holding.mine,
+            holding.elsewhere,
+        )
         split, rank = holding.split, group.rank
-        self.stages = {stage: _StageOfModel(model, graph, stage, split.range(stage), profiler) for stage in split.held(rank)}
+        self.stages = {
+            stage: _StageOfModel(model, graph, stage, split.range(stage), profiler)
+            for stage in split.held(rank)
+        }
         self._executor = PipelineExecutor(self.stages, pairs, rank, profiler)
         # For each parameter, in an order that all workers have: whether it is here, and its trained
         # one.
@@ -213,7 +228,9 @@ class PipelinedModel:
 
     # ---- a step
 
-    def step(self, share: Share, joined: Callable[[], contextlib.AbstractContextManager[JoinablePasses]]) -> float:
+    def step(
+        self, share: Share, joined: Callable[[], contextlib.AbstractContextManager[JoinablePasses]]
+    ) -> float:
         """Go forward and back through all stages. Collective along `stage`.
 
         Args:
@@ -248,18 +265,34 @@ class PipelinedModel:
             done = self._go_forward(batches, where)
             # Outputs of copies, which have no rows, are left out; but an empty share has one
             # output.
-            outputs = [output for micro_batch, output in sorted(done.outputs.items()) if batches[micro_batch].rows or not micro_batch]
+            outputs = [
+                output
+                for micro_batch, output in sorted(done.outputs.items())
+                if batches[micro_batch].rows or not micro_batch
+            ]
             own = finish(share.whole(outputs)) if outputs else None
         self._move_on(drawn=self._model.training)
         return self._tell(own, where)
 
     def _go_forward(self, batches: Sequence[MicroBatch], where: str) -> PipelinePass:
         """Run forwards alone: by gpipe if each worker has one stage, else by the schedule."""
-        schedule = make_schedule("gpipe", self._group.size, len(batches)) if len(set(self.split.placed)) == len(self.split.placed) else None
+        schedule = (
+            make_schedule("gpipe", self._group.size, len(batches))
+            if len(set(self.split.placed)) == len(self.split.placed)
+            else None
+        )
         with self._profiler.step(len(batches), train=False):
-            return self._executor.run(schedule or self.terms.of(self._group.size, len(batches)), batches, None, None, where=where)
+            return self._executor.run(
+                schedule or self.terms.of(self._group.size, len(batches)),
+                batches,
+                None,
+                None,
+                where=where,
+            )
 
-    def _follow(self, graph: FollowedGraph, kind: str, batches: Sequence[MicroBatch], where: str) -> None:
+    def _follow(
+        self, graph: FollowedGraph, kind: str, batches: Sequence[MicroBatch], where: str
+    ) -> None:
         """Find out which results each stage needs, by a forward that sends all. Collective."""
         outputs = list[Any]()
         # The second forward shows whether the results that were found are enough.
@@ -273,7 +306,8 @@ class PipelinedModel:
                 graph.learn(kind, map(msgpack.unpackb, records), self.split.bounds[:-1])
         if b"-" in self._group.agree(b"+" if _alike(*outputs) else b"-"):
             raise UsageError(
-                f"the forward of {type(self._model).__name__} uses what layers have returned in a way that can't be followed (it may go "
+                f"the forward of {type(self._model).__name__} uses what layers have returned in a "
+                "way that can't be followed (it may go "
                 "through numpy, or lists of numbers): name one layer that holds both ends"
             )
         self._followed.add(kind)
@@ -283,10 +317,16 @@ class PipelinedModel:
         source, lane = self.split.placed[-1], 2 * len(self.split.placed)
         if self._group.rank == source:
             head, tensors = pack({"output": output}, "the model")
-            for work in [self._pairs.send(rank, lane, head, tensors) for rank in range(self._group.size) if rank != source]:
+            for work in [
+                self._pairs.send(rank, lane, head, tensors)
+                for rank in range(self._group.size)
+                if rank != source
+            ]:
                 work.wait()
             return output
-        message = self._pairs.receive(source, lane, what=f"the output of the model in {where}").wait()
+        message = self._pairs.receive(
+            source, lane, what=f"the output of the model in {where}"
+        ).wait()
         output_here: Any = unpack(message.head, message.tensors)[0]["output"]
         return output_here
 
@@ -300,9 +340,17 @@ class PipelinedModel:
         wrong, batches, rows, kind = list[PacelineError](), list[MicroBatch](), 0, ""
         try:
             rows = share.rows
-            bind = self._graph.bind if self.has_first or isinstance(self._graph, FollowedGraph) else None
+            bind = (
+                self._graph.bind
+                if self.has_first or isinstance(self._graph, FollowedGraph)
+                else None
+            )
             batches = cut_batch(share, self.terms.count(rows), bind)
-            kind = self._graph.kind(batches[0].inputs) if isinstance(self._graph, FollowedGraph) else kind
+            kind = (
+                self._graph.kind(batches[0].inputs)
+                if isinstance(self._graph, FollowedGraph)
+                else kind
+            )
         except PacelineError as error:
             wrong.append(error)
         message = msgpack.packb([where, train, rows, kind, str(wrong[0])[:TOLD] if wrong else None])
@@ -318,27 +366,43 @@ class PipelinedModel:
             if other is not None:
                 one, two = self._group.global_rank(0), self._group.global_rank(other)
                 raise DataError(
-                    f"{why}: ranks {one} and {two} have other stages of the same model, and got different {what} ({values[0]} and "
-                    f"{values[other]}): give all workers along `stage` the same batch in the same call"
+                    f"{why}: ranks {one} and {two} have other stages of the same model, and got "
+                    f"different {what} ({values[0]} and "
+                    f"{values[other]}): give all workers along `stage` the same batch in the same "
+                    "call"
                 )
         if isinstance(self._graph, FollowedGraph) and kind not in self._followed:
             self._follow(self._graph, kind, batches[:1], where)
         self.steps += 1
         return batches, where
 
-    def _end(self, done: PipelinePass, share: Share, batches: Sequence[MicroBatch], *, train: bool) -> float:
+    def _end(
+        self, done: PipelinePass, share: Share, batches: Sequence[MicroBatch], *, train: bool
+    ) -> float:
         """Tell all stages the loss, and which parameters have gradients."""
         loss = None
         if done.losses:
-            loss = math.fsum(value * share.worth(batches[micro_batch]) for micro_batch, value in done.losses.items())
+            loss = math.fsum(
+                value * share.worth(batches[micro_batch])
+                for micro_batch, value in done.losses.items()
+            )
         stepped = self._all_stepped()
-        own = bytes(is_own and parameter.grad is not None for is_own, parameter in stepped) if train else b""
-        answers = [msgpack.unpackb(answer) for answer in self._group.agree(msgpack.packb([loss, own, self._drawn]))]
+        own = (
+            bytes(is_own and parameter.grad is not None for is_own, parameter in stepped)
+            if train
+            else b""
+        )
+        answers = [
+            msgpack.unpackb(answer)
+            for answer in self._group.agree(msgpack.packb([loss, own, self._drawn]))
+        ]
         self._move_on(drawn=any(drawn for _, _, drawn in answers))
         if train:
             # An empty piece gets a gradient if the parameter has one elsewhere. So an optimizer
             # keeps the same counts of steps for a parameter on all workers.
-            for (is_own, parameter), reached in zip(stepped, zip(*(flags for _, flags, _ in answers), strict=True), strict=True):
+            for (is_own, parameter), reached in zip(
+                stepped, zip(*(flags for _, flags, _ in answers), strict=True), strict=True
+            ):
                 if not is_own and any(reached) and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
         return next(float(value) for value, _, _ in answers if value is not None)
@@ -347,7 +411,9 @@ class PipelinedModel:
         """List all parameters in one order everywhere: is it here, and which one is trained?"""
         if self._stepped is None:
             parameters = sorted({**self._mine, **self._elsewhere}.items())
-            self._stepped = [(name in self._mine, self._trained(parameter)) for name, parameter in parameters]
+            self._stepped = [
+                (name in self._mine, self._trained(parameter)) for name, parameter in parameters
+            ]
         return self._stepped
 
     def _sum_ties(self, passes: JoinablePasses) -> None:
@@ -358,10 +424,17 @@ class PipelinedModel:
             trained = self._trained(tie.parameter)
             own = passes.total(trained)
             # With a gradient on any of them, all of these workers take part in the sum.
-            reached = any(answer == b"+" for answer in tie.group.agree(b"-" if own is None else b"+"))
+            reached = any(
+                answer == b"+" for answer in tie.group.agree(b"-" if own is None else b"+")
+            )
             if reached:
                 total = torch.zeros_like(trained) if own is None else own
-                passes.put(trained, tie.group.all_reduce(total, name="tied weights").wait() if total.numel() else total)
+                passes.put(
+                    trained,
+                    tie.group.all_reduce(total, name="tied weights").wait()
+                    if total.numel()
+                    else total,
+                )
 
     def level_ties(self) -> None:
         """Give all stages with a tied weight the values of the first of them. Collective.
@@ -378,7 +451,9 @@ class PipelinedModel:
 
         `copies` are copies of the model, whose buffers are shared as well.
         """
-        for (stage, place), model in itertools.product(enumerate(self.split.placed), (self._model, *copies)):
+        for (stage, place), model in itertools.product(
+            enumerate(self.split.placed), (self._model, *copies)
+        ):
             for buffer in _buffers(model, self._graph.part(*self.split.range(stage))):
                 self._group.broadcast(buffer, root=place, name="buffers of a stage").wait()
 
@@ -409,7 +484,14 @@ class PipelinedModel:
 class _StageOfModel:
     """One stage, which runs by a call of the model, so that hooks on the model are called."""
 
-    def __init__(self, model: nn.Module, graph: LayerGraph, stage: int, layers: tuple[int, int], profiler: PipelineProfiler) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        graph: LayerGraph,
+        stage: int,
+        layers: tuple[int, int],
+        profiler: PipelineProfiler,
+    ) -> None:
         part = graph.part(*layers)
         owners = graph.owners(*layers)
         self._model = model
@@ -448,20 +530,30 @@ class _StageForward:
             return args[0].program(args[0].values)
         if self._copied:
             raise UsageError(
-                "this is a copy of a model that has layers on other workers (pipeline), and can't be called: copy its parameters into the "
-                "model that was prepared, as for p, q in zip(model.parameters(), copied.parameters()): p.data.copy_(q), and call "
+                "this is a copy of a model that has layers on other workers (pipeline), and can't "
+                "be called: copy its parameters into the "
+                "model that was prepared, as for p, q in zip(model.parameters(), "
+                "copied.parameters()): p.data.copy_(q), and call "
                 "run.forward(model, x)"
             )
         raise UsageError(
-            "this model has layers on other workers (pipeline), so it can't be called by itself: write "
-            "loss = run.step(model, x, y, loss=F.cross_entropy), which goes forward and back, or run.forward(model, x)"
+            "this model has layers on other workers (pipeline), so it can't be called by itself: "
+            "write "
+            "loss = run.step(model, x, y, loss=F.cross_entropy), which goes forward and back, or "
+            "run.forward(model, x)"
         )
 
 
 def _alike(one: Any, two: Any) -> bool:
     """Whether two outputs are equal but for rounding, with NaN in the same places."""
-    leaves = [[x.double() for x in tree_leaves(each) if isinstance(x, Tensor) and x.is_floating_point()] for each in (one, two)]
-    pairs = [(x, y, (x - y).nan_to_num().norm() <= 0.01 * x.nan_to_num().norm()) for x, y in zip(*leaves, strict=True)]
+    leaves = [
+        [x.double() for x in tree_leaves(each) if isinstance(x, Tensor) and x.is_floating_point()]
+        for each in (one, two)
+    ]
+    pairs = [
+        (x, y, (x - y).nan_to_num().norm() <= 0.01 * x.nan_to_num().norm())
+        for x, y in zip(*leaves, strict=True)
+    ]
     return all(bool(near) and torch.equal(x.isnan(), y.isnan()) for x, y, near in pairs)
 
 

@@ -75,7 +75,9 @@ class Operation:
         """Paths of the modules, parameters and buffers that this operation uses."""
         if self.kind in ("module", "chained"):
             yield self.target
-        yield from (leaf.path for leaf in _leaves((self.args, self.kwargs)) if isinstance(leaf, Attribute))
+        yield from (
+            leaf.path for leaf in _leaves((self.args, self.kwargs)) if isinstance(leaf, Attribute)
+        )
 
     @property
     def called(self) -> str:
@@ -89,25 +91,35 @@ class Operation:
     @property
     def gives_numbers(self) -> bool:
         """Whether this reads the sizes or the dtype of a tensor."""
-        return self.called in ("size", "dim", "numel") or any(map(self.reads_attribute, ("shape", "ndim", "dtype")))
+        return self.called in ("size", "dim", "numel") or any(
+            map(self.reads_attribute, ("shape", "ndim", "dtype"))
+        )
 
     @property
     def is_arithmetic(self) -> bool:
         """Whether this computes a number, if the values that it reads are numbers."""
         # Operators such as `add`, and functions of `math`, on anything but parameters and buffers.
-        held = any(isinstance(leaf, Attribute | torch.Tensor) for leaf in _leaves((self.args, self.kwargs)))
+        held = any(
+            isinstance(leaf, Attribute | torch.Tensor) for leaf in _leaves((self.args, self.kwargs))
+        )
         return not held and getattr(self.target, "__module__", "") in ("_operator", "math")
 
     @property
     def by_mode(self) -> bool:
         """Whether an argument differs between training and evaluation."""
         flags = list[bool]()
-        substitute((self.args, dict(self.kwargs)), lambda leaf: flags.append(isinstance(leaf, ByMode)))
+        substitute(
+            (self.args, dict(self.kwargs)), lambda leaf: flags.append(isinstance(leaf, ByMode))
+        )
         return any(flags)
 
     def merged(self, evaluation: Operation) -> Operation:
         """Merge this operation of a training forward with its counterpart in evaluation."""
-        return replace(self, args=merge_modes(self.args, evaluation.args), kwargs=merge_modes(dict(self.kwargs), dict(evaluation.kwargs)))
+        return replace(
+            self,
+            args=merge_modes(self.args, evaluation.args),
+            kwargs=merge_modes(dict(self.kwargs), dict(evaluation.kwargs)),
+        )
 
     def call(self, values: Mapping[str, Any], model: nn.Module) -> Any:
         """Execute the operation on values, given by name."""
@@ -129,7 +141,9 @@ class Operation:
             case "method":
                 return getattr(args[0], self.target)(*args[1:], **kwargs)
             case "device":
-                tensors = (leaf for leaf in tree_leaves(dict(values)) if isinstance(leaf, torch.Tensor))
+                tensors = (
+                    leaf for leaf in tree_leaves(dict(values)) if isinstance(leaf, torch.Tensor)
+                )
                 return next(tensors, next(model.parameters())).device
             case "output":
                 return args[0]
@@ -191,12 +205,22 @@ def merge_modes(training: Any, evaluation: Any) -> Any:
     if type(training) is not type(evaluation):
         return ByMode(training, evaluation)
     if isinstance(training, tuple | list) and len(training) == len(evaluation):
-        return type(training)(merge_modes(one, other) for one, other in zip(training, evaluation, strict=True))
+        return type(training)(
+            merge_modes(one, other) for one, other in zip(training, evaluation, strict=True)
+        )
     if isinstance(training, dict) and training.keys() == evaluation.keys():
         return {key: merge_modes(one, evaluation[key]) for key, one in training.items()}
     if isinstance(training, torch.Tensor):
-        return training if training is evaluation or _equal(training, evaluation) else ByMode(training, evaluation)
-    return training if training is evaluation or bool(training == evaluation) else ByMode(training, evaluation)
+        return (
+            training
+            if training is evaluation or _equal(training, evaluation)
+            else ByMode(training, evaluation)
+        )
+    return (
+        training
+        if training is evaluation or bool(training == evaluation)
+        else ByMode(training, evaluation)
+    )
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -210,4 +234,11 @@ PLAIN = (torch.Tensor, bool, int, float, str)
 
 def foreign(value: Any) -> type | None:
     """Find the type of a nested part that can't be sent: no tensor, number, string or None."""
-    return next((type(leaf) for leaf in tree_leaves(value) if leaf is not None and not isinstance(leaf, PLAIN)), None)
+    return next(
+        (
+            type(leaf)
+            for leaf in tree_leaves(value)
+            if leaf is not None and not isinstance(leaf, PLAIN)
+        ),
+        None,
+    )

@@ -77,12 +77,21 @@ class PipelineProfiler:
 
     def acted(self, action: Action, began: int, ready: int, ended: int) -> None:
         """Note an action that has ended, and show it without its wait."""
-        self._record(f"{LETTERS[action.kind]}{action.micro_batch} of stage {action.stage}", ready, ended)
+        self._record(
+            f"{LETTERS[action.kind]}{action.micro_batch} of stage {action.stage}", ready, ended
+        )
         self._actions.append((began, ready, ended))
 
     # ---- inside of forwards
 
-    def forward(self, stage: int, part: StagePart, owners: list[int], model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
+    def forward(
+        self,
+        stage: int,
+        part: StagePart,
+        owners: list[int],
+        model: nn.Module,
+        values: Mapping[str, Any],
+    ) -> dict[str, Any]:
         """Run a stage. One step measures the bytes that it keeps, and the next step its layers.
 
         `owners` has the layer of each of the part's operations.
@@ -99,7 +108,9 @@ class PipelineProfiler:
         def keep(x: Tensor) -> tuple[Tensor, int]:
             if x.layout == torch.strided:
                 place = int(x.storage_offset()) * x.element_size(), x.numel() * x.element_size()
-                saved.setdefault(storage_key(x), (x.untyped_storage().nbytes(), set()))[1].add(place)
+                saved.setdefault(storage_key(x), (x.untyped_storage().nbytes(), set()))[1].add(
+                    place
+                )
                 # Parameters don't count. Look each time where they are: shard() gathers them for
                 # the time of their use.
                 for _, parameter in part_parameters(model, part):
@@ -109,10 +120,14 @@ class PipelineProfiler:
         with saved_tensors_hooks(keep, _unchanged):
             gives = part.run(values)
         # A micro-batch may be some rows in the memory of a whole batch, so count the ranges only.
-        self.kept[stage] = sum(min(whole, sum(nbytes for _, nbytes in places)) for whole, places in saved.values())
+        self.kept[stage] = sum(
+            min(whole, sum(nbytes for _, nbytes in places)) for whole, places in saved.values()
+        )
         return gives
 
-    def _run_layers(self, part: StagePart, owners: list[int], values: Mapping[str, Any]) -> dict[str, Any]:
+    def _run_layers(
+        self, part: StagePart, owners: list[int], values: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Run a stage, and add up the seconds between its operations for each layer."""
         took = dict.fromkeys(owners, 0.0)
         clock = [time.perf_counter()]
@@ -138,9 +153,8 @@ def _unchanged(saved: tuple[Tensor, int]) -> Tensor:
     x, version = saved
     if x._version != version:
         raise RuntimeError(
-            f"a tensor of shape {list(x.shape)} that is needed for a gradient has been modified by an inplace operation: it is at version "
+            f"a tensor of shape {list(x.shape)} that is needed for a gradient has been modified by "
+            "an inplace operation: it is at version "
             f"{x._version}, and was kept at {version}"
         )
     return x
-
-

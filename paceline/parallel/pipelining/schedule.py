@@ -83,7 +83,11 @@ class PipelineSchedule:
         if action.kind == "weight":
             return (Action("input", stage, micro_batch),)
         forward = Action("forward", stage, micro_batch)
-        return (forward,) if stage == self.stages - 1 else (forward, Action(action.kind, stage + 1, micro_batch))
+        return (
+            (forward,)
+            if stage == self.stages - 1
+            else (forward, Action(action.kind, stage + 1, micro_batch))
+        )
 
 
 def most_kept(schedule: PipelineSchedule, sizes: Sequence[float] | None = None) -> list[float]:
@@ -101,7 +105,9 @@ def most_kept(schedule: PipelineSchedule, sizes: Sequence[float] | None = None) 
     for row in schedule.rows:
         now = peak = 0.0
         for action in row:
-            now += ((action.kind == "forward") - (action.kind in COMPLETES)) * (1 if sizes is None else sizes[action.stage])
+            now += ((action.kind == "forward") - (action.kind in COMPLETES)) * (
+                1 if sizes is None else sizes[action.stage]
+            )
             peak = max(peak, now)
         most.append(peak)
     return most
@@ -119,11 +125,17 @@ def in_order(schedule: PipelineSchedule) -> Iterator[tuple[int, Action]]:
     while any(at[rank] < len(row) for rank, row in enumerate(schedule.rows)):
         before = len(done)
         for rank, row in enumerate(schedule.rows):
-            while at[rank] < len(row) and all(need in done for need in schedule.needs(row[at[rank]])):
+            while at[rank] < len(row) and all(
+                need in done for need in schedule.needs(row[at[rank]])
+            ):
                 yield rank, row[at[rank]]
                 done.add(row[at[rank]])
                 at[rank] += 1
-        stuck = [f"rank {rank} at {row[at[rank]]}" for rank, row in enumerate(schedule.rows) if at[rank] < len(row)]
+        stuck = [
+            f"rank {rank} at {row[at[rank]]}"
+            for rank, row in enumerate(schedule.rows)
+            if at[rank] < len(row)
+        ]
         assert len(done) > before, f"{schedule.name}: nobody can go on: {', '.join(stuck)}"
 
 
@@ -135,8 +147,12 @@ def prove(schedule: PipelineSchedule) -> None:
     can be done one after another in some order: then all of them get done, however fast or slow a
     rank is.
     """
-    kinds: tuple[Kind, ...] = ("forward", "input", "weight") if schedule.split else ("forward", "backward")
-    assert len(schedule.placed) == schedule.stages and set(schedule.placed) == set(range(schedule.ranks)), f"placed: {schedule.placed}"
+    kinds: tuple[Kind, ...] = (
+        ("forward", "input", "weight") if schedule.split else ("forward", "backward")
+    )
+    assert len(schedule.placed) == schedule.stages and set(schedule.placed) == set(
+        range(schedule.ranks)
+    ), f"placed: {schedule.placed}"
     for rank, row in enumerate(schedule.rows):
         work = [
             Action(kind, stage, micro_batch)
@@ -147,11 +163,20 @@ def prove(schedule: PipelineSchedule) -> None:
         # Each action of the rank's stages comes exactly once.
         wrong = Counter(row)
         wrong.subtract(work)
-        assert not any(wrong.values()), f"rank {rank}: too often, or (below 0) too seldom: {[(str(a), n) for a, n in wrong.items() if n]}"
+        assert not any(wrong.values()), (
+            f"rank {rank}: too often, or (below 0) too seldom: "
+            f"{[(str(a), n) for a, n in wrong.items() if n]}"
+        )
         # Messages of one kind between two stages share a lane, and so must keep their order.
         for kind in kinds:
             for stage in schedule.held(rank):
-                numbers = [action.micro_batch for action in row if (action.kind, action.stage) == (kind, stage)]
-                assert numbers == sorted(numbers), f"rank {rank}: {kind} of stage {stage} goes through micro-batches as {numbers}"
+                numbers = [
+                    action.micro_batch
+                    for action in row
+                    if (action.kind, action.stage) == (kind, stage)
+                ]
+                assert numbers == sorted(numbers), (
+                    f"rank {rank}: {kind} of stage {stage} goes through micro-batches as {numbers}"
+                )
     for _ in in_order(schedule):
         pass

@@ -33,7 +33,11 @@ def gpipe(ranks: int, micro_batches: int) -> PipelineSchedule:
     Every rank keeps the activations of all micro-batches. Backwards begin with the first
     micro-batch, as those of torch do.
     """
-    return _in_a_line("gpipe", micro_batches, [_row(*_own(rank, micro_batches), ahead=micro_batches) for rank in range(ranks)])
+    return _in_a_line(
+        "gpipe",
+        micro_batches,
+        [_row(*_own(rank, micro_batches), ahead=micro_batches) for rank in range(ranks)],
+    )
 
 
 def one_forward_one_backward(ranks: int, micro_batches: int) -> PipelineSchedule:
@@ -71,8 +75,12 @@ def interleaved(ranks: int, micro_batches: int, chunks: int) -> PipelineSchedule
     for rank in range(ranks):
         held = [chunk * ranks + rank for chunk in range(chunks)]
         forwards = [(stage, number) for numbers in rounds for stage in held for number in numbers]
-        backwards = [(stage, number) for numbers in rounds for stage in reversed(held) for number in numbers]
-        rows.append(_row(forwards, backwards, ahead=(chunks - 1) * sizes[0] + 2 * (ranks - 1 - rank)))
+        backwards = [
+            (stage, number) for numbers in rounds for stage in reversed(held) for number in numbers
+        ]
+        rows.append(
+            _row(forwards, backwards, ahead=(chunks - 1) * sizes[0] + 2 * (ranks - 1 - rank))
+        )
     placed = tuple(stage % ranks for stage in range(ranks * chunks))
     return PipelineSchedule("interleaved", ranks * chunks, micro_batches, placed, tuple(rows))
 
@@ -87,7 +95,10 @@ def zero_bubble(ranks: int, micro_batches: int) -> PipelineSchedule:
     micro-batches after the `input` half. So every rank keeps the activations of as many
     micro-batches as there are ranks, which is what the first rank keeps under 1f1b.
     """
-    rows = [_row(*_own(rank, micro_batches), ahead=ranks - 1 - rank, behind=rank) for rank in range(ranks)]
+    rows = [
+        _row(*_own(rank, micro_batches), ahead=ranks - 1 - rank, behind=rank)
+        for rank in range(ranks)
+    ]
     return _in_a_line("zero-bubble", micro_batches, rows)
 
 
@@ -106,7 +117,12 @@ def zbv(ranks: int, micro_batches: int) -> PipelineSchedule:
     # Fewer micro-batches don't fill the pipeline: build rows for more, and leave out the actions of
     # those.
     whole = max(2 * ranks - 1, micro_batches)
-    rows = [tuple(action for action in _row_of_v(ranks, whole, rank) if action.micro_batch < micro_batches) for rank in range(ranks)]
+    rows = [
+        tuple(
+            action for action in _row_of_v(ranks, whole, rank) if action.micro_batch < micro_batches
+        )
+        for rank in range(ranks)
+    ]
     placed = (*range(ranks), *reversed(range(ranks)))
     return PipelineSchedule("zbv", 2 * ranks, micro_batches, placed, tuple(rows))
 
@@ -134,13 +150,16 @@ def check(name: str, ranks: int, micro_batches: int, chunks: int | None = None) 
     stages_per_rank = _chunks(name, ranks, micro_batches, chunks)
     if name in CHUNKED and micro_batches < ranks:
         raise UsageError(
-            f"{name} with micro_batches={micro_batches} on {ranks} ranks: ranks would wait for each other in every round; "
+            f"{name} with micro_batches={micro_batches} on {ranks} ranks: "
+            "ranks would wait for each other in every round; "
             f"give it micro_batches={ranks} or more, or take 1f1b"
         )
     return stages_per_rank
 
 
-def make_schedule(name: str, ranks: int, micro_batches: int, chunks: int | None = None) -> PipelineSchedule:
+def make_schedule(
+    name: str, ranks: int, micro_batches: int, chunks: int | None = None
+) -> PipelineSchedule:
     """Build a schedule by name.
 
     There may be fewer micro-batches than ranks, as the last batch of an epoch may have few rows.
@@ -156,7 +175,11 @@ def make_schedule(name: str, ranks: int, micro_batches: int, chunks: int | None 
         UsageError: There is no such schedule.
     """
     chunks = _chunks(name, ranks, micro_batches, chunks)
-    return CHUNKED[name](ranks, micro_batches, chunks) if name in CHUNKED else FIXED[name][1](ranks, micro_batches)
+    return (
+        CHUNKED[name](ranks, micro_batches, chunks)
+        if name in CHUNKED
+        else FIXED[name][1](ranks, micro_batches)
+    )
 
 
 def _chunks(name: str, ranks: int, micro_batches: int, chunks: int | None) -> int:
@@ -169,16 +192,23 @@ def _chunks(name: str, ranks: int, micro_batches: int, chunks: int | None) -> in
     if name in CHUNKED:
         chunks = 2 if chunks is None else chunks
         if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 2:
-            raise UsageError(f"{name} with chunks={chunks!r}: each rank has 2 stages or more; take 1f1b for one")
+            raise UsageError(
+                f"{name} with chunks={chunks!r}: each rank has 2 stages or more; take 1f1b for one"
+            )
         return chunks
     fixed = FIXED[name][0]
     if chunks not in (None, fixed):
         stages = "one stage" if fixed == 1 else f"{fixed} stages"
-        raise UsageError(f"{name} with chunks={chunks!r}: each rank has {stages}; leave chunks out, or take interleaved")
+        raise UsageError(
+            f"{name} with chunks={chunks!r}: each rank has {stages}; leave chunks out, or take "
+            "interleaved"
+        )
     return fixed
 
 
-def _in_a_line(name: str, micro_batches: int, rows: Sequence[tuple[Action, ...]]) -> PipelineSchedule:
+def _in_a_line(
+    name: str, micro_batches: int, rows: Sequence[tuple[Action, ...]]
+) -> PipelineSchedule:
     """Make a schedule of rows whose only stage has the number of the rank."""
     return PipelineSchedule(name, len(rows), micro_batches, tuple(range(len(rows))), tuple(rows))
 
@@ -189,7 +219,9 @@ def _own(rank: int, micro_batches: int) -> tuple[Work, Work]:
     return work, work
 
 
-def _row(forwards: Work, backwards: Work, *, ahead: int, behind: int | None = None) -> tuple[Action, ...]:
+def _row(
+    forwards: Work, backwards: Work, *, ahead: int, behind: int | None = None
+) -> tuple[Action, ...]:
     """Lay out the work of a rank: `ahead` forwards, forwards and backwards in turn, more backwards.
 
     With `behind`, backwards are split, and each `weight` comes `behind` inputs after its own
@@ -197,7 +229,9 @@ def _row(forwards: Work, backwards: Work, *, ahead: int, behind: int | None = No
     """
     row = [Action("forward", *work) for work in forwards[:ahead]]
     for index, work in enumerate(backwards):
-        row += [Action("forward", *next_one) for next_one in forwards[ahead + index : ahead + index + 1]]
+        row += [
+            Action("forward", *next_one) for next_one in forwards[ahead + index : ahead + index + 1]
+        ]
         if behind is None:
             row.append(Action("backward", *work))
             continue
@@ -213,7 +247,9 @@ def _row_of_v(ranks: int, micro_batches: int, rank: int) -> list[Action]:
     """Lay out the work of a rank with two stages in a V; micro_batches >= 2 * ranks - 1."""
     down, up = rank, 2 * ranks - 1 - rank
     row: list[Action] = []
-    done = dict.fromkeys([(kind, stage) for kind in ("forward", "input", "weight") for stage in (down, up)], 0)
+    done = dict.fromkeys(
+        [(kind, stage) for kind in ("forward", "input", "weight") for stage in (down, up)], 0
+    )
 
     def do(stage: int, letters: str) -> None:
         """Append the next forward (F), input (I) or weight (W) of a stage, for each letter."""

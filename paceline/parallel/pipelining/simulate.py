@@ -14,7 +14,13 @@ from functools import cached_property
 from paceline.comm.schedule import LinkSpeed
 from paceline.errors import UsageError
 from paceline.formatting import counted
-from paceline.parallel.pipelining.schedule import Action, Kind, PipelineSchedule, in_order, most_kept
+from paceline.parallel.pipelining.schedule import (
+    Action,
+    Kind,
+    PipelineSchedule,
+    in_order,
+    most_kept,
+)
 
 INSTANT = LinkSpeed(0.0, float("inf"))
 
@@ -105,7 +111,9 @@ class PipelineTimeline:
     @cached_property
     def idle(self) -> tuple[float, ...]:
         """Seconds in which each rank has nothing to do."""
-        return tuple(self.makespan - sum(span.end - span.start for span in row) for row in self.rows)
+        return tuple(
+            self.makespan - sum(span.end - span.start for span in row) for row in self.rows
+        )
 
     @property
     def bubble(self) -> float:
@@ -119,10 +127,14 @@ class PipelineTimeline:
         A micro-batch in one of two stages of a rank counts one half.
         """
         schedule = self.schedule
-        return tuple(count / len(schedule.held(rank)) for rank, count in enumerate(most_kept(schedule)))
+        return tuple(
+            count / len(schedule.held(rank)) for rank, count in enumerate(most_kept(schedule))
+        )
 
 
-def simulate(schedule: PipelineSchedule, times: StageTimes, speeds: Sequence[float] | None = None) -> PipelineTimeline:
+def simulate(
+    schedule: PipelineSchedule, times: StageTimes, speeds: Sequence[float] | None = None
+) -> PipelineTimeline:
     """Run a schedule on given times.
 
     A rank begins an action when it has finished the one before, and all that the action needs is
@@ -150,7 +162,16 @@ def simulate(schedule: PipelineSchedule, times: StageTimes, speeds: Sequence[flo
     # A link is used by one rank, in the order of its row. So ranks can be gone through in any
     # order.
     for rank, action in in_order(schedule):
-        start = max([clock[rank], *(available_at[need] for need in schedule.needs(action) if need.stage != action.stage)])
+        start = max(
+            [
+                clock[rank],
+                *(
+                    available_at[need]
+                    for need in schedule.needs(action)
+                    if need.stage != action.stage
+                ),
+            ]
+        )
         clock[rank] = start + times.seconds(action.kind, action.stage) / speeds[rank]
         rows[rank].append(ActionSpan(action, start, clock[rank]))
         available_at[action] = clock[rank]
@@ -170,9 +191,14 @@ def simulate(schedule: PipelineSchedule, times: StageTimes, speeds: Sequence[flo
 def _fit(schedule: PipelineSchedule, times: StageTimes, speeds: Sequence[float]) -> None:
     """Raise `UsageError` if there are too few or too many times, or impossible ones."""
     stages, between = schedule.stages, schedule.stages - 1
-    lengths = dict.fromkeys(("forwards", "backwards", "input_backwards", "weight_backwards", "kept"), stages)
+    lengths = dict.fromkeys(
+        ("forwards", "backwards", "input_backwards", "weight_backwards", "kept"), stages
+    )
     lengths |= {"sends": between, "returns": between}
-    values_by_name = {name: getattr(times, name) for name in lengths} | {"links": times.links, "speeds": speeds}
+    values_by_name = {name: getattr(times, name) for name in lengths} | {
+        "links": times.links,
+        "speeds": speeds,
+    }
     for name, length in {**lengths, "links": between, "speeds": schedule.ranks}.items():
         values = values_by_name[name]
         if values is None:
@@ -182,19 +208,26 @@ def _fit(schedule: PipelineSchedule, times: StageTimes, speeds: Sequence[float])
                 f"{name} has {counted(len(values), 'value')}: for {schedule.name} here it needs "
                 f"{length}"
             )
-        if name != "links" and any(not value >= 0 or value == float("inf") or (name == "speeds" and not value) for value in values):
+        if name != "links" and any(
+            not value >= 0 or value == float("inf") or (name == "speeds" and not value)
+            for value in values
+        ):
             raise UsageError(
                 f"{name} is {list(values)}: each has to be finite, and "
                 f"{'above 0' if name == 'speeds' else '0 or more'}"
             )
-    if any(not link.latency_seconds >= 0 or not link.bytes_per_second > 0 for link in times.links or ()):
+    if any(
+        not link.latency_seconds >= 0 or not link.bytes_per_second > 0 for link in times.links or ()
+    ):
         raise UsageError(
             f"links is {[tuple(link) for link in times.links or ()]}: each link needs a latency of "
             "0 or more, and more than 0 bytes per second"
         )
 
 
-def even_times(schedule: PipelineSchedule, forward: float, backward: float, transfer: float = 0.0) -> StageTimes:
+def even_times(
+    schedule: PipelineSchedule, forward: float, backward: float, transfer: float = 0.0
+) -> StageTimes:
     """Make times for equal stages; `forward` and `backward` are those of a whole rank, in seconds.
 
     So schedules with several stages on a rank compute as much as those with one. A message between
@@ -203,4 +236,9 @@ def even_times(schedule: PipelineSchedule, forward: float, backward: float, tran
     chunks = schedule.stages / schedule.ranks
     count, between = schedule.stages, schedule.stages - 1
     links = [LinkSpeed(0.0, 1.0)] * between
-    return StageTimes([forward / chunks] * count, [backward / chunks] * count, sends=[transfer] * between, links=links)
+    return StageTimes(
+        [forward / chunks] * count,
+        [backward / chunks] * count,
+        sends=[transfer] * between,
+        links=links,
+    )

@@ -90,9 +90,16 @@ class SplitProblem:
     def __post_init__(self) -> None:
         ranks, stages = self.schedule.ranks, self.schedule.stages
         if len(self.costs) < stages:
-            raise UsageError(f"{counted(len(self.costs), 'layer')} can't fill {stages} stages; take fewer stages, or name more layers")
+            raise UsageError(
+                f"{counted(len(self.costs), 'layer')} can't fill {stages} stages; "
+                "take fewer stages, or name more layers"
+            )
         lengths = {"speeds": ranks, "memory": ranks, "links": stages - 1}
-        values_by_name: dict[str, Sequence[object] | None] = {"speeds": self.speeds, "memory": self.memory, "links": self.links}
+        values_by_name: dict[str, Sequence[object] | None] = {
+            "speeds": self.speeds,
+            "memory": self.memory,
+            "links": self.links,
+        }
         for name, length in lengths.items():
             values = values_by_name[name]
             if values is not None and len(values) != length:
@@ -110,9 +117,15 @@ class SplitProblem:
     @cached_property
     def _sums(self) -> tuple[list[float], list[int], list[int]]:
         """Seconds, bytes of state and bytes of activations of all layers before each one."""
-        seconds = accumulate((cost.forward_seconds + cost.backward_seconds for cost in self.costs), initial=0.0)
+        seconds = accumulate(
+            (cost.forward_seconds + cost.backward_seconds for cost in self.costs), initial=0.0
+        )
         state = accumulate((self.state_bytes(cost) for cost in self.costs), initial=0)
-        return list(seconds), list(state), list(accumulate((cost.kept for cost in self.costs), initial=0))
+        return (
+            list(seconds),
+            list(state),
+            list(accumulate((cost.kept for cost in self.costs), initial=0)),
+        )
 
     def state_bytes(self, cost: LayerCost) -> int:
         """Bytes of a layer's parameters, their gradients, and the optimizer's state for them."""
@@ -128,12 +141,19 @@ class SplitProblem:
         rank = self.schedule.placed[stage]
         seconds, state, activations = self.sizes(start, stop)
         yield ("time", stage), seconds / self.speeds[rank]
-        if self.links is not None and stage < self.schedule.stages - 1 and self.schedule.placed[stage + 1] != rank:
+        if (
+            self.links is not None
+            and stage < self.schedule.stages - 1
+            and self.schedule.placed[stage + 1] != rank
+        ):
             yield ("there", stage), self.costs[stop - 1].sends / self.links[stage].bytes_per_second
             yield ("back", stage), self.costs[stop - 1].returns / self.links[stage].bytes_per_second
         if self.memory is not None:
             for case, counts in enumerate(self.kept_at_once[rank]):
-                yield ("memory", rank, case), (state + counts.get(stage, 0) * activations) / max(self.memory[rank], 1)
+                yield (
+                    ("memory", rank, case),
+                    (state + counts.get(stage, 0) * activations) / max(self.memory[rank], 1),
+                )
 
     def times(self, counts: Sequence[int]) -> StageTimes:
         """Times and sizes of a split, to simulate a schedule with."""
@@ -160,7 +180,12 @@ class SplitProblem:
     def slowest(self, counts: Sequence[int]) -> float:
         """Seconds that the slowest stage or link takes for one micro-batch."""
         bounds = enumerate(pairwise([0, *accumulate(counts)]))
-        return max(load for stage, part in bounds for key, load in self.loads(stage, *part) if key[0] != "memory")
+        return max(
+            load
+            for stage, part in bounds
+            for key, load in self.loads(stage, *part)
+            if key[0] != "memory"
+        )
 
     def price(self, counts: Sequence[int]) -> tuple[float, float]:
         """Sort key of a split: simulated time, rounded to a thousandth, then its slowest stage."""
@@ -168,7 +193,9 @@ class SplitProblem:
 
     def fits(self, counts: Sequence[int]) -> bool:
         """Whether no worker needs more memory than it has."""
-        return self.memory is None or all(need <= have for need, have in zip(self.memory_bytes(counts), self.memory, strict=True))
+        return self.memory is None or all(
+            need <= have for need, have in zip(self.memory_bytes(counts), self.memory, strict=True)
+        )
 
     def memory_bytes(self, counts: Sequence[int]) -> list[float]:
         """Bytes that each worker needs at most: parameters, gradients, optimizer, activations."""
@@ -191,7 +218,10 @@ def best_split(problem: SplitProblem) -> list[int]:
     # Few splits are all tried. Of many, go on from the better one of two by moving layers.
     layers, stages = len(problem.costs), problem.schedule.stages
     if comb(layers - 1, stages - 1) <= problem.tries:
-        return min((counts for counts in all_splits(layers, stages) if problem.fits(counts)), key=problem.price)
+        return min(
+            (counts for counts in all_splits(layers, stages) if problem.fits(counts)),
+            key=problem.price,
+        )
     even = even_split(layers, stages)
     return _improve(problem, min([start, even], key=problem.price) if problem.fits(even) else start)
 
@@ -201,7 +231,12 @@ def _improve(problem: SplitProblem, counts: list[int]) -> list[int]:
     best, tried = problem.price(counts), 0
     while tried < problem.tries:
         before = counts
-        for source, target in ((source, target) for source in range(len(counts)) for target in range(len(counts)) if source != target):
+        for source, target in (
+            (source, target)
+            for source in range(len(counts))
+            for target in range(len(counts))
+            if source != target
+        ):
             moved = list(counts)
             moved[source] -= 1
             moved[target] += 1
@@ -230,8 +265,10 @@ def check_split(counts: Sequence[int], layers: Sequence[str], stages: int) -> li
     split = list(counts)
     if len(split) != stages or sum(split) != len(layers) or min(split) < 1:
         raise UsageError(
-            f"split={split} doesn't deal {counted(len(layers), 'layer')} to {counted(stages, 'stage')}: "
-            f"it needs {stages} numbers above 0 with the sum {len(layers)}, such as {even_split(len(layers), stages)}"
+            f"split={split} doesn't deal {counted(len(layers), 'layer')} to "
+            f"{counted(stages, 'stage')}: "
+            f"it needs {stages} numbers above 0 with the sum {len(layers)}, such as "
+            f"{even_split(len(layers), stages)}"
         )
     return split
 
@@ -244,9 +281,11 @@ def _explain_memory(problem: SplitProblem, memory: Sequence[float]) -> str:
     worst = max(range(len(needed)), key=lambda rank: needed[rank] / max(memory[rank], 1))
     activation_bytes = problem.timeline(counts).kept_bytes[worst]
     return (
-        f"no split of these {len(problem.costs)} layers fits: the one that needs least, {counts}, takes {sized(needed[worst])} on worker "
+        f"no split of these {len(problem.costs)} layers fits: the one that needs least, {counts}, "
+        f"takes {sized(needed[worst])} on worker "
         f"{worst}, which has {sized(memory[worst])} "
-        f"({sized(needed[worst] - activation_bytes)} for parameters, gradients and optimizer, {sized(activation_bytes)} "
+        f"({sized(needed[worst] - activation_bytes)} for parameters, gradients and optimizer, "
+        f"{sized(activation_bytes)} "
         "for activations); take more stages, smaller micro-batches or activation checkpointing"
     )
 
@@ -283,11 +322,19 @@ class _Search:
 
     def __post_init__(self) -> None:
         self._stages = stages = self.problem.schedule.stages
-        used = [[key for key, _ in self.problem.loads(stage, stage, stage + 1)] for stage in range(stages)]
+        used = [
+            [key for key, _ in self.problem.loads(stage, stage, stage + 1)]
+            for stage in range(stages)
+        ]
         all_keys = dict.fromkeys(key for keys in used for key in keys)
         # After each stage: the loads that have begun, and will grow with later stages.
         self.open = [
-            tuple(key for key in all_keys if any(key in row for row in used[: at + 1]) and any(key in row for row in used[at + 1 :]))
+            tuple(
+                key
+                for key in all_keys
+                if any(key in row for row in used[: at + 1])
+                and any(key in row for row in used[at + 1 :])
+            )
             for at in range(stages)
         ]
 
@@ -302,11 +349,17 @@ class _Search:
     def _even(self) -> float:
         """Largest load of the even split, a limit for the best one; infinite if out of bounds."""
         loads = dict[Load, float]()
-        for stage, part in enumerate(pairwise([0, *accumulate(even_split(len(self.problem.costs), self._stages))])):
+        for stage, part in enumerate(
+            pairwise([0, *accumulate(even_split(len(self.problem.costs), self._stages))])
+        ):
             for key, load in self.problem.loads(stage, *part):
                 loads[key] = loads.get(key, 0.0) + load
         within = all(load <= 1 for key, load in loads.items() if key[0] in self.bounded)
-        return max(load for key, load in loads.items() if key[0] in self.minimised) * (1 + 1e-9) if within else float("inf")
+        return (
+            max(load for key, load in loads.items() if key[0] in self.minimised) * (1 + 1e-9)
+            if within
+            else float("inf")
+        )
 
     def _least(self, width: int, limit: float) -> tuple[_Partial | None, bool]:
         """Find a split whose largest load is least and at most `limit`; whether any was dropped."""
@@ -319,10 +372,16 @@ class _Search:
                 for stop in self._stops(stage, start):
                     added = list(self.problem.loads(stage, start, stop))
                     # More layers would only add to these loads.
-                    if any(load > self._limit(key, limit) for key, load in added if key[0] in GROWING):
+                    if any(
+                        load > self._limit(key, limit) for key, load in added if key[0] in GROWING
+                    ):
                         break
-                    extended = (self._add(one, keys, added, stage, stop - start) for one in partials)
-                    grown.setdefault(stop, []).extend(one for one in extended if one is not None and one.worst <= limit)
+                    extended = (
+                        self._add(one, keys, added, stage, stop - start) for one in partials
+                    )
+                    grown.setdefault(stop, []).extend(
+                        one for one in extended if one is not None and one.worst <= limit
+                    )
             cells = {stop: _undominated(partials, width) for stop, partials in grown.items()}
             dropped = dropped or any(len(partials) == width for partials in cells.values())
             keys = self.open[stage]
@@ -330,14 +389,27 @@ class _Search:
         return (min(done) if done else None), dropped
 
     def _limit(self, key: Load, limit: float) -> float:
-        return limit if key[0] in self.minimised else 1.0 if key[0] in self.bounded else float("inf")
+        return (
+            limit if key[0] in self.minimised else 1.0 if key[0] in self.bounded else float("inf")
+        )
 
     def _stops(self, stage: int, start: int) -> Sequence[int]:
         """Ends of a stage that begins at layer `start`, such that later stages have layers, too."""
         layers = len(self.problem.costs)
-        return [layers] if stage == self._stages - 1 else range(start + 1, layers - self._stages + stage + 2)
+        return (
+            [layers]
+            if stage == self._stages - 1
+            else range(start + 1, layers - self._stages + stage + 2)
+        )
 
-    def _add(self, one: _Partial, keys: Sequence[Load], added: Sequence[tuple[Load, float]], stage: int, count: int) -> _Partial | None:
+    def _add(
+        self,
+        one: _Partial,
+        keys: Sequence[Load],
+        added: Sequence[tuple[Load, float]],
+        stage: int,
+        count: int,
+    ) -> _Partial | None:
         """Extend a partial split by a stage of `count` layers; None if it goes out of bounds."""
         loads = dict(zip(keys, one.loads, strict=True))
         worst, square = one.worst, one.square
@@ -350,7 +422,12 @@ class _Search:
                 worst = max(worst, loads[key])
             if key[0] == "time":
                 square += loads[key] ** 2 - before**2
-        return _Partial(worst, square, tuple(loads.get(key, 0.0) for key in self.open[stage]), (*one.counts, count))
+        return _Partial(
+            worst,
+            square,
+            tuple(loads.get(key, 0.0) for key in self.open[stage]),
+            (*one.counts, count),
+        )
 
 
 def _undominated(partials: Sequence[_Partial], width: int) -> list[_Partial]:
@@ -358,7 +435,10 @@ def _undominated(partials: Sequence[_Partial], width: int) -> list[_Partial]:
     best = list[_Partial]()
     for one in sorted(partials):
         # Those before it in this order have no larger worst load.
-        if not any(all(load <= other for load, other in zip(better.loads, one.loads, strict=True)) for better in best):
+        if not any(
+            all(load <= other for load, other in zip(better.loads, one.loads, strict=True))
+            for better in best
+        ):
             best.append(one)
             if len(best) == width:
                 break
@@ -375,5 +455,11 @@ def _most_at_once(schedule: PipelineSchedule, rank: int) -> list[Mapping[int, in
     for action in schedule.rows[rank]:
         now[action.stage] += (action.kind == "forward") - (action.kind in COMPLETES)
         seen.add(tuple(now.values()))
-    most = [one for one in seen if not any(other != one and all(a >= b for a, b in zip(other, one, strict=True)) for other in seen)]
+    most = [
+        one
+        for one in seen
+        if not any(
+            other != one and all(a >= b for a, b in zip(other, one, strict=True)) for other in seen
+        )
+    ]
     return [dict(zip(stages, one, strict=True)) for one in sorted(most)]

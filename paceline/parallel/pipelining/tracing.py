@@ -29,7 +29,10 @@ from paceline.errors import UsageError
 from paceline.parallel.pipelining.operations import OUTPUT, Attribute, Operation, Ref, substitute
 from paceline.parallel.torch_pytree import tree_leaves
 
-INSTEAD = "name the module that does this as one layer, or say trace=False if the layers simply follow one another"
+INSTEAD = (
+    "name the module that does this as one layer, or say trace=False if the layers simply follow "
+    "one another"
+)
 RANDOM = (torch.rand, torch.randint, torch.randn, torch.randperm)
 FILLED = (torch.empty, torch.eye, torch.full, torch.ones, torch.zeros)
 RANGES = (torch.arange, torch.linspace, torch.logspace)
@@ -51,29 +54,49 @@ class Untraceable(UsageError):
         self.reason = reason
 
 
-def trace_operations(model: nn.Module, layers: Sequence[str], inputs: Sequence[str]) -> list[Operation]:
+def trace_operations(
+    model: nn.Module, layers: Sequence[str], inputs: Sequence[str]
+) -> list[Operation]:
     """Trace the forward of a model for these of its arguments; `layers` are called whole."""
     refuse_hooks(model, layers)
     with TRACING:
         # The third trace shows what differs between two traces of the same mode.
-        training, evaluation, again = (_trace(model, layers, inputs, training=mode) for mode in (True, False, True))
+        training, evaluation, again = (
+            _trace(model, layers, inputs, training=mode) for mode in (True, False, True)
+        )
     _refuse_changes(model, training, again)
     return _merge(model, training, evaluation)
 
 
-def _merge(model: nn.Module, training: Sequence[Operation], evaluation: Sequence[Operation]) -> list[Operation]:
+def _merge(
+    model: nn.Module, training: Sequence[Operation], evaluation: Sequence[Operation]
+) -> list[Operation]:
     """Merge the traces of two modes, which may differ in arguments alone."""
     pairs = zip(training, evaluation, strict=False)
-    other = next((one.name for one, two in pairs if (one.name, one.kind, one.target) != (two.name, two.kind, two.target)), None)
+    other = next(
+        (
+            one.name
+            for one, two in pairs
+            if (one.name, one.kind, one.target) != (two.name, two.kind, two.target)
+        ),
+        None,
+    )
     if other or len(training) != len(evaluation):
         at = f" from {other} on" if other else ""
-        raise Untraceable(f"the forward of {type(model).__name__} does other things in training than in evaluation{at}")
+        raise Untraceable(
+            f"the forward of {type(model).__name__} does other things in training than in "
+            f"evaluation{at}"
+        )
     return [one.merged(two) for one, two in zip(training, evaluation, strict=True)]
 
 
-def _refuse_changes(model: nn.Module, first: Sequence[Operation], again: Sequence[Operation]) -> None:
+def _refuse_changes(
+    model: nn.Module, first: Sequence[Operation], again: Sequence[Operation]
+) -> None:
     """Raise `UsageError` for a forward that does something else each time."""
-    alike = [one.merged(two) for one, two in zip(first, again, strict=False) if one.target == two.target]
+    alike = [
+        one.merged(two) for one, two in zip(first, again, strict=False) if one.target == two.target
+    ]
     changed = next((operation.name for operation in alike if operation.by_mode), None)
     if changed or not len(alike) == len(first) == len(again):
         at = f" (at {changed})" if changed else ""
@@ -84,7 +107,9 @@ def _refuse_changes(model: nn.Module, first: Sequence[Operation], again: Sequenc
         )
 
 
-def _trace(model: nn.Module, layers: Sequence[str], inputs: Sequence[str], *, training: bool) -> list[Operation]:
+def _trace(
+    model: nn.Module, layers: Sequence[str], inputs: Sequence[str], *, training: bool
+) -> list[Operation]:
     """Trace a forward once, and set back whatever it changes in modules around the layers."""
     through = {name: module for name, module in model.named_modules() if not is_whole(name, layers)}
     before = {name: dict(vars(module)) for name, module in through.items()}
@@ -111,12 +136,18 @@ def _trace(model: nn.Module, layers: Sequence[str], inputs: Sequence[str], *, tr
         if node.op == "get_attr"
         for place in [tracer.constants.get(node.target, Attribute(node.target))]
     }
-    return [tracer.operation(node, replacements) for node in graph.nodes if node.op not in ("get_attr", "placeholder")]
+    return [
+        tracer.operation(node, replacements)
+        for node in graph.nodes
+        if node.op not in ("get_attr", "placeholder")
+    ]
 
 
 def is_whole(name: str, layers: Sequence[str]) -> bool:
     """Whether a module is called whole: it is a layer, or has no layer inside."""
-    return bool(name) and (name in layers or not any(layer.startswith(f"{name}.") for layer in layers))
+    return bool(name) and (
+        name in layers or not any(layer.startswith(f"{name}.") for layer in layers)
+    )
 
 
 class LayerTracer(Tracer):
@@ -128,16 +159,26 @@ class LayerTracer(Tracer):
     """
 
     def __init__(self, layers: Sequence[str], inputs: Sequence[str]) -> None:
-        super().__init__(autowrap_modules=(math,), autowrap_functions=(checkpoint.checkpoint, *FACTORIES), param_shapes_constant=True)
+        super().__init__(
+            autowrap_modules=(math,),
+            autowrap_functions=(checkpoint.checkpoint, *FACTORIES),
+            param_shapes_constant=True,
+        )
         self.constants = dict[str, Tensor]()
-        self._layers, self._inputs, self._thread = frozenset(layers), tuple(inputs), threading.get_ident()
+        self._layers, self._inputs, self._thread = (
+            frozenset(layers),
+            tuple(inputs),
+            threading.get_ident(),
+        )
         self._modes = _modes()
         self._ungraded = set[str]()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record functions of torch that torch.fx overlooks, inside of the block."""
-        places: list[tuple[Any, str, Any]] = [(torch, function.__name__, function) for function in FACTORIES]
+        places: list[tuple[Any, str, Any]] = [
+            (torch, function.__name__, function) for function in FACTORIES
+        ]
         places.append((checkpoint, "checkpoint", checkpoint.checkpoint))
         # Private to torch: every call of an autograd.Function passes its arguments through this
         # function. If it is renamed, this raises; if it isn't called any more, such functions are
@@ -160,7 +201,9 @@ class LayerTracer(Tracer):
             # Random numbers are recorded without arguments from the batch, too: the values drawn
             # now would be used for ever.
             drawn = function in RANDOM
-            if self._elsewhere or not (drawn or any(isinstance(leaf, Proxy) for leaf in tree_leaves((args, kwargs)))):
+            if self._elsewhere or not (
+                drawn or any(isinstance(leaf, Proxy) for leaf in tree_leaves((args, kwargs)))
+            ):
                 return function(*args, **kwargs)
             return self.create_proxy("call_function", function, args, kwargs)
 
@@ -179,8 +222,18 @@ class LayerTracer(Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return is_whole(module_qualified_name, tuple(self._layers))
 
-    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return forward(*args, **kwargs) if self._elsewhere else super().call_module(m, forward, args, kwargs)
+    def call_module(
+        self,
+        m: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        return (
+            forward(*args, **kwargs)
+            if self._elsewhere
+            else super().call_module(m, forward, args, kwargs)
+        )
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Proxy]) -> Any:
         if self._elsewhere:
@@ -193,7 +246,9 @@ class LayerTracer(Tracer):
             return parameter_proxy_cache[path]
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
-    def create_args_for_root(self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Any, list[Any]]:
         proxies = {name: self.create_proxy("placeholder", name, (), {}) for name in self._inputs}
 
         def forward(root: nn.Module) -> Any:
@@ -209,7 +264,11 @@ class LayerTracer(Tracer):
             return self.create_node("get_attr", name, (), {})
         # Dataclasses, and mappings of the script's own classes, are made again in each forward.
         if dataclasses.is_dataclass(a) and not isinstance(a, type):
-            fields = {field.name: self.create_arg(getattr(a, field.name)) for field in dataclasses.fields(a) if field.init}
+            fields = {
+                field.name: self.create_arg(getattr(a, field.name))
+                for field in dataclasses.fields(a)
+                if field.init
+            }
             return self.create_node("call_function", type(a), (), fields)
         if isinstance(a, Mapping) and type(a) not in (dict, defaultdict):
             return self.create_node("call_function", type(a), (self.create_arg(dict(a)),), {})
@@ -219,7 +278,10 @@ class LayerTracer(Tracer):
         node = super().create_node(kind, target, *args, **kwargs)
         graded, rest = _modes()
         if rest != self._modes[1]:
-            raise TraceError("torch.autocast (or torch.inference_mode) around a part of the forward can't be recorded")
+            raise TraceError(
+                "torch.autocast (or torch.inference_mode) around a part of the forward can't be "
+                "recorded"
+            )
         if self._modes[0] and not graded:
             self._ungraded.add(node.name)
         return node
@@ -238,9 +300,16 @@ class LayerTracer(Tracer):
         def named(leaf: Any) -> Any:
             if not isinstance(leaf, Node):
                 return leaf
-            return replacements.get(leaf, Ref(str(leaf.target) if leaf.op == "placeholder" else leaf.name))
+            return replacements.get(
+                leaf, Ref(str(leaf.target) if leaf.op == "placeholder" else leaf.name)
+            )
 
-        kinds = {"call_module": "module", "call_function": "function", "call_method": "method", "output": "output"}
+        kinds = {
+            "call_module": "module",
+            "call_function": "function",
+            "call_method": "method",
+            "output": "output",
+        }
         args, kwargs = substitute(node.args, named), substitute(node.kwargs, named)
         kind: Any = kinds[node.op]
         name = OUTPUT if node.op == "output" else node.name
@@ -260,7 +329,11 @@ def _assertion() -> str | None:
     """
     stack = inspect.stack(context=0)
     frame = next(one.frame for one in stack if not one.filename.startswith(OURS))
-    following = [one for one in dis.get_instructions(frame.f_code) if one.offset >= frame.f_lasti and one.opname not in SILENT]
+    following = [
+        one
+        for one in dis.get_instructions(frame.f_code)
+        if one.offset >= frame.f_lasti and one.opname not in SILENT
+    ]
     jump, raised = following[0].opname, f"{following[1].opname} {following[1].argval}"
     # From Python 3.14 on, AssertionError is a common constant.
     asserts = "LOAD_ASSERTION_ERROR" in raised or raised == "LOAD_COMMON_CONSTANT AssertionError"
@@ -274,17 +347,25 @@ def _is_state(a: Tensor, root: nn.Module) -> bool:
 
 
 def _modes() -> tuple[bool, tuple[Any, ...]]:
-    autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    autocast = [
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+    ]
     return torch.is_grad_enabled(), (torch.is_inference_mode_enabled(), *autocast)
 
 
-def _refuse_assignments(before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]]) -> None:
+def _refuse_assignments(
+    before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]]
+) -> None:
     """Raise `UsageError` if a forward has set an attribute, which other workers wouldn't see."""
     for name, attributes in after.items():
         for key, value in attributes.items():
             if key != "training" and before[name].get(key, before) is not value:
                 path = f"{name}.{key}" if name else key
-                raise UsageError(f"the forward sets the attribute {path}, which layers on other workers wouldn't see; {INSTEAD}")
+                raise UsageError(
+                    f"the forward sets the attribute {path}, which layers on other workers "
+                    f"wouldn't see; {INSTEAD}"
+                )
 
 
 def refuse_hooks(model: nn.Module, layers: Sequence[str]) -> None:
@@ -297,8 +378,16 @@ def refuse_hooks(model: nn.Module, layers: Sequence[str]) -> None:
         )
     for name, module in model.named_modules():
         # Private to torch: dicts of hooks by handle. If they are renamed, this raises.
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *module._backward_hooks.values()]
-        of_scripts = [hook for hook in hooks if not str(getattr(hook, "__module__", None)).startswith("paceline.")]
+        hooks = [
+            *module._forward_hooks.values(),
+            *module._forward_pre_hooks.values(),
+            *module._backward_hooks.values(),
+        ]
+        of_scripts = [
+            hook
+            for hook in hooks
+            if not str(getattr(hook, "__module__", None)).startswith("paceline.")
+        ]
         if name and not is_whole(name, layers) and of_scripts:
             raise UsageError(
                 f"{name} has a hook, but isn't called itself, as layers inside of it are; put the "
@@ -308,14 +397,24 @@ def refuse_hooks(model: nn.Module, layers: Sequence[str]) -> None:
 
 def _explain(model: nn.Module, error: Exception) -> str:
     """Explain why and where a forward can't be traced, from the error that torch.fx has raised."""
-    every = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith((__file__, FX))]
+    every = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((__file__, FX))
+    ]
     frames = [frame for frame in every if not frame.filename.startswith(OURS)] or every
-    place = f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else inspect.getfile(type(model))
+    place = (
+        f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})"
+        if frames
+        else inspect.getfile(type(model))
+    )
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     if "cannot be iterated" in reason:
         reason = "a loop there goes over a value that is known only when the model runs"
     elif "control flow" in reason:
-        reason = "an if, while or assert there depends on a value that is known only when the model runs"
+        reason = (
+            "an if, while or assert there depends on a value that is known only when the model runs"
+        )
     elif reason.startswith("argument of type"):
         reason = "an object there holds values, and is no tuple, list, dict or dataclass"
     return f"the forward of {type(model).__name__} can't be traced at {place}: {reason}"

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.parallel.torch_pytree import TreeSpec, tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
+from paceline.parallel.torch_pytree import (
+    TreeSpec,
+    tree_flatten,
+    tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
+)
 
 Values = dict[str, Any]
 PLAIN = (bool, int, float, str)
@@ -39,7 +45,8 @@ def pack(values: Mapping[str, Any], what: str) -> tuple[dict[str, Any], list[Ten
             plain.append(leaf)
         else:
             raise UsageError(
-                f"{what} gives a {type(leaf).__qualname__}, and stages of a pipeline send each other tensors, numbers, texts and None, in "
+                f"{what} gives a {type(leaf).__qualname__}, and stages of a pipeline send each "
+                "other tensors, numbers, texts and None, in "
                 "dicts, lists and tuples: return those (and no cache: use_cache=False)"
             )
     return {"tree": treespec_dumps(spec), "plain": plain, "needing": needing}, tensors
@@ -50,7 +57,10 @@ def unpack(head: Mapping[str, Any], tensors: Sequence[Tensor]) -> tuple[Values, 
 
     These are leaves of this stage's graph. Without gradients, there are none.
     """
-    needing, coming = set(head["needing"]) if torch.is_grad_enabled() else set[int](), iter(enumerate(tensors))
+    needing, coming = (
+        set(head["needing"]) if torch.is_grad_enabled() else set[int](),
+        iter(enumerate(tensors)),
+    )
     leaves, entries = list[Any](), list[Tensor]()
     for value in head["plain"]:
         if value != {}:
@@ -67,7 +77,11 @@ def unpack(head: Mapping[str, Any], tensors: Sequence[Tensor]) -> tuple[Values, 
 
 def tensors_needing(values: Mapping[str, Any]) -> list[Tensor]:
     """List tensors that need gradients, in the order of `unpack_values` on the other side."""
-    return [leaf for leaf in tree_flatten(dict(values))[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return [
+        leaf
+        for leaf in tree_flatten(dict(values))[0]
+        if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
 
 
 @functools.lru_cache(maxsize=64)
@@ -77,7 +91,9 @@ def _spec(text: str) -> TreeSpec:
 
 def pack_gradients(grads: Sequence[Tensor | None]) -> tuple[dict[str, Any], list[Tensor]]:
     """Make the head and the tensors of a message with gradients; None for missing ones."""
-    return {"there": [grad is not None for grad in grads]}, [grad for grad in grads if grad is not None]
+    return {"there": [grad is not None for grad in grads]}, [
+        grad for grad in grads if grad is not None
+    ]
 
 
 def unpack_gradients(head: Mapping[str, Any], tensors: Sequence[Tensor]) -> list[Tensor | None]:

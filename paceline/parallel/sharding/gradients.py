@@ -73,7 +73,10 @@ class GradientBucket:
         """Take a parameter's gradient, times `scale`; more may come before the bucket leaves."""
         held, (start, stop) = self.memory.held[index], self.memory.spans[index]
         if grad.layout != torch.strided:
-            raise UsageError(f"the gradient of {held.name} is sparse, and shard() cuts dense ones; make its layer without sparse=True")
+            raise UsageError(
+                f"the gradient of {held.name} is sparse, and shard() cuts dense ones; "
+                "make its layer without sparse=True"
+            )
         if self.sent:
             raise UsageError(
                 f"{held.name} got a second gradient in one backward pass when the first had left "
@@ -81,7 +84,9 @@ class GradientBucket:
                 "use_reentrant=True share it); say use_reentrant=False"
             )
         if self._flat is None:
-            self._flat = torch.empty(self.memory.layout.padded, dtype=self.dtype, device=grad.device)
+            self._flat = torch.empty(
+                self.memory.layout.padded, dtype=self.dtype, device=grad.device
+            )
             self._flat[sum(self.memory.layout.numels) :].zero_()  # the padding
         view = self._flat[start:stop].view(grad.shape)
         if self.came[index]:
@@ -94,7 +99,9 @@ class GradientBucket:
         """Begin the sum over the workers; gradients that haven't come count as zeros."""
         layout = self.memory.layout
         if self._flat is None:
-            self._flat = torch.zeros(layout.padded, dtype=self.dtype, device=self.memory.part.device)
+            self._flat = torch.zeros(
+                layout.padded, dtype=self.dtype, device=self.memory.part.device
+            )
         for (start, stop), came in zip(self.memory.spans, self.came, strict=True):
             if not came:
                 self._flat[start:stop].zero_()
@@ -182,7 +189,13 @@ class ShardGradients:
     """
 
     def __init__(
-        self, memories: Sequence[FlatMemory], group: Group, *, keeps: bool, dtype: torch.dtype | None, meter: AxisMeter | None = None
+        self,
+        memories: Sequence[FlatMemory],
+        group: Group,
+        *,
+        keeps: bool,
+        dtype: torch.dtype | None,
+        meter: AxisMeter | None = None,
     ) -> None:
         self._group, self._meter = group, AxisMeter("shard") if meter is None else meter
         # As sending a bucket doesn't wait for all workers.
@@ -224,7 +237,11 @@ class ShardGradients:
 
     @property
     def kept_nbytes(self) -> int:
-        return sum(bucket.memory.layout.padded * bucket.dtype.itemsize for bucket in self.buckets if bucket.keeps)
+        return sum(
+            bucket.memory.layout.padded * bucket.dtype.itemsize
+            for bucket in self.buckets
+            if bucket.keeps
+        )
 
     # ---- during a pass
 
@@ -237,11 +254,15 @@ class ShardGradients:
         name = bucket.memory.held[index].name
         if grad.requires_grad:
             raise UsageError(
-                f"backward(create_graph=True) reached the parameter {name}: an exchanged gradient has no graph; use "
+                f"backward(create_graph=True) reached the parameter {name}: "
+                "an exchanged gradient has no graph; use "
                 "torch.autograd.grad(..., create_graph=True) for the penalty, it stays local"
             )
         if self._sink is None:
-            raise UsageError(f"backward reached the parameter {name}, which no run follows; give its model and optimizer to run.prepare")
+            raise UsageError(
+                f"backward reached the parameter {name}, which no run follows; "
+                "give its model and optimizer to run.prepare"
+            )
         # A large gradient and its copy in the bucket need room for two buckets.
         if 2 * grad.numel() > bucket.memory.layout.padded:
             self._make_room(0)
@@ -266,7 +287,12 @@ class ShardGradients:
         it may need this worker to get there. So no wait is long, and there are none once workers
         have used different parameters.
         """
-        while self._even and self._waits and self._next - self._handed > most and not self.buckets[self._handed].keeps:
+        while (
+            self._even
+            and self._waits
+            and self._next - self._handed > most
+            and not self.buckets[self._handed].keeps
+        ):
             bucket = self.buckets[self._handed]
             if not bucket.arrived and not bucket.arrives(self._patience, self._meter):
                 self._patience, self._waits = self._patience / 2, False
@@ -278,7 +304,9 @@ class ShardGradients:
         bucket = self.buckets[self._handed]
         self._handed += 1
         if bucket.sent and self._sink is not None:
-            for piece, grad, counts in zip(bucket.memory.pieces, bucket.sums(self._meter), used, strict=True):
+            for piece, grad, counts in zip(
+                bucket.memory.pieces, bucket.sums(self._meter), used, strict=True
+            ):
                 if counts:
                     self._sink.take(piece, grad)
 

@@ -41,7 +41,10 @@ class FlatLayout:
     def pieces(self, rank: int) -> list[Range]:
         """Range of each parameter's elements in a rank's part; empty ranges if it has none."""
         first, last = rank * self.part, (rank + 1) * self.part
-        return [(_within(first - start, stop - start), _within(last - start, stop - start)) for start, stop in self.spans()]
+        return [
+            (_within(first - start, stop - start), _within(last - start, stop - start))
+            for start, stop in self.spans()
+        ]
 
     def within(self, rank: int) -> list[Range]:
         """Range in a rank's part that the piece of each parameter takes."""

@@ -70,36 +70,69 @@ class FlatMemory:
         meter: AxisMeter | None = None,
         home: torch.device = CPU,
     ) -> None:
-        self.unit, self.held, self._group, self.frees, self.rank = unit, list(held), group, frees, group.rank
+        self.unit, self.held, self._group, self.frees, self.rank = (
+            unit,
+            list(held),
+            group,
+            frees,
+            group.rank,
+        )
         self._meter, self._begun = AxisMeter("shard") if meter is None else meter, 0
         first = held[0].parameter
         self.layout = FlatLayout(tuple(one.parameter.numel() for one in held), group.size)
         # Ranges of the parameters in the memory, and of their pieces in this worker's part.
         self.spans, self.places = self.layout.spans(), self.layout.within(group.rank)
-        self.trained, self.kept_dtype, self.dtype = first.requires_grad, first.dtype, dtype or first.dtype
+        self.trained, self.kept_dtype, self.dtype = (
+            first.requires_grad,
+            first.dtype,
+            dtype or first.dtype,
+        )
         device = home if first.is_meta else first.device
-        self._memory = torch.zeros(self.layout.padded, dtype=self.dtype if frees else self.kept_dtype, device=device)
+        self._memory = torch.zeros(
+            self.layout.padded, dtype=self.dtype if frees else self.kept_dtype, device=device
+        )
         self._raw = self._memory.data
         chunks = list(self._raw.chunk(group.size))
         self._chunks, own_chunk = chunks, chunks[group.rank]
-        self.part = torch.zeros(self.layout.part, dtype=self.kept_dtype, device=device) if frees else own_chunk
+        self.part = (
+            torch.zeros(self.layout.part, dtype=self.kept_dtype, device=device)
+            if frees
+            else own_chunk
+        )
         self._fill()
-        views = [self._memory[start:stop].view(one.parameter.shape) for one, (start, stop) in zip(held, self.spans, strict=True)]
+        views = [
+            self._memory[start:stop].view(one.parameter.shape)
+            for one, (start, stop) in zip(held, self.spans, strict=True)
+        ]
         places = [self.part[start:stop] for start, stop in self.places]
         # The model keeps its own parameter objects: with `frees` they become pieces, else wholes.
         if frees:
             self.wholes = [Parameter(view, requires_grad=self.trained) for view in views]
-            self._views, self._nothing = [whole.data for whole in self.wholes], self._memory.new_empty(0)
-            self.pieces = [_become(one.parameter, place) for one, place in zip(held, places, strict=True)]
+            self._views, self._nothing = (
+                [whole.data for whole in self.wholes],
+                self._memory.new_empty(0),
+            )
+            self.pieces = [
+                _become(one.parameter, place) for one, place in zip(held, places, strict=True)
+            ]
             for one, piece in zip(held, self.pieces, strict=True):
                 if self.trained:
                     piece.register_post_accumulate_grad_hook(partial(_refuse_piece, one.name))
         else:
-            self.wholes = [_become(one.parameter, view) for one, view in zip(held, views, strict=True)]
+            self.wholes = [
+                _become(one.parameter, view) for one, view in zip(held, views, strict=True)
+            ]
             self.pieces = [Parameter(place, requires_grad=self.trained) for place in places]
         # Parameters whose memory must stay the one given to them here.
-        given_parameters = zip(held, *((self.pieces,) if frees else (self.wholes, self.pieces)), strict=True)
-        self._given = [(one.name, p, p.data_ptr()) for one, *both in given_parameters for p in both if p.numel()]
+        given_parameters = zip(
+            held, *((self.pieces,) if frees else (self.wholes, self.pieces)), strict=True
+        )
+        self._given = [
+            (one.name, p, p.data_ptr())
+            for one, *both in given_parameters
+            for p in both
+            if p.numel()
+        ]
         self._nbytes = self._memory.untyped_storage().nbytes()
         self.whole = True
         if frees:
@@ -178,7 +211,8 @@ class FlatMemory:
                 raise UsageError(
                     f"{name} was moved out of the memory that shard() gave it (it is "
                     f"{parameter.dtype}, and was {self.kept_dtype}), so optimizers don't step it: "
-                    "call model.float() and the like before run.prepare, and write values in place (p.data.copy_(x)), or by run.whole(p)"
+                    "call model.float() and the like before run.prepare, and write values in place "
+                    "(p.data.copy_(x)), or by run.whole(p)"
                 )
             if self.frees and has_script_hook(parameter):
                 refuse_hook(name)
@@ -188,7 +222,8 @@ class FlatMemory:
         for one, whole in zip(self.held, self.wholes, strict=True) if not self.frees else ():
             if whole.grad is not None and bool(whole.grad.any()):
                 raise UsageError(
-                    f"{one.name} was given a gradient by the script (p.grad = ...), and with shard(zero=1) or (zero=2) optimizers step by "
+                    f"{one.name} was given a gradient by the script (p.grad = ...), and with "
+                    "shard(zero=1) or (zero=2) optimizers step by "
                     "those of pieces: let backward make it, or set it in a block of run.whole(p)"
                 )
 
@@ -203,7 +238,8 @@ class FlatMemory:
                     raise UsageError(
                         f"{one.name} is not the parameter that shard(zero=3) has cut, and would be "
                         "replaced by it "
-                        "(functional_call, a new parameter): say zero=2, where functional_call takes what it is given, or change "
+                        "(functional_call, a new parameter): say zero=2, where functional_call "
+                        "takes what it is given, or change "
                         "values by run.whole(p)"
                     )
         for one, parameter in zip(self.held, self.wholes if whole else self.pieces, strict=True):
@@ -220,7 +256,8 @@ def _refuse_piece(name: str, _: Tensor) -> NoReturn:
     raise UsageError(
         f"the loss uses {name} itself, and each worker has a piece of it while its unit isn't "
         "running (shard(zero=3)), so losses would "
-        "differ: say zero=2, where parameters are whole, or let the optimizer do a penalty (weight_decay)"
+        "differ: say zero=2, where parameters are whole, or let the optimizer do a penalty "
+        "(weight_decay)"
     )
 
 
@@ -228,7 +265,9 @@ def has_script_hook(piece: Parameter) -> bool:
     """Whether a script has registered a hook for the gradient of a piece, besides paceline's."""
     # Both attributes are private to torch: dicts of hooks by handle, or None. `func` unwraps a
     # partial.
-    hooks = [getattr(hook, "func", hook) for hook in (piece._post_accumulate_grad_hooks or {}).values()]
+    hooks = [
+        getattr(hook, "func", hook) for hook in (piece._post_accumulate_grad_hooks or {}).values()
+    ]
     homes = [getattr(hook, "__module__", None) or "" for hook in hooks]
     return bool(piece._backward_hooks) or not all(home.startswith("paceline.") for home in homes)
 
@@ -254,7 +293,9 @@ def refuse_change(name: str, *, trained: bool) -> NoReturn:
 def _become(parameter: Parameter, memory: Tensor) -> Parameter:
     """Give a parameter other memory. It stays the same object."""
     if parameter.is_meta:  # `set_` can't change its device
-        torch.utils.swap_tensors(parameter, Parameter(memory, requires_grad=parameter.requires_grad))
+        torch.utils.swap_tensors(
+            parameter, Parameter(memory, requires_grad=parameter.requires_grad)
+        )
     else:
         with torch.no_grad():
             parameter.set_(memory)  # type: ignore[call-overload]

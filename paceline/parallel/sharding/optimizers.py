@@ -22,14 +22,40 @@ from paceline.parallel.elementwise import is_elementwise
 # Optimizers of any library that need a norm, a product or a step size over all parameters together,
 # in lower case.
 ONE_NUMBER = (
-    *("adai", "adaiv2", "alig", "asam", "bsam", "dadaptadagrad", "dadaptadam", "dadaptadan", "dadaptlion", "dadaptsgd", "dog", "dowg"),
-    *("friendlysam", "gsam", "looksam", "momo", "momoadam", "prodigy", "prodigyreference", "ranger21", "sam", "wsam"),
+    *(
+        "adai",
+        "adaiv2",
+        "alig",
+        "asam",
+        "bsam",
+        "dadaptadagrad",
+        "dadaptadam",
+        "dadaptadan",
+        "dadaptlion",
+        "dadaptsgd",
+        "dog",
+        "dowg",
+    ),
+    *(
+        "friendlysam",
+        "gsam",
+        "looksam",
+        "momo",
+        "momoadam",
+        "prodigy",
+        "prodigyreference",
+        "ranger21",
+        "sam",
+        "wsam",
+    ),
 )
 
 
 def takes_one_number(optimizer: Optimizer) -> bool:
     """Whether an optimizer needs a number over all parameters, by the names of its base classes."""
-    return not is_elementwise(optimizer) and any(kind.__name__.lower() in ONE_NUMBER for kind in type(optimizer).__mro__)
+    return not is_elementwise(optimizer) and any(
+        kind.__name__.lower() in ONE_NUMBER for kind in type(optimizer).__mro__
+    )
 
 
 class ClipGuard:
@@ -44,7 +70,8 @@ class ClipGuard:
         for parameter in given:
             if parameter in self.names:
                 raise UsageError(
-                    f"torch's clip_grad_norm_ would clip {self.names[parameter]} by the norm of this worker's part, as it is cut by "
+                    f"torch's clip_grad_norm_ would clip {self.names[parameter]} by the norm of "
+                    "this worker's part, as it is cut by "
                     "shard(); call run.clip(model, max_norm), which takes the norm over all workers"
                 )
         return self.before(given, *args, **options)
@@ -75,8 +102,10 @@ class ValueGuard:
     def __call__(self, lists: Any, *args: Any, **options: Any) -> Any:
         if self.wholes and not any(lists):
             raise UsageError(
-                "torch's clip_grad_value_ was given parameters without gradients, and a model is cut by shard(zero=1) or (zero=2), where "
-                "pieces have them: give it what the optimizer steps, [p for group in optimizer.param_groups for p in group['params']]"
+                "torch's clip_grad_value_ was given parameters without gradients, and a model is "
+                "cut by shard(zero=1) or (zero=2), where "
+                "pieces have them: give it what the optimizer steps, [p for group in "
+                "optimizer.param_groups for p in group['params']]"
             )
         return self.before(lists, *args, **options)
 

@@ -9,7 +9,10 @@ from typing import Any, Final
 
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from paceline.errors import UsageError
 from paceline.parallel.elementwise import check_elementwise
@@ -53,7 +56,9 @@ class ShardSteps:
 
     def _meet(self, optimizer: Optimizer) -> list[FlatMemory]:
         """Find the memories that an optimizer has pieces of."""
-        ids = {id(parameter): True for group in optimizer.param_groups for parameter in group["params"]}
+        ids = {
+            id(parameter): True for group in optimizer.param_groups for parameter in group["params"]
+        }
         name = next((self._wholes[key] for key in ids if key in self._wholes), None)
         if name is not None:
             raise UsageError(
@@ -61,7 +66,9 @@ class ShardSteps:
                 "steps a piece of it; make the optimizer before "
                 "run.prepare, and give it to the call that cuts the model"
             )
-        memories = [memory for memory in self._memories if any(id(piece) in ids for piece in memory.pieces)]
+        memories = [
+            memory for memory in self._memories if any(id(piece) in ids for piece in memory.pieces)
+        ]
         if memories:
             check_elementwise(optimizer, memories[0].held[0].name)
         return memories
@@ -79,8 +86,13 @@ class ShardSteps:
         """Follow no more steps, as the run has ended."""
         # Private to torch: the dicts of global hooks, by handle. If they are renamed, this raises.
         with _REGISTRY:
-            for hooks in (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks):
-                for announcer in [hook for hook in hooks.values() if isinstance(hook, StepAnnouncer)]:
+            for hooks in (
+                torch_optimizer._global_optimizer_pre_hooks,
+                torch_optimizer._global_optimizer_post_hooks,
+            ):
+                for announcer in [
+                    hook for hook in hooks.values() if isinstance(hook, StepAnnouncer)
+                ]:
                     announcer.leave_out(self)
 
 
@@ -119,10 +131,20 @@ def _announce_to(steps: ShardSteps) -> None:
     """Tell `steps` of all steps from now on; register the announcers the first time."""
     with _REGISTRY:
         for hooks, register, when in (
-            (torch_optimizer._global_optimizer_pre_hooks, register_optimizer_step_pre_hook, ShardSteps.before),
-            (torch_optimizer._global_optimizer_post_hooks, register_optimizer_step_post_hook, ShardSteps.after),
+            (
+                torch_optimizer._global_optimizer_pre_hooks,
+                register_optimizer_step_pre_hook,
+                ShardSteps.before,
+            ),
+            (
+                torch_optimizer._global_optimizer_post_hooks,
+                register_optimizer_step_post_hook,
+                ShardSteps.after,
+            ),
         ):
-            announcer = next((hook for hook in hooks.values() if isinstance(hook, StepAnnouncer)), None)
+            announcer = next(
+                (hook for hook in hooks.values() if isinstance(hook, StepAnnouncer)), None
+            )
             if announcer is None:
                 announcer = StepAnnouncer(when)
                 register(announcer)

@@ -58,7 +58,9 @@ class GatheredUnit:
         unless it is the root or `_stays_whole`.
     """
 
-    def __init__(self, module: nn.Module, memories: Sequence[FlatMemory], name: str, *, model: GatheredModel) -> None:
+    def __init__(
+        self, module: nn.Module, memories: Sequence[FlatMemory], name: str, *, model: GatheredModel
+    ) -> None:
         self.module, self.memories, self.name, self.model = module, list(memories), name, model
         self._is_root = not name
         self._coming: list[tuple[FlatMemory, Work[list[Tensor]]]] = []
@@ -70,7 +72,12 @@ class GatheredUnit:
         self._rewind()
         module.register_forward_pre_hook(uncompiled(self._before), prepend=True, with_kwargs=True)
         module.register_forward_hook(uncompiled(self._after), with_kwargs=True, always_call=True)
-        owners = {id(owner): owner for memory in self.memories for one in memory.held for owner, _ in one.places}
+        owners = {
+            id(owner): owner
+            for memory in self.memories
+            for one in memory.held
+            for owner, _ in one.places
+        }
         for owner in owners.values() if name else ():  # the root stays whole in backward anyway
             if owner is not module:
                 owner.register_forward_hook(self._kept)
@@ -90,11 +97,14 @@ class GatheredUnit:
 
     # ---- forward
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
+    def _before(
+        self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[Any, Any]:
         """Gather the unit, and show its whole parameters to the module, before its forward."""
         if module is not self.module:
             raise UsageError(
-                f"a copy of the model that shard(zero=3) has cut was called (its module {self.name or 'at the root'}), which has parts of "
+                "a copy of the model that shard(zero=3) has cut was called (its module "
+                f"{self.name or 'at the root'}), which has parts of "
                 "parameters alone; call the model itself"
             )
         # Inside of backward, this is an activation checkpoint that computes the unit again.
@@ -139,8 +149,17 @@ class GatheredUnit:
             # A hook on a view is lost if the view is written to, so a view becomes a tensor of its
             # own. `_base` is private to torch, and what its own FSDP looks at: None for what is no
             # view.
-            output = tree_map_only(Tensor, lambda leaf: leaf.clone() if leaf.requires_grad and leaf._base is not None else leaf, output)
-            for leaf in (*_with_gradients(output), *(x for x in hidden_tensors(output) if x.requires_grad)):
+            output = tree_map_only(
+                Tensor,
+                lambda leaf: (
+                    leaf.clone() if leaf.requires_grad and leaf._base is not None else leaf
+                ),
+                output,
+            )
+            for leaf in (
+                *_with_gradients(output),
+                *(x for x in hidden_tensors(output) if x.requires_grad),
+            ):
                 leaf.register_hook(partial(self._entering, call))
                 hooked = True
         # The root stays whole for the backward pass, if there will be one.
@@ -154,7 +173,12 @@ class GatheredUnit:
         A script may compute a loss of an inner output. No gradient of the unit's own outputs comes
         then.
         """
-        if torch.compiler.is_compiling() or not self._calls or not torch.is_grad_enabled() or in_backward():
+        if (
+            torch.compiler.is_compiling()
+            or not self._calls
+            or not torch.is_grad_enabled()
+            or in_backward()
+        ):
             return
         for leaf in _with_gradients(output):
             if leaf._base is None:
@@ -166,7 +190,9 @@ class GatheredUnit:
         if not dtypes:
             return values
         dtype = dtypes.pop()
-        return tree_map_only(Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, values)
+        return tree_map_only(
+            Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, values
+        )
 
     # ---- backward
 
@@ -206,7 +232,12 @@ class GatheredUnit:
             self.gather()
 
     def _release_used(self) -> None:
-        if not self._is_root and not self._entered and not self._stays and not any(self._waits.values()):
+        if (
+            not self._is_root
+            and not self._entered
+            and not self._stays
+            and not any(self._waits.values())
+        ):
             self.release()
 
     def pass_ended(self) -> None:
@@ -268,13 +299,20 @@ class GatheredModel:
         # Names in the bytecode of the failing lines; a piece counts if all names of its path are
         # there.
         places = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-        names = {i.argval for code, at in places for i in dis.get_instructions(code) if i.positions and i.positions.lineno == at}
+        names = {
+            i.argval
+            for code, at in places
+            for i in dis.get_instructions(code)
+            if i.positions and i.positions.lineno == at
+        }
         for unit in self.units:
             for one in [one for memory in unit.memories for one in memory.held if unit.name]:
                 if {part for part in one.name.split(".") if not part.isdigit()} <= names:
                     error.add_note(
-                        f"shard(zero=3): {one.name} is a piece where its unit, {unit.name}, isn't running; leave {unit.name} out of "
-                        "the units, so that its parameters are whole in all of the model, or use them in its own forward alone"
+                        f"shard(zero=3): {one.name} is a piece where its unit, {unit.name}, isn't "
+                        f"running; leave {unit.name} out of "
+                        "the units, so that its parameters are whole in all of the model, or use "
+                        "them in its own forward alone"
                     )
 
     def ran(self, unit: GatheredUnit) -> None:
@@ -290,7 +328,8 @@ class GatheredModel:
     def entered(self, unit: GatheredUnit) -> None:
         """Begin to gather the unit before this one in forward, which backward uses next."""
         at = self._place.get(id(unit), 0)
-        if at > 1 and at < len(self._order) and self._order[at] is unit:  # the root is at 0, and whole
+        # the root is at 0, and whole
+        if at > 1 and at < len(self._order) and self._order[at] is unit:
             self._order[at - 1].begin()
 
 
@@ -312,7 +351,10 @@ def _reason() -> str:
     """What parameters are gathered for: workers compare it, and errors quote it."""
     if in_backward():
         return " for backward"
-    return f" for model(...) {'with' if torch.is_grad_enabled() else 'without'} gradients, which all workers have to call"
+    return (
+        f" for model(...) {'with' if torch.is_grad_enabled() else 'without'} gradients, which all "
+        "workers have to call"
+    )
 
 
 def _with_gradients(values: Any) -> Iterator[Tensor]:

@@ -67,7 +67,14 @@ class _ParameterCut:
         return [(part * length + first, part * length + last) for part in range(self.parts)]
 
 
-def cut(model: nn.Module, layers: Mapping[str, Style], divide: Sequence[str], context: CutContext, *, compare: bool = True) -> None:
+def cut(
+    model: nn.Module,
+    layers: Mapping[str, Style],
+    divide: Sequence[str],
+    context: CutContext,
+    *,
+    compare: bool = True,
+) -> None:
     """Leave this worker its part of the layers that patterns name. Collective along `tensor`.
 
     Args:
@@ -89,11 +96,20 @@ def cut(model: nn.Module, layers: Mapping[str, Style], divide: Sequence[str], co
     _refuse_wrapped(model)
     for each in named:
         _refuse_unknown(each, model)
-    regions = {id(part): each for each in named if isinstance(each.style, sequence) for part in each.module.modules()}
+    regions = {
+        id(part): each
+        for each in named
+        if isinstance(each.style, sequence)
+        for part in each.module.modules()
+    }
     for each in named:
-        if isinstance(each.style, sequence | vocab) and regions.get(id(each.module), each) is not each:
+        if (
+            isinstance(each.style, sequence | vocab)
+            and regions.get(id(each.module), each) is not each
+        ):
             raise UsageError(
-                f"tensor: {each.name} lies in the region {regions[id(each.module)].name}, where {each.style} can't be; end it before"
+                f"tensor: {each.name} lies in the region {regions[id(each.module)].name}, where "
+                f"{each.style} can't be; end it before"
             )
     whole = [each for each in named if isinstance(each.style, sequence | summed)]
     sums = _summed(whole, {id(each.module) for each in named if each not in whole})
@@ -114,15 +130,24 @@ def cut(model: nn.Module, layers: Mapping[str, Style], divide: Sequence[str], co
         become(module, Summed, LayerCut(axis, name))
     # Comparisons in the first calls.
     cut_ids = {id(one.parameter) for one in cuts}
-    whole_parameters = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in cut_ids]
+    whole_parameters = [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in cut_ids
+    ]
     columns = [each.name for each in named if isinstance(each.style, column)]
     peers.watch(model, axis, columns, whole_parameters)
     if compare:
-        partial = [each.name for each in named if isinstance(each.style, column) and not each.style.gather]
+        partial = [
+            each.name for each in named if isinstance(each.style, column) and not each.style.gather
+        ]
         rows = [each.name for each in named if isinstance(each.style, row) and not each.style.split]
         mixtures = [each.name for each in named if isinstance(each.style, experts)]
-        settings = {name: _divided_since(before[name], part) for name, part in model.named_modules()}
+        settings = {
+            name: _divided_since(before[name], part) for name, part in model.named_modules()
+        }
         uncut.watch(model, axis, (partial, rows), mixtures, settings)
+
 
 # ---- modules that a plan names
 
@@ -132,7 +157,10 @@ def _named(model: nn.Module, layers: Mapping[str, Style]) -> list[_Found]:
     names = list(model.named_modules(remove_duplicate=False))
     for pattern in layers:
         if not any(fnmatchcase(name, pattern) for name, _ in names):
-            raise UsageError(f"tensor: no module is called {pattern!r}; {_near(pattern, [name for name, _ in names if name])}")
+            raise UsageError(
+                f"tensor: no module is called {pattern!r}; "
+                f"{_near(pattern, [name for name, _ in names if name])}"
+            )
     # A shared module has several names, and must have one style under all of them.
     first: dict[int, tuple[str, str, _Found]] = {}
     for name, module in names:
@@ -142,10 +170,20 @@ def _named(model: nn.Module, layers: Mapping[str, Style]) -> list[_Found]:
             seen = first.setdefault(id(module), (name, pattern, _Found(name, module, style)))
             if seen[2].style != style:
                 also = "" if seen[0] == name else f", which is {seen[0]} as well,"
-                raise UsageError(f"tensor: {name}{also} is cut by {seen[2].style} and by {style} ({seen[1]!r}, {pattern!r}); choose one")
-    shared = [name for name, module in names if id(module) in first and not any(fnmatchcase(name, pattern) for pattern in layers)]
+                raise UsageError(
+                    f"tensor: {name}{also} is cut by {seen[2].style} and by {style} ({seen[1]!r}, "
+                    f"{pattern!r}); choose one"
+                )
+    shared = [
+        name
+        for name, module in names
+        if id(module) in first and not any(fnmatchcase(name, pattern) for pattern in layers)
+    ]
     if shared:
-        raise UsageError(f"tensor: {shared[0]} is a module that is cut under another name; name it there as well, by the same style")
+        raise UsageError(
+            f"tensor: {shared[0]} is a module that is cut under another name; "
+            "name it there as well, by the same style"
+        )
     return [seen[2] for seen in first.values()]
 
 
@@ -159,7 +197,10 @@ def _refuse_wrapped(model: nn.Module) -> None:
     for name, module in model.named_modules():
         kinds = {kind.__name__ for kind in type(module).__mro__}
         if wrapper := next((kind for kind in (*WRAPPERS, "FSDPModule") if kind in kinds), None):
-            raise UsageError(f"tensor: {name or 'the model'} is wrapped in {wrapper} already; give the model as it is, shard() comes after")
+            raise UsageError(
+                f"tensor: {name or 'the model'} is wrapped in {wrapper} already; "
+                "give the model as it is, shard() comes after"
+            )
 
 
 def _refuse_unknown(each: _Found, model: nn.Module) -> None:
@@ -168,32 +209,68 @@ def _refuse_unknown(each: _Found, model: nn.Module) -> None:
     if isinstance(module, TensorCutModule):
         raise UsageError(f"tensor: {name} is cut already; cut it once")
     if "forward" in module.__dict__:
-        raise UsageError(f"tensor: {name} ({kind}) has a forward of its own on the instance, which a cut would pass over; cut it first")
+        raise UsageError(
+            f"tensor: {name} ({kind}) has a forward of its own on the instance, which a cut would "
+            "pass over; cut it first"
+        )
     if isinstance(each.style, summed):
         return
     if isinstance(each.style, sequence):
-        if type(module).forward is getattr(nn.Module, "forward", None) or isinstance(module, nn.ModuleList | nn.ModuleDict):
-            raise UsageError(f"tensor: {name} ({kind}) is never called itself, so it can't be a region; name what is called: {name}.*")
+        if type(module).forward is getattr(nn.Module, "forward", None) or isinstance(
+            module, nn.ModuleList | nn.ModuleDict
+        ):
+            raise UsageError(
+                f"tensor: {name} ({kind}) is never called itself, so it can't be a region; "
+                f"name what is called: {name}.*"
+            )
         return
-    kinds = {column: "Linear, Conv1D", row: "Linear, Conv1D", vocab: "Embedding, Linear", experts: "Experts"}[type(each.style)]
+    kinds = {
+        column: "Linear, Conv1D",
+        row: "Linear, Conv1D",
+        vocab: "Embedding, Linear",
+        experts: "Experts",
+    }[type(each.style)]
     if _kind(module) not in kinds.split(", "):
-        inside = [f"{inner} ({type(part).__name__})" for inner, part in module.named_modules() if _kind(part) and inner][:3]
-        hint = f"; name what is inside: {', '.join(f'{name}.{part}' for part in inside)}" if inside else ""
+        inside = [
+            f"{inner} ({type(part).__name__})"
+            for inner, part in module.named_modules()
+            if _kind(part) and inner
+        ][:3]
+        hint = (
+            f"; name what is inside: {', '.join(f'{name}.{part}' for part in inside)}"
+            if inside
+            else ""
+        )
         raise UsageError(
             f"tensor: {name} is a {kind}, which {each.style} can't cut; it cuts {kinds}{hint}"
         )
     if isinstance(each.style, experts):
         return
-    if not all(part is None or isinstance(part, Parameter) for part in (module._parameters.get("weight"), module._parameters.get("bias"))):
-        raise UsageError(f"tensor: the weight of {name} is computed from others; take weight_norm and the like off first")
+    if not all(
+        part is None or isinstance(part, Parameter)
+        for part in (module._parameters.get("weight"), module._parameters.get("bias"))
+    ):
+        raise UsageError(
+            f"tensor: the weight of {name} is computed from others; take weight_norm and the like "
+            "off first"
+        )
     if not isinstance(module._parameters.get("weight"), Parameter):
-        raise UsageError(f"tensor: the weight of {name} is no parameter of its own; take weight_norm and the like off first")
-    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse or module.scale_grad_by_freq):
-        raise UsageError(f"tensor: {name} has max_norm, sparse or scale_grad_by_freq, which need all rows; leave them out, or don't cut it")
+        raise UsageError(
+            f"tensor: the weight of {name} is no parameter of its own; take weight_norm and the "
+            "like off first"
+        )
+    if isinstance(module, nn.Embedding) and (
+        module.max_norm is not None or module.sparse or module.scale_grad_by_freq
+    ):
+        raise UsageError(
+            f"tensor: {name} has max_norm, sparse or scale_grad_by_freq, which need all rows; "
+            "leave them out, or don't cut it"
+        )
     parent = model.get_submodule(each.name.rpartition(".")[0])
     if isinstance(parent, READS_WEIGHTS):
         raise UsageError(
-            f"tensor: {name} lies in {type(parent).__name__}, which reads its weights without calling it; "
+            f"tensor: {name} lies in {type(parent).__name__}, which reads its weights without "
+            "calling it; "
             "write the block with F.scaled_dot_product_attention and layers of its own"
         )
 
@@ -202,13 +279,27 @@ def _kind(module: nn.Module) -> str:
     """The kind of a module that can be cut; "" for others, subclasses included."""
     if type(module) in (nn.Linear, nn.Embedding):
         return type(module).__name__
-    if isinstance(module, nn.Embedding) and type(module).__name__.endswith("ScaledWordEmbedding"):  # of transformers
+    # of transformers
+    if isinstance(module, nn.Embedding) and type(module).__name__.endswith("ScaledWordEmbedding"):
         return "Embedding"
-    shapes = [parameter.shape for name in EXPERTS if (parameter := module._parameters.get(name)) is not None]
-    if len(shapes) == len(module._parameters) == 2 and shapes[0] == (shapes[1][0], 2 * shapes[1][-1], shapes[1][1]):
+    shapes = [
+        parameter.shape
+        for name in EXPERTS
+        if (parameter := module._parameters.get(name)) is not None
+    ]
+    if len(shapes) == len(module._parameters) == 2 and shapes[0] == (
+        shapes[1][0],
+        2 * shapes[1][-1],
+        shapes[1][1],
+    ):
         return "Experts"
     weight = module._parameters.get("weight")
-    is_conv1d = type(module).__name__ == "Conv1D" and weight is not None and weight.dim() == 2 and hasattr(module, "nf")
+    is_conv1d = (
+        type(module).__name__ == "Conv1D"
+        and weight is not None
+        and weight.dim() == 2
+        and hasattr(module, "nf")
+    )
     return "Conv1D" if is_conv1d else ""
 
 
@@ -220,22 +311,31 @@ def _summed(whole: Sequence[_Found], cut_ids: set[int]) -> list[tuple[str, nn.Mo
             name = f"{each.name}.{inner}" if inner else each.name
             if isinstance(each.style, sequence):
                 _refuse_in_region(name, module, each, id(module) in cut_ids)
-            if id(module) not in cut_ids and any(parameter is not None for parameter in module._parameters.values()):
+            if id(module) not in cut_ids and any(
+                parameter is not None for parameter in module._parameters.values()
+            ):
                 sums[id(module)] = name, module
     return list(sums.values())
 
 
 def _refuse_in_region(name: str, module: nn.Module, region: _Found, is_cut: bool) -> None:
     """Raise `UsageError` for a module that may not treat each position of a sequence by itself."""
-    has_state = any(part is not None for part in (*module._parameters.values(), *module._buffers.values()))
+    has_state = any(
+        part is not None for part in (*module._parameters.values(), *module._buffers.values())
+    )
     normalises = type(module).__name__.endswith(("RMSNorm", "LayerNorm"))
     if isinstance(module, nn.Embedding) or (has_state and not (is_cut or normalises)):
         raise UsageError(
-            f"tensor: {name} ({type(module).__name__}) lies in the region {region.style} of {region.name or 'the model'}, and isn't known "
-            "to treat each position by itself; cut it by column() or row(), or choose a smaller region"
+            f"tensor: {name} ({type(module).__name__}) lies in the region {region.style} of "
+            f"{region.name or 'the model'}, and isn't known "
+            "to treat each position by itself; cut it by column() or row(), or choose a smaller "
+            "region"
         )
     if module is region.module and has_state:
-        raise UsageError(f"tensor: {name} ({type(module).__name__}) is a single layer; sequence() is for the module that has the blocks")
+        raise UsageError(
+            f"tensor: {name} ({type(module).__name__}) is a single layer; "
+            "sequence() is for the module that has the blocks"
+        )
 
 
 # ---- parameters and attributes that are cut
@@ -250,13 +350,23 @@ def _parameter_cuts(model: nn.Module, named: Sequence[_Found], size: int) -> lis
             first = cuts.setdefault(id(new.parameter), new)
             owners.setdefault(id(new.parameter), set()).add(id(each.module))
             if (first.dim, first.parts) != (new.dim, new.parts):
-                raise UsageError(f"tensor: {new.name} is {first.name} as well (tied), and they are cut in two ways; cut both by vocab()")
+                raise UsageError(
+                    f"tensor: {new.name} is {first.name} as well (tied), and they are cut in two "
+                    "ways; cut both by vocab()"
+                )
     # A module that isn't named must not have a cut parameter, too.
     for name, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) in cuts and id(module) not in owners[id(parameter)]:
+            if (
+                parameter is not None
+                and id(parameter) in cuts
+                and id(module) not in owners[id(parameter)]
+            ):
                 first = cuts[id(parameter)]
-                raise UsageError(f"tensor: {first.name} is {name}.{attribute} as well (tied), which isn't cut; cut both alike, by vocab()")
+                raise UsageError(
+                    f"tensor: {first.name} is {name}.{attribute} as well (tied), which isn't cut; "
+                    "cut both alike, by vocab()"
+                )
     for parameter_cut in cuts.values():
         _refuse_odd(parameter_cut, size)
     return list(cuts.values())
@@ -265,7 +375,10 @@ def _parameter_cuts(model: nn.Module, named: Sequence[_Found], size: int) -> lis
 def _of_layer(each: _Found) -> Iterator[_ParameterCut]:
     """Yield how the parameters of a layer are cut."""
     if isinstance(each.style, experts):
-        yield from (_ParameterCut(f"{each.name}.{name}", getattr(each.module, name), *how) for name, how in EXPERTS.items())
+        yield from (
+            _ParameterCut(f"{each.name}.{name}", getattr(each.module, name), *how)
+            for name, how in EXPERTS.items()
+        )
         return
     weight, bias = each.module._parameters["weight"], each.module._parameters.get("bias")
     assert weight is not None
@@ -281,9 +394,15 @@ def _of_layer(each: _Found) -> Iterator[_ParameterCut]:
 def _refuse_odd(parameter_cut: _ParameterCut, size: int) -> None:
     length, step = parameter_cut.parameter.shape[parameter_cut.dim], size * parameter_cut.parts
     if length % step:
-        fits = [str(each) for each in range(2, length + 1) if length % (each * parameter_cut.parts) == 0][:6]
+        fits = [
+            str(each) for each in range(2, length + 1) if length % (each * parameter_cut.parts) == 0
+        ][:6]
         parts = f"{parameter_cut.parts} parts by " if parameter_cut.parts > 1 else ""
-        sizes = f"{length // step * step} or {length - length % step + step}" if length >= step else str(step)
+        sizes = (
+            f"{length // step * step} or {length - length % step + step}"
+            if length >= step
+            else str(step)
+        )
         raise UsageError(
             f"tensor: dimension {parameter_cut.dim} of {parameter_cut.name} has size {length}, "
             f"which {parts}{size} workers can't cut evenly; "
@@ -291,30 +410,52 @@ def _refuse_odd(parameter_cut: _ParameterCut, size: int) -> None:
         )
 
 
-def _divided(model: nn.Module, patterns: Sequence[str], size: int) -> Iterator[tuple[nn.Module, str, int]]:
+def _divided(
+    model: nn.Module, patterns: Sequence[str], size: int
+) -> Iterator[tuple[nn.Module, str, int]]:
     """Yield the attributes that are divided, with their new values."""
     modules = list(model.named_modules())
     for pattern in patterns:
         place, _, attribute = pattern.rpartition(".")
         matching = [(name, module) for name, module in modules if fnmatchcase(name, place)]
-        having = [(name, module) for name, module in matching if isinstance(getattr(module, attribute, None), int)]
+        having = [
+            (name, module)
+            for name, module in matching
+            if isinstance(getattr(module, attribute, None), int)
+        ]
         if not having:
-            numbers = {key for _, module in matching for key, value in vars(module).items() if type(value) is int}
-            names = [f"{place}.{key}" for key in sorted(numbers)] or [name for name, _ in modules if name]
-            raise UsageError(f"tensor: divide={pattern!r} names no integer attribute of a module; {_near(pattern, names)}")
+            numbers = {
+                key
+                for _, module in matching
+                for key, value in vars(module).items()
+                if type(value) is int
+            }
+            names = [f"{place}.{key}" for key in sorted(numbers)] or [
+                name for name, _ in modules if name
+            ]
+            raise UsageError(
+                f"tensor: divide={pattern!r} names no integer attribute of a module; "
+                f"{_near(pattern, names)}"
+            )
         for name, module in having:
             value = int(getattr(module, attribute))
             if value % size:
                 raise UsageError(
-                    f"tensor: {name}.{attribute} is {value}, which {size} workers can't divide evenly; "
-                    f"choose tensor={' or '.join(str(each) for each in range(2, value + 1) if value % each == 0) or 1}"
+                    f"tensor: {name}.{attribute} is {value}, which {size} workers can't divide "
+                    "evenly; "
+                    "choose "
+                    f"tensor={' or '.join(str(each) for each in range(2, value + 1) if value % each == 0) or 1}"  # noqa: E501
                 )
             yield module, attribute, value // size
 
 
 def _divided_since(before: Mapping[str, Any], module: nn.Module) -> dict[str, int]:
     """The integers of a module that have changed, with their values from before."""
-    return {key: value for key, value in before.items() if isinstance(value, int) and vars(module)[key] != value}
+    return {
+        key: value
+        for key, value in before.items()
+        if isinstance(value, int) and vars(module)[key] != value
+    }
 
 
 def _narrow(parameter_cut: _ParameterCut, context: CutContext, rank: int) -> None:
@@ -335,7 +476,9 @@ def _narrow(parameter_cut: _ParameterCut, context: CutContext, rank: int) -> Non
 def _part(whole: Tensor, parameter_cut: _ParameterCut, rank: int, size: int) -> Tensor:
     dim = parameter_cut.dim
     ranges = parameter_cut.ranges(rank, size)
-    return torch.cat([whole.narrow(dim, first, last - first) for first, last in ranges], dim).contiguous()
+    return torch.cat(
+        [whole.narrow(dim, first, last - first) for first, last in ranges], dim
+    ).contiguous()
 
 
 def _become(each: _Found, axis: TensorAxis, regions: Mapping[int, _Found]) -> None:
@@ -348,15 +491,29 @@ def _become(each: _Found, axis: TensorAxis, regions: Mapping[int, _Found]) -> No
     dims = {one.name.rpartition(".")[2]: (one.dim, one.parts) for one in parameter_cuts}
     match style:
         case column():
-            become(module, Column, LayerCut(axis, name, parts=style.parts, gather=style.gather, sequence=dim, dims=dims))
+            become(
+                module,
+                Column,
+                LayerCut(
+                    axis, name, parts=style.parts, gather=style.gather, sequence=dim, dims=dims
+                ),
+            )
             _resize(module, kind, 0, axis.size)
         case row():
-            become(module, RowConv1D if kind == "Conv1D" else RowLinear, LayerCut(axis, name, split=style.split, sequence=dim, dims=dims))
+            become(
+                module,
+                RowConv1D if kind == "Conv1D" else RowLinear,
+                LayerCut(axis, name, split=style.split, sequence=dim, dims=dims),
+            )
             _resize(module, kind, 1, axis.size)
         case vocab():
             weight = module._parameters["weight"]
             words = 0 if weight is None else len(weight) * axis.size
-            become(module, VocabEmbedding if kind == "Embedding" else VocabHead, LayerCut(axis, name, vocabulary=words, dims=dims))
+            become(
+                module,
+                VocabEmbedding if kind == "Embedding" else VocabHead,
+                LayerCut(axis, name, vocabulary=words, dims=dims),
+            )
         case experts():
             become(module, Experts, LayerCut(axis, name, dims=dims))
         case sequence():
@@ -381,5 +538,7 @@ def _equal_random_numbers(axis: TensorAxis) -> None:
         with GENERATORS:
             torch.set_rng_state(state)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state = axis.group.broadcast(torch.cuda.get_rng_state(), name="state of the device's random generator").wait()
+        state = axis.group.broadcast(
+            torch.cuda.get_rng_state(), name="state of the device's random generator"
+        ).wait()
         torch.cuda.set_rng_state(state)

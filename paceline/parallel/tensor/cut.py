@@ -69,7 +69,10 @@ class tensor:
             )
         for pattern, style in self.layers.items() if isinstance(self.layers, Mapping) else ():
             if not isinstance(style, Style):
-                raise UsageError(f"tensor: {pattern!r} has {style!r}; give column(), row(), vocab(), sequence() or summed()")
+                raise UsageError(
+                    f"tensor: {pattern!r} has {style!r}; give column(), row(), vocab(), sequence() "
+                    "or summed()"
+                )
 
     @property
     def axis(self) -> str:
@@ -77,7 +80,10 @@ class tensor:
 
     @property
     def travels(self) -> str:
-        return "activations are summed after each pair of column() and row(), forward and backward; no parameters travel"
+        return (
+            "activations are summed after each pair of column() and row(), forward and backward; "
+            "no parameters travel"
+        )
 
     def apply(self, model: nn.Module, context: CutContext) -> None:
         layers, divide = self.layers, list(self.divide)

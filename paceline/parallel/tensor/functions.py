@@ -165,7 +165,8 @@ class TensorAxis:
         if x.shape[dim] % self.size:
             more = -x.shape[dim] % self.size
             raise UsageError(
-                f"{name}: dimension {dim} has size {x.shape[dim]}, which {self.size} workers can't cut evenly; "
+                f"{name}: dimension {dim} has size {x.shape[dim]}, which {self.size} workers can't "
+                "cut evenly; "
                 f"make it {x.shape[dim] + more}, or {x.shape[dim] - x.shape[dim] % self.size}"
             )
         return self.size
@@ -263,11 +264,15 @@ class _Shared(torch.autograd.Function):
         axis, name, kinds = ctx.exchanged
         # One exchange for all gradients, in a dtype that holds each of them.
         places = [place for place in range(len(grads)) if ctx.needs_input_grad[2 + place]]
-        kind = functools.reduce(torch.promote_types, (kinds[place][1] for place in places), torch.float32)
+        kind = functools.reduce(
+            torch.promote_types, (kinds[place][1] for place in places), torch.float32
+        )
         flat = torch.cat([grads[place].reshape(-1).to(kind) for place in places])
         flat = axis.add_up(flat, f"gradients of the parameters of {name}", out=flat)
         results: list[Tensor | None] = [None] * len(grads)
-        for place, part in zip(places, flat.split([grads[place].numel() for place in places]), strict=True):
+        for place, part in zip(
+            places, flat.split([grads[place].numel() for place in places]), strict=True
+        ):
             shape, dtype = kinds[place]
             results[place] = part.view(shape).to(dtype)
         return None, None, *results

@@ -45,7 +45,11 @@ class LayerCut:
 
     def into(self, x: Tensor) -> Tensor:
         """Prepare the input of a layer that is cut by columns: whole on each worker."""
-        return self.axis.copy(x, self.name) if self.sequence is None else self.axis.gather(x, self.sequence, self.name)
+        return (
+            self.axis.copy(x, self.name)
+            if self.sequence is None
+            else self.axis.gather(x, self.sequence, self.name)
+        )
 
     def features(self, y: Tensor, training: bool) -> Tensor:
         """Finish the output of a layer that is cut by columns: own features, or all of them."""
@@ -64,15 +68,28 @@ class LayerCut:
         if self.split:
             return self.axis.split(x, -1, self.name)
         if x.shape[-1] != features:
-            hint = "cut the layer before it by column(), or say row(split=True) where each worker has all of them"
+            hint = (
+                "cut the layer before it by column(), or say row(split=True) where each worker has "
+                "all of them"
+            )
             if self.sequence is not None:
-                hint += "; inside of sequence(), sizes are those of what a layer returns, and not those of its input"
-            raise UsageError(f"{self.name} is cut by rows and takes {features} features of each worker, not {x.shape[-1]}; {hint}")
+                hint += (
+                    "; inside of sequence(), sizes are those of what a layer returns, and not "
+                    "those of its input"
+                )
+            raise UsageError(
+                f"{self.name} is cut by rows and takes {features} features of each worker, not "
+                f"{x.shape[-1]}; {hint}"
+            )
         return x
 
     def sum(self, y: Tensor, bias: Tensor | None) -> Tensor:
         """Finish the output of a layer that is cut by rows. The bias is added to the sum, once."""
-        y = self.axis.total(y, self.name) if self.sequence is None else self.axis.scatter(y, self.sequence, self.name)
+        y = (
+            self.axis.total(y, self.name)
+            if self.sequence is None
+            else self.axis.scatter(y, self.sequence, self.name)
+        )
         return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -119,7 +136,11 @@ class Experts(TensorCutModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         cut = self.tensor_cut
-        floating = tree_map_only(Tensor, lambda x: cut.axis.copy(x, cut.name) if x.is_floating_point() else x, (args, kwargs))
+        floating = tree_map_only(
+            Tensor,
+            lambda x: cut.axis.copy(x, cut.name) if x.is_floating_point() else x,
+            (args, kwargs),
+        )
         out = super().forward(*floating[0], **floating[1])
         cut.axis.forget()
         return cut.axis.total(out, cut.name)
@@ -159,7 +180,11 @@ class Summed(TensorCutModule):
         # `_parameters` is private to torch: the dict in which `nn.Module.__getattr__` looks
         # parameters up. While it is replaced, the module finds tensors whose gradients are summed.
         own = self._parameters
-        trained = {name: parameter for name, parameter in own.items() if parameter is not None and parameter.requires_grad}
+        trained = {
+            name: parameter
+            for name, parameter in own.items()
+            if parameter is not None and parameter.requires_grad
+        }
         if not trained or not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
         shared = self.tensor_cut.axis.shared(list(trained.values()), self.tensor_cut.name)
@@ -176,7 +201,10 @@ class SequenceRegion(TensorCutModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         axis, dim, name = self.tensor_cut.axis, self.tensor_cut.sequence or 0, self.tensor_cut.name
         if not args or not isinstance(args[0], Tensor) or args[0].dim() <= dim:
-            raise UsageError(f"{name} is a region of sequence(dim={dim}): its first argument has to be a tensor with that dimension")
+            raise UsageError(
+                f"{name} is a region of sequence(dim={dim}): its first argument has to be a tensor "
+                "with that dimension"
+            )
         x = axis.split(args[0], dim, name)
         if self.training:
             axis.enter(x)
@@ -187,7 +215,8 @@ class SequenceRegion(TensorCutModule):
             return (axis.join(out[0], dim, name), *out[1:])
         if not isinstance(out, Tensor):
             raise UsageError(
-                f"{name} is a region of sequence() and returns {type(out).__name__}; it has to return a tensor, or a tuple with one first"
+                f"{name} is a region of sequence() and returns {type(out).__name__}; "
+                "it has to return a tensor, or a tuple with one first"
             )
         return axis.join(out, dim, name)
 
@@ -201,7 +230,9 @@ def become(module: nn.Module, kind: type[TensorCutModule], cut: LayerCut) -> Non
 def uncut_class(module: nn.Module) -> type[nn.Module]:
     """Find the class that a module had before it was cut."""
     kinds: Any = type(module).__bases__ if isinstance(module, TensorCutModule) else [type(module)]
-    original: type[nn.Module] = next(kind for kind in kinds if not issubclass(kind, TensorCutModule))
+    original: type[nn.Module] = next(
+        kind for kind in kinds if not issubclass(kind, TensorCutModule)
+    )
     return original
 
 
@@ -228,4 +259,7 @@ def _in_range(index: Tensor, cut: LayerCut) -> None:
     elif index.numel():
         low, high = torch.aminmax(index)
         if int(low) < 0 or int(high) >= cut.vocabulary:
-            raise UsageError(f"{cut.name}: index {int(low if low < 0 else high)} is out of range; it has {cut.vocabulary} rows")
+            raise UsageError(
+                f"{cut.name}: index {int(low if low < 0 else high)} is out of range; "
+                f"it has {cut.vocabulary} rows"
+            )

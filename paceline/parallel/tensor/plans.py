@@ -54,7 +54,9 @@ class ModelPlan(NamedTuple):
 
 # Transformers has no plan for these modules of its own.
 GPT2: Mapping[str, ModelPlan] = {
-    "GPT2Attention": ModelPlan({"c_attn": column(parts=3), "c_proj": row()}, ["split_size", "num_heads"]),
+    "GPT2Attention": ModelPlan(
+        {"c_attn": column(parts=3), "c_proj": row()}, ["split_size", "num_heads"]
+    ),
     "GPT2MLP": ModelPlan({"c_fc": column(), "c_proj": row()}, []),
 }
 
@@ -72,13 +74,20 @@ def of_model(model: nn.Module, size: int) -> ModelPlan:
     for name, module in model.named_modules():
         # Cross-attention of GPT-2 has other layers, and stays whole.
         kind, crossed = type(module), getattr(module, "is_cross_attention", False)
-        built_in = GPT2.get(kind.__name__) if kind.__module__.startswith("transformers.") and not crossed else None
+        built_in = (
+            GPT2.get(kind.__name__)
+            if kind.__module__.startswith("transformers.") and not crossed
+            else None
+        )
         plan: BroughtPlan | None = getattr(module, "tensor_plan", built_in)
         if plan is None:
             continue
         layers, before = plan.layers, f"{name}." if name else ""
         if isinstance(layers, str):
-            raise UsageError(f"tensor_plan of {type(module).__name__} is tensor({layers!r}); a plan has to name layers")
+            raise UsageError(
+                f"tensor_plan of {type(module).__name__} is tensor({layers!r}); "
+                "a plan has to name layers"
+            )
         for pattern, style in layers.items():
             model_plan.layers.setdefault(before + pattern, style)
         model_plan.divide.extend(before + pattern for pattern in plan.divide)
@@ -98,7 +107,8 @@ def of_transformers(model: nn.Module, size: int) -> dict[str, Style]:
     if not plan:
         kind = type(model).__name__
         raise UsageError(
-            f'tensor("auto"): {kind} has no plan (tensor_plan of its class, or base_model_tp_plan of its config); '
+            f'tensor("auto"): {kind} has no plan (tensor_plan of its class, or base_model_tp_plan '
+            "of its config); "
             'write tensor({"name.*": column(), ...})'
         )
     plan.update(_tied(model, plan))
@@ -106,7 +116,12 @@ def of_transformers(model: nn.Module, size: int) -> dict[str, Style]:
     for heads in HEADS:
         head_count = getattr(config, heads, None)
         if isinstance(head_count, int) and head_count % size:
-            fits = " or ".join(str(each) for each in range(2, head_count + 1) if head_count % each == 0) or "1"
+            fits = (
+                " or ".join(
+                    str(each) for each in range(2, head_count + 1) if head_count % each == 0
+                )
+                or "1"
+            )
             raise UsageError(
                 f'tensor("auto"): {heads} of the model is {head_count}, which {size} workers '
                 f"can't divide; choose tensor={fits}"
@@ -129,7 +144,8 @@ def _plan(model: nn.Module) -> dict[str, Style]:
                 continue
             if word not in STYLES:
                 raise UsageError(
-                    f'tensor("auto"): the plan of {type(module).__name__} cuts {pattern} by {word!r}, which is not known here; '
+                    f'tensor("auto"): the plan of {type(module).__name__} cuts {pattern} by '
+                    f"{word!r}, which is not known here; "
                     f"known are {', '.join(sorted(STYLES))}. Write the plan out: tensor({{...}})"
                 )
             if (style := STYLES[word]) is not None:
@@ -139,9 +155,17 @@ def _plan(model: nn.Module) -> dict[str, Style]:
 
 def _tied(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
     """Find embeddings that share a weight with a layer of the plan, to cut them by words."""
-    planned = {name: module for name, module in model.named_modules() if any(fnmatchcase(name, pattern) for pattern in plan)}
+    planned = {
+        name: module
+        for name, module in model.named_modules()
+        if any(fnmatchcase(name, pattern) for pattern in plan)
+    }
     weights = {id(module.weight) for module in planned.values() if isinstance(module, nn.Linear)}
-    others = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Embedding) and name not in planned]
+    others = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and name not in planned
+    ]
     return {name: vocab() for name, module in others if id(module.weight) in weights}
 
 

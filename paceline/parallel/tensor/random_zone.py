@@ -73,7 +73,9 @@ class RandomZone:
 
 def _seed(state: Tensor, rank: int) -> int:
     """Make a seed of a generator's state and a worker's rank."""
-    digest = hashlib.blake2b(state.numpy().tobytes() + rank.to_bytes(8, "little"), digest_size=8).digest()
+    digest = hashlib.blake2b(
+        state.numpy().tobytes() + rank.to_bytes(8, "little"), digest_size=8
+    ).digest()
     return int.from_bytes(digest, "little") >> 1
 
 

@@ -83,7 +83,9 @@ class sequence(Style):
 
     def __post_init__(self) -> None:
         if self.dim < 0:
-            raise UsageError(f"sequence(dim={self.dim}): count dimensions from the first, which is 0")
+            raise UsageError(
+                f"sequence(dim={self.dim}): count dimensions from the first, which is 0"
+            )
 
 
 @dataclass(frozen=True)

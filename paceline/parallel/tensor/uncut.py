@@ -41,7 +41,13 @@ SAME, AROUND, UNKNOWN, OTHER, FAILED = range(5)
 Settings = Mapping[str, Mapping[str, int]]
 
 
-def watch(model: nn.Module, axis: TensorAxis, pairs: tuple[Sequence[str], Sequence[str]], whole: Sequence[str], settings: Settings) -> None:
+def watch(
+    model: nn.Module,
+    axis: TensorAxis,
+    pairs: tuple[Sequence[str], Sequence[str]],
+    whole: Sequence[str],
+    settings: Settings,
+) -> None:
     """Compare modules in their first calls: the smallest with one of each of `pairs`, and `whole`.
 
     `settings` has the integers of modules that a cut has divided, with their values from before.
@@ -52,7 +58,12 @@ def watch(model: nn.Module, axis: TensorAxis, pairs: tuple[Sequence[str], Sequen
     for names, others in (pairs, pairs[::-1]):
         with_other = {around for other in others for around in _around(other)}
         for name in names:
-            comparison.watch(next((around for around in _around(name) if around in with_other), name.rpartition(".")[0]))
+            comparison.watch(
+                next(
+                    (around for around in _around(name) if around in with_other),
+                    name.rpartition(".")[0],
+                )
+            )
 
 
 def _around(name: str) -> Iterator[str]:
@@ -67,12 +78,22 @@ class _Comparison:
 
     def __init__(self, model: nn.Module, axis: TensorAxis, settings: Settings) -> None:
         self._model, self._axis, self._settings, self._watched = model, axis, settings, set[str]()
-        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+        self._shapes = {
+            name: parameter.shape
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
 
     def watch(self, name: str) -> None:
         """Compare a module before its next call, or the nearest one around it with whole inputs."""
         # Modules inside of a region have pieces of the sequence, and containers are never called.
-        name = next((around for around in _around(name) if isinstance(self._model.get_submodule(around), SequenceRegion)), name)
+        name = next(
+            (
+                around
+                for around in _around(name)
+                if isinstance(self._model.get_submodule(around), SequenceRegion)
+            ),
+            name,
+        )
         while isinstance(self._model.get_submodule(name), nn.ModuleList | nn.ModuleDict):
             name = name.rpartition(".")[0]
         if name in self._watched:
@@ -87,9 +108,13 @@ class _Comparison:
                 handle.remove()
                 self._compare(name, module, args, options)
 
-        handle = self._model.get_submodule(name).register_forward_pre_hook(compare, with_kwargs=True)
+        handle = self._model.get_submodule(name).register_forward_pre_hook(
+            compare, with_kwargs=True
+        )
 
-    def _compare(self, name: str, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def _compare(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
         """Run a module twice if all workers can, and raise `UsageError` if the results differ."""
         axis = self._axis
         given = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
@@ -107,7 +132,8 @@ class _Comparison:
             raise UsageError(
                 f"{where} works undivided, and fails when it is cut "
                 f"({str(error).partition(chr(10))[0]}): a layer gets the features of "
-                "this worker alone; cut it by row(), say column(gather=True) before it, or divide= numbers of heads"
+                "this worker alone; cut it by row(), say column(gather=True) before it, or divide= "
+                "numbers of heads"
             ) from error
         if outcome == OTHER:
             raise UsageError(
@@ -125,26 +151,42 @@ class _Comparison:
     def _fits(self, name: str, module: nn.Module) -> bool:
         """Whether the parts are here, in their shapes, and there is memory for all, twice."""
         parameters, size = dict(module.named_parameters(prefix=name)), self._axis.size
-        here = all(p.shape == self._shapes.get(each) and p.untyped_storage().nbytes() >= p.nbytes for each, p in parameters.items())
-        device = next((parameter.device for parameter in parameters.values() if parameter.is_cuda), None)
+        here = all(
+            p.shape == self._shapes.get(each) and p.untyped_storage().nbytes() >= p.nbytes
+            for each, p in parameters.items()
+        )
+        device = next(
+            (parameter.device for parameter in parameters.values() if parameter.is_cuda), None
+        )
         free = memory_size().free // size if device is None else torch.cuda.mem_get_info(device)[0]
-        return here and (not free or 2 * size * sum(parameter.nbytes for parameter in parameters.values()) < free)
+        return here and (
+            not free or 2 * size * sum(parameter.nbytes for parameter in parameters.values()) < free
+        )
 
-    def _run_twice(self, name: str, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[int, Exception | None]:
+    def _run_twice(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[int, Exception | None]:
         """Run a module cut and whole; return the worst outcome of all workers, and the error."""
         devices = {parameter.device for parameter in module.parameters() if parameter.is_cuda}
         before = _random_states(devices)
         cut = _try_run(module, args, options)
-        drawn = not all(map(torch.equal, before, _random_states(devices)))  # maybe for its part alone
+        # maybe for its part alone
+        drawn = not all(map(torch.equal, before, _random_states(devices)))
         error = cut if isinstance(cut, Exception) else None
         if isinstance(error, torch.OutOfMemoryError):  # the script's own call would fail as well
             raise error
         # All workers have to do the same from here on, so they agree on what they have seen.
-        outcomes: list[int] = self._axis.objects(UNKNOWN if drawn else AROUND if error else SAME, f"{name} as it is cut")
+        outcomes: list[int] = self._axis.objects(
+            UNKNOWN if drawn else AROUND if error else SAME, f"{name} as it is cut"
+        )
         outcome = max(outcomes)
         if outcomes[0] != UNKNOWN and len(set(outcomes)) == 1:
             self._make_whole(name, module)
-            outcome = max(self._axis.objects(_outcome(module, cut, _try_run(module, args, options)), f"{name} uncut"))
+            outcome = max(
+                self._axis.objects(
+                    _outcome(module, cut, _try_run(module, args, options)), f"{name} uncut"
+                )
+            )
         for state, device in zip(before, (None, *devices), strict=True):
             if drawn and device is not None:
                 torch.cuda.set_rng_state(state, device)
@@ -158,7 +200,9 @@ class _Comparison:
             if isinstance(part, TensorCutModule):
                 for attribute, (dim, parts) in part.tensor_cut.dims.items():
                     part_here = part._parameters[attribute].unflatten(dim, (parts, -1))  # type: ignore[union-attr]
-                    whole = self._axis.side_by_side(part_here, dim + 1, f"{attribute} of {part.tensor_cut.name}").flatten(dim, dim + 1)
+                    whole = self._axis.side_by_side(
+                        part_here, dim + 1, f"{attribute} of {part.tensor_cut.name}"
+                    ).flatten(dim, dim + 1)
                     part._parameters[attribute] = Parameter(whole, requires_grad=False)
                 part.__class__ = uncut_class(part)  # type: ignore[assignment]
             vars(part).update(self._settings.get(inner, {}))
@@ -181,7 +225,11 @@ def _random_states(devices: set[torch.device]) -> list[Tensor]:
 @contextmanager
 def _set_back(module: nn.Module) -> Iterator[None]:
     """Put a module into evaluation, with copies of its state; set back everything at the end."""
-    before = [(part, type(part), dict(vars(part))) for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+    before = [
+        (part, type(part), dict(vars(part)))
+        for part in module.modules()
+        if not isinstance(part, torch.jit.ScriptModule)
+    ]
     for part, _, held in before:
         # Without gradients: autocast would cache casts of the parameters, and use those without a
         # graph later, when gradients are needed.
@@ -189,11 +237,22 @@ def _set_back(module: nn.Module) -> Iterator[None]:
             name: None if parameter is None else Parameter(parameter.detach(), requires_grad=False)
             for name, parameter in part._parameters.items()
         }
-        buffers = {name: None if buffer is None else buffer.clone() for name, buffer in part._buffers.items()}
-        vars(part).update({name: copy.copy(value) for name, value in held.items() if type(value) in (list, dict, set)})
+        buffers = {
+            name: None if buffer is None else buffer.clone()
+            for name, buffer in part._buffers.items()
+        }
+        vars(part).update(
+            {
+                name: copy.copy(value)
+                for name, value in held.items()
+                if type(value) in (list, dict, set)
+            }
+        )
         # The attributes of `nn.Module` are private. `_compiled_call_impl` is set by
         # module.compile().
-        vars(part).update(training=False, _parameters=parameters, _buffers=buffers, _compiled_call_impl=None)
+        vars(part).update(
+            training=False, _parameters=parameters, _buffers=buffers, _compiled_call_impl=None
+        )
     try:
         yield
     finally:
@@ -207,7 +266,11 @@ class _Copying(TorchFunctionMode):
     """Lets deepcopy copy tensors that have a graph, too."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0].detach().clone() if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
+        return (
+            args[0].detach().clone()
+            if func is Tensor.__deepcopy__
+            else func(*args, **(kwargs or {}))
+        )
 
 
 def _copied(value: Any) -> Any:
@@ -215,7 +278,9 @@ def _copied(value: Any) -> Any:
         return copy.deepcopy(value)
 
 
-def _try_run(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> list[Tensor] | Exception:
+def _try_run(
+    module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
+) -> list[Tensor] | Exception:
     """Run a forward on copies of the arguments; return its tensors, or its error.
 
     Hooks of the module itself are not called.
@@ -223,7 +288,11 @@ def _try_run(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) 
     try:
         args, options = _copied((args, options))
         leaves = tree_leaves(module.forward(*args, **options))
-        return [leaf.whole() if isinstance(leaf, VocabLogits) else leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return [
+            leaf.whole() if isinstance(leaf, VocabLogits) else leaf
+            for leaf in leaves
+            if isinstance(leaf, Tensor)
+        ]
     except PacelineError:
         raise
     except Exception as error:  # noqa: BLE001
@@ -231,16 +300,26 @@ def _try_run(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) 
         return error
 
 
-def _outcome(module: nn.Module, cut: list[Tensor] | Exception, whole: list[Tensor] | Exception) -> int:
+def _outcome(
+    module: nn.Module, cut: list[Tensor] | Exception, whole: list[Tensor] | Exception
+) -> int:
     """Compare the results of a module as it is cut and whole."""
     if isinstance(cut, Exception) or isinstance(whole, Exception):
         return AROUND if isinstance(whole, Exception) else FAILED
-    pairs = [(one, two) for one, two in zip(cut, whole, strict=False) if one.shape == two.shape and one.is_floating_point()]
+    pairs = [
+        (one, two)
+        for one, two in zip(cut, whole, strict=False)
+        if one.shape == two.shape and one.is_floating_point()
+    ]
     # Different shapes: the module returns parts of features.
     if not pairs or len(cut) != len(whole):
         return AROUND
     kinds = {tensor.dtype for tensor in (*module.parameters(), *cut) if tensor.is_floating_point()}
-    kinds |= {torch.get_autocast_dtype(kind) for kind in {tensor.device.type for tensor in cut} if torch.is_autocast_enabled(kind)}
+    kinds |= {
+        torch.get_autocast_dtype(kind)
+        for kind in {tensor.device.type for tensor in cut}
+        if torch.is_autocast_enabled(kind)
+    }
     limit = max(LIMITS.get(kind, LOOSE) for kind in kinds)
     return SAME if all(_near(one, two, limit) for one, two in pairs) else OTHER
 
@@ -249,6 +328,13 @@ def _near(one: Tensor, two: Tensor, limit: float) -> bool:
     """Whether two tensors are equal within a limit, but for few elements."""
     # An odd step: an even one might meet the same features in each row.
     step = one.numel() // SAMPLED | 1
-    x, y = (tensor.reshape(-1)[::step].float() if tensor.dtype != torch.float64 else tensor.reshape(-1)[::step] for tensor in (one, two))
+    x, y = (
+        tensor.reshape(-1)[::step].float()
+        if tensor.dtype != torch.float64
+        else tensor.reshape(-1)[::step]
+        for tensor in (one, two)
+    )
     scale = float(y.nan_to_num(0, 0, 0).abs().mean()) if len(y) else 0.0
-    return int((~torch.isclose(x, y, rtol=limit, atol=limit * scale, equal_nan=True)).sum()) <= FEW * len(y)
+    return int(
+        (~torch.isclose(x, y, rtol=limit, atol=limit * scale, equal_nan=True)).sum()
+    ) <= FEW * len(y)

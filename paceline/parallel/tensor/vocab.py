@@ -66,7 +66,13 @@ class VocabLogits(Tensor):
         return self.tensor_axis.join(self.local(), -1, self.name_of_layer)
 
     @classmethod
-    def __torch_function__(cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Function,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         kwargs = dict(kwargs or {})
         handler = HANDLERS.get(func) if args and isinstance(args[0], VocabLogits) else None
         result = NotImplemented if handler is None else handler(func, args[0], args[1:], kwargs)
@@ -81,9 +87,14 @@ def _refuse_changes(func: Function, args: Any, kwargs: Mapping[str, Any]) -> Non
     """Raise `UsageError` for functions that write into logits: they would write into a copy."""
     name = getattr(func, "__name__", "")
     # Methods in place end in one underscore, as in add_; operators in place are such as __iadd__.
-    written = name in ("__set__", "__setitem__", "retain_grad") or re.fullmatch(r"[a-z].*[^_]_|__i(?!nvert|nt|ndex)\w+__", name)
+    written = name in ("__set__", "__setitem__", "retain_grad") or re.fullmatch(
+        r"[a-z].*[^_]_|__i(?!nvert|nt|ndex)\w+__", name
+    )
     if written and args and isinstance(args[0], VocabLogits):
-        raise UsageError(f"the logits of {args[0].name_of_layer} are cut by words and can't be changed by {name}; change logits.whole()")
+        raise UsageError(
+            f"the logits of {args[0].name_of_layer} are cut by words and can't be changed by "
+            f"{name}; change logits.whole()"
+        )
     if isinstance(kwargs.get("out"), VocabLogits):
         raise UsageError("logits that are cut by words can't be written to by out=; leave it out")
 
@@ -114,8 +125,11 @@ def _numel(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> int:
 def _on_part(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
     """Apply to the part what acts on each element in the same way."""
     asks_dtype = func in (Tensor.to, Tensor.type_as)  # another tensor gives its dtype alone
-    others = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and not asks_dtype]
-    if any(value.dim() or value.requires_grad for value in others):  # a factor's gradient needs all words
+    others = [
+        value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and not asks_dtype
+    ]
+    # a factor's gradient needs all words
+    if any(value.dim() or value.requires_grad for value in others):
         return NotImplemented
     with torch._C.DisableTorchFunctionSubclass():
         part = func(x.local(), *args, **kwargs)
@@ -130,12 +144,21 @@ def _about_part(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
 
 def _text(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> str:
     """Describe the part alone: often one worker prints, and can't gather."""
-    return f"part {x.tensor_axis.rank} of {x.tensor_axis.size} of logits {tuple(_shape(func, x, (), {}))}: {x.local()!r}"
+    return (
+        f"part {x.tensor_axis.rank} of {x.tensor_axis.size} of logits "
+        f"{tuple(_shape(func, x, (), {}))}: {x.local()!r}"
+    )
 
 
 def _view(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
     """View in another shape, if the words stay the last dimension."""
-    shape = kwargs.get("shape", kwargs.get("size", args[0] if len(args) == 1 and isinstance(args[0], tuple | list | torch.Size) else args))
+    shape = kwargs.get(
+        "shape",
+        kwargs.get(
+            "size",
+            args[0] if len(args) == 1 and isinstance(args[0], tuple | list | torch.Size) else args,
+        ),
+    )
     if isinstance(shape, torch.dtype) or (len(shape) and isinstance(shape[0], torch.dtype)):
         return NotImplemented
     sizes, known_numel = list(shape), math.prod(size for size in shape if size != -1)
@@ -143,7 +166,11 @@ def _view(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
         sizes[sizes.index(-1)] = _numel(func, x, (), {}) // max(known_numel, 1)
     if not sizes or sizes[-1] != x.words or math.prod(sizes) != _numel(func, x, (), {}):
         return NotImplemented
-    return x.like(x.local().reshape(*sizes[:-1], -1) if func is not Tensor.view else x.local().view(*sizes[:-1], x.local().shape[-1]))
+    return x.like(
+        x.local().reshape(*sizes[:-1], -1)
+        if func is not Tensor.view
+        else x.local().view(*sizes[:-1], x.local().shape[-1])
+    )
 
 
 def _flatten(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
@@ -160,12 +187,19 @@ def _item(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
     index = args[0] if isinstance(args[0], tuple) else (args[0],)
     used = [item for item in index if item is not None and item is not Ellipsis]
     # A mask takes as many dimensions as it has; any other item takes one.
-    taken = sum(item.dim() if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) else 1 for item in used)
-    plain = all(isinstance(item, int | slice | Tensor) and not isinstance(item, bool) for item in used)
+    taken = sum(
+        item.dim() if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) else 1
+        for item in used
+    )
+    plain = all(
+        isinstance(item, int | slice | Tensor) and not isinstance(item, bool) for item in used
+    )
     everything = bool(index) and isinstance(index[-1], slice) and index[-1] == slice(None)
     spread = any(item is Ellipsis for item in index)
     # The words are kept if the index ends before the last dimension, or takes all of it by `:`.
-    keeps_words = (everything if spread and index[-1] is not Ellipsis else taken < x.dim()) or (everything and taken == x.dim())
+    keeps_words = (everything if spread and index[-1] is not Ellipsis else taken < x.dim()) or (
+        everything and taken == x.dim()
+    )
     if not plain or not keeps_words:
         return NotImplemented
     return x.like(x.local()[args[0]])
@@ -175,16 +209,35 @@ def _item(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
 
 
 def _cross_entropy(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
-    names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    names = (
+        "target",
+        "weight",
+        "size_average",
+        "ignore_index",
+        "reduce",
+        "reduction",
+        "label_smoothing",
+    )
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     target, reduction = given.get("target"), given.get("reduction", "mean")
     plain = all(given.get(name) is None for name in ("weight", "size_average", "reduce"))
-    if not plain or reduction not in ("mean", "sum", "none") or not isinstance(target, Tensor) or isinstance(target, VocabLogits):
+    if (
+        not plain
+        or reduction not in ("mean", "sum", "none")
+        or not isinstance(target, Tensor)
+        or isinstance(target, VocabLogits)
+    ):
         return NotImplemented
     # In other shapes, the words are not the last dimension.
     if target.is_floating_point() or x.dim() != 2 or target.shape != x.shape[:1]:
         return NotImplemented
-    return _loss(x, target, int(given.get("ignore_index", -100)), reduction, float(given.get("label_smoothing", 0.0)))
+    return _loss(
+        x,
+        target,
+        int(given.get("ignore_index", -100)),
+        reduction,
+        float(given.get("label_smoothing", 0.0)),
+    )
 
 
 @eager
@@ -216,7 +269,9 @@ class _CrossEntropy(torch.autograd.Function):
         if z.device.type != "cpu":
             torch._assert_async(~wrong.any())
         elif bool(wrong.any()):
-            raise UsageError(f"{name}: target {int(target[wrong][0])} is out of range; there are {words} words")
+            raise UsageError(
+                f"{name}: target {int(target[wrong][0])} is out of range; there are {words} words"
+            )
         wide = z.to(torch.promote_types(z.dtype, torch.float32))
         largest = axis.add_up(wide.amax(-1), f"maximum of {name}", op="max")
         local = target - axis.rank * z.shape[-1]
@@ -268,19 +323,69 @@ HANDLERS: Mapping[Function, Function] = {
     F.cross_entropy: _cross_entropy,
     **dict.fromkeys(
         (
-            *(Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type_as, Tensor.contiguous, Tensor.clone),
-            *(Tensor.detach, Tensor.cpu, Tensor.cuda, torch.clone, Tensor.tanh, torch.tanh, Tensor.neg, Tensor.__neg__, torch.neg),
-            *(Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, Tensor.div, Tensor.__truediv__, torch.div),
+            *(
+                Tensor.float,
+                Tensor.double,
+                Tensor.half,
+                Tensor.bfloat16,
+                Tensor.to,
+                Tensor.type_as,
+                Tensor.contiguous,
+                Tensor.clone,
+            ),
+            *(
+                Tensor.detach,
+                Tensor.cpu,
+                Tensor.cuda,
+                torch.clone,
+                Tensor.tanh,
+                torch.tanh,
+                Tensor.neg,
+                Tensor.__neg__,
+                torch.neg,
+            ),
+            *(
+                Tensor.mul,
+                Tensor.__mul__,
+                Tensor.__rmul__,
+                torch.mul,
+                Tensor.div,
+                Tensor.__truediv__,
+                torch.div,
+            ),
         ),
         _on_part,
     ),
     **dict.fromkeys(
         (
-            *(Tensor.dim, Tensor.ndimension, Tensor.requires_grad_, Tensor.register_hook, Tensor.is_floating_point),
-            *(Tensor.is_contiguous, Tensor.get_device, Tensor.is_complex, torch.is_floating_point, torch.is_complex, Tensor.__hash__),
+            *(
+                Tensor.dim,
+                Tensor.ndimension,
+                Tensor.requires_grad_,
+                Tensor.register_hook,
+                Tensor.is_floating_point,
+            ),
+            *(
+                Tensor.is_contiguous,
+                Tensor.get_device,
+                Tensor.is_complex,
+                torch.is_floating_point,
+                torch.is_complex,
+                Tensor.__hash__,
+            ),
             *(
                 _getter(name)
-                for name in ("dtype", "device", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "layout", "_version")
+                for name in (
+                    "dtype",
+                    "device",
+                    "ndim",
+                    "requires_grad",
+                    "is_leaf",
+                    "grad_fn",
+                    "is_cuda",
+                    "layout",
+                    "_version",
+                )
             ),
         ),
         _about_part,
