@@ -1,3 +1,1 @@
-"""Models that are divided between workers: cuts along the axes of the mesh, and BatchNorm over
-the global batch.
-"""
+"""Models divided between workers along the axes of the mesh; BatchNorm over the global batch."""

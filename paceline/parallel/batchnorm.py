@@ -1,16 +1,13 @@
-"""BatchNorm over the whole global batch: the user's own layers, with statistics and gradients
-summed over all workers.
+"""BatchNorm over the global batch: statistics and gradients are summed over all workers.
 
-    worker 0   x ─ n, Σx, Σx² ─┐                   ┌─ y     backward:  s·Σg, s·Σg(x-μ) ─┐
-                                                            ┌─ dx
-    worker 1   x ─ n, Σx, Σx² ─┼─ sum ─ μ, σ² ─────┼─ y                s·Σg, s·Σg(x-μ) ─┼─ sum, / s
-               ─┼─ dx
-    ghost        (zeros)      ─┘                   └─ y                  (zeros)       ─┘
-                                                   └─ 0
+    worker 0  x ─ n, Σx, Σx² ─┐                ┌─ y    backward: s·Σg, s·Σg(x-μ) ─┐            ┌─ dx
+    worker 1  x ─ n, Σx, Σx² ─┼─ sum ─ μ, σ² ──┼─ y              s·Σg, s·Σg(x-μ) ─┼─ sum, / s ─┼─ dx
+    ghost       (zeros)      ─┘                └─ y                (zeros)       ─┘            └─ 0
 
-The layer's own `forward` still runs (momentum, counters, the rule for eval mode stay torch's or the
-user's class's); only `torch.nn.functional.batch_norm` inside it is answered here. One exchange of
-2C+1 numbers forward, one of 2C backward. After Ioffe & Szegedy, "Batch Normalization" (2015).
+The layer's own `forward` still runs, so that momentum, counters and the rule for eval mode stay
+those of torch or of the user's class. Only `torch.nn.functional.batch_norm` inside it is replaced.
+One exchange of 2C+1 numbers in forward, one of 2C numbers in backward, for C channels.
+After Ioffe & Szegedy, "Batch Normalization" (2015).
 """
 
 from __future__ import annotations
@@ -30,7 +27,8 @@ from torch.overrides import TorchFunctionMode
 from paceline.comm.group import Group
 from paceline.errors import UsageError
 
-_MARK = "_paceline_batchnorm"  # set on the function that stands in for a layer's forward
+# Set on the function that replaces a layer's forward.
+_MARK = "_paceline_batchnorm"
 
 
 def synchronise(
@@ -41,29 +39,35 @@ def synchronise(
     scale: Callable[[], float],
     copies: Callable[[], bool] = lambda: True,
 ) -> int:
-    """Let every BatchNorm layer of `model` take its statistics from the batches of all workers of
-    `group`; return the number of layers.
+    """Compute the statistics of every BatchNorm layer of `model` over the batches of all workers.
 
-    `ghost()`: this worker's batch is not part of the global one: it adds nothing forward, nothing
-    backward, and gets zero gradients. `scale()`: what this worker's gradients will be multiplied by
-    when they are summed over the workers (its share of the loss's weight for a mean, 1 for a sum);
-    layers couple samples of different workers, so gradients that cross over must be weighed here.
-    Both are asked at each forward. `copies()`: whether deepcopies of the layers exchange, too, by
-    names of their own.
+    Layers stay the same objects, with the same class, `state_dict` and hooks. Their running
+    statistics are bit-equal on all workers. An unpickled layer is a plain one. If the function is
+    called again, layers use the new group. With a group of one worker, layers are torch's own.
 
-    Layers stay the objects they are, with the same class, `state_dict` and hooks; their running
-    statistics come out bit-equal on all workers. A deepcopy does as `copies` says, as long as its
-    original is synchronised; an unpickled layer is plain. Called again, it takes the new group;
-    with a group of one the layers are torch's own.
+    Forward in training mode and its backward are collective: every worker must run them, in the
+    same order. So is forward in eval mode if the layer tracks no statistics. Eval mode with running
+    statistics never exchanges anything. Under torch.compile a layer is a graph break.
 
-    Raises UsageError for a layer whose `forward` was already replaced on the instance, and in
-    `forward` for a class that doesn't compute by `F.batch_norm`, for one value per channel in the
-    whole batch, and for a share of weight 0 that has samples.
+    Args:
+        model: Model whose BatchNorm layers are changed in place.
+        group: Workers whose batches together are the global batch.
+        ghost: Says whether this worker's batch is no part of the global batch. A ghost adds nothing
+            in forward and backward, and gets zero gradients. Called in each forward.
+        scale: Factor of this worker's gradients in the sum over the workers: its share of the
+            loss's weight for a mean, 1 for a sum. A layer couples samples of different workers, so
+            gradients that cross over must be weighted here. Called in each forward.
+        copies: Says whether deepcopies of the layers exchange as well, under names of their own, as
+            long as the original layer is synchronised. Default: they do.
 
-    The trap: forward in training mode (in eval mode too, when the layer tracks no statistics) and
-    its backward are collective: every worker must run them, in the same order. Eval mode with
-    running statistics never exchanges anything. Under torch.compile a layer is a graph break.
-    `create_graph=True` through a layer raises.
+    Returns:
+        Number of BatchNorm layers.
+
+    Raises:
+        UsageError: The `forward` of a layer is already replaced on the instance. The layer's
+            forward raises it for a class that doesn't call `F.batch_norm`, for one value per
+            channel in the whole batch, for a share of weight 0 that has samples, and for
+            `create_graph=True`.
     """
     layers = [
         (name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)
@@ -86,9 +90,7 @@ def synchronise(
 
 
 def desynchronise(model: nn.Module) -> int:
-    """Give every synchronised layer its class's own forward back; return the number of layers
-    changed.
-    """
+    """Give every synchronised layer its class's forward again; return the number of such layers."""
     layers = [
         module
         for module in model.modules()
@@ -101,15 +103,13 @@ def desynchronise(model: nn.Module) -> int:
 
 
 def is_synchronous(module: nn.Module) -> bool:
-    """Whether a layer is synchronised: its running statistics are right on a ghost too and must
-    not be restored.
-    """
+    """Whether a layer is synchronised, so that its running statistics are right on a ghost, too."""
     return hasattr(getattr(module.__dict__.get("forward"), "__func__", None), _MARK)
 
 
 def _replaceable(layer: nn.Module, forward: Any) -> bool:
-    # An unpickled synchronised layer holds its class's forward as a bound method: nothing is lost
-    # with it.
+    # An unpickled synchronised layer has its class's forward as a bound method on the instance. It
+    # may be replaced, as nothing is lost with it.
     function = getattr(forward, "__func__", None)
     return hasattr(function, _MARK) or function is type(layer).forward
 
@@ -120,7 +120,7 @@ def _stand_in(
     answer: Callable[[str], _GlobalBatchNorm],
     copies: Callable[[], bool],
 ) -> Callable[..., Tensor]:
-    whose = weakref.ref(original)
+    original_ref = weakref.ref(original)
 
     # A plain function, bound to its layer as a method: deepcopy binds it to the copy, and pickle
     # stores a method as its name ("forward").
@@ -132,13 +132,16 @@ def _stand_in(
             if type(layer).forward is nn.SyncBatchNorm.forward
             else type(layer).forward
         )
-        called = name
-        if layer is not (owner := whose()):
-            takes = layer.training or layer.running_mean is None  # statistics of this batch
-            if owner is None or not is_synchronous(owner) or not takes or not copies():
+        name_here = name
+        if layer is not (source := original_ref()):
+            # This is a deepcopy. It exchanges if its original does, and if it uses batch
+            # statistics.
+            uses_batch = layer.training or layer.running_mean is None
+            if source is None or not is_synchronous(source) or not uses_batch or not copies():
                 return own(layer, *args, **kwargs)
-            called = f"{name} of a copy"  # this name is compared: all workers run the copy, or none
-        mode = answer(called)
+            # Workers compare this name: all of them run the copy, or none.
+            name_here = f"{name} of a copy"
+        mode = answer(name_here)
         with mode:
             y = own(layer, *args, **kwargs)
         if not mode.asked:
@@ -156,9 +159,7 @@ def _stand_in(
 
 
 class _GlobalBatchNorm(TorchFunctionMode):
-    """Answers `F.batch_norm` with statistics of the whole global batch where it would take them
-    from the local one.
-    """
+    """Computes `F.batch_norm` with statistics of the global batch, not of the local one."""
 
     def __init__(
         self, name: str, group: Group, ghost: Callable[[], bool], scale: Callable[[], float]
@@ -188,6 +189,7 @@ class _GlobalBatchNorm(TorchFunctionMode):
         self, x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, **options: Any
     ) -> Tensor:
         scale = None if self.ghost() else float(self.scale())
+        # Its samples would change other workers' outputs, but a gradient times 0 can't say how.
         if scale == 0.0 and len(x) > 0 and torch.is_grad_enabled():
             raise UsageError(
                 f"{self.name}: this worker's share has {len(x)} samples but weight 0, so what its "
@@ -203,9 +205,10 @@ class _GlobalBatchNorm(TorchFunctionMode):
 
 
 class _Statistics:
-    """Mean and biased variance per channel of the whole global batch, in at least float32.
+    """Mean and biased variance per channel of the global batch, in at least float32.
 
-    `count` stays a tensor, so that CUDA isn't waited for. `scale` is None on a ghost.
+    `count` stays a tensor, so that no kernel has to be waited for on CUDA. `scale` is None on a
+    ghost.
     """
 
     def __init__(
@@ -221,21 +224,24 @@ class _Statistics:
             self.count, self.mean, self.var = self._sum_up(x)
 
     def _sum_up(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        channels, mine = x.shape[1], 0
+        channels, count = x.shape[1], 0
         packed = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
         if self.present:
-            mine = x.numel() // channels
+            count = x.numel() // channels
             x = x.detach().to(self.dtype)
             mean = x.mean(self.dims)
-            # around the local mean: no cancellation in float32
+            # Squares are taken around the local mean, as Σx² - nμ² would lose digits in float32.
+            # The sums of all workers are put together in float64.
             squares = (x - mean.view(self.shape)).square_().sum(self.dims)
             wide = mean.double()
-            packed[:channels] = wide * mine
-            packed[channels:-1] = wide.square().mul_(mine).add_(squares)
-            packed[-1] = mine
+            packed[:channels] = wide * count
+            packed[channels:-1] = wide.square().mul_(count).add_(squares)
+            packed[-1] = count
         packed = self.group.all_reduce(packed, op="sum", name=self.name, out=packed).wait()
-        # then it is so on every worker, and no other has to look (and wait for the device)
-        if mine <= 1 and packed[-1] < 2:
+        # A worker with more than one value needn't look at the sum, which would wait for the
+        # device. If the sum is less than 2, every worker has at most one value, and so all of them
+        # raise.
+        if count <= 1 and packed[-1] < 2:
             raise UsageError(
                 f"Expected more than 1 value per channel when training, got {int(packed[-1])} in "
                 f"the whole global batch ({self.name}); "
@@ -246,9 +252,7 @@ class _Statistics:
         return packed[-1], mean.to(self.dtype), var.to(self.dtype)
 
     def track(self, running_mean: Tensor, running_var: Tensor, momentum: float) -> None:
-        """Move the running statistics; the variance is the unbiased one of the whole global
-        batch.
-        """
+        """Update running statistics; their variance is the unbiased one of the global batch."""
         with torch.no_grad():
             unbiased = self.var * (self.count / (self.count - 1)).to(self.dtype)
             running_mean.copy_(running_mean.to(self.dtype) * (1 - momentum) + self.mean * momentum)
@@ -256,10 +260,9 @@ class _Statistics:
 
 
 class _Normalise(torch.autograd.Function):
-    """The function y = w (x - μ) / sqrt(σ² + ε) + b, with a backward that goes through μ and σ² of
-    all workers.
+    """The function y = w (x - μ) / sqrt(σ² + ε) + b, differentiated through all workers' μ and σ².
 
-    Gradients g of worker r are those of its own loss; the sum over the workers counts them s_r
+    Gradients g of worker r are those of its own loss, and the sum over the workers counts them s_r
     times. So s_r g is exchanged:
         dx = w / σ · (g - (Σ s g + (x-μ) / σ² · Σ s g (x-μ)) / (n s_r))
     """
@@ -268,45 +271,51 @@ class _Normalise(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: _Statistics
     ) -> Tensor:
-        at = ctx.statistics = statistics
+        stats = ctx.statistics = statistics
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(x, weight)
         if x.numel() == 0:
             return torch.empty_like(x)
-        w = None if weight is None else weight.to(at.dtype)
-        b = None if bias is None else bias.to(at.dtype)
+        w = None if weight is None else weight.to(stats.dtype)
+        b = None if bias is None else bias.to(stats.dtype)
         return torch.batch_norm(
-            x, w, b, at.mean, at.var, False, 0.0, at.eps, torch.backends.cudnn.enabled
+            x, w, b, stats.mean, stats.var, False, 0.0, stats.eps, torch.backends.cudnn.enabled
         )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (g,), (x, weight) = grads, ctx.saved_tensors
-        at: _Statistics = ctx.statistics
+        stats: _Statistics = ctx.statistics
         if torch.is_grad_enabled():
             raise UsageError(
-                f"{at.name}: create_graph=True through synchronous BatchNorm is not supported (its "
-                "backward can't be differentiated "
+                f"{stats.name}: create_graph=True through synchronous BatchNorm is not supported "
+                "(its backward can't be differentiated "
                 'again); use another normalisation in this model, or say batchnorm="local"'
             )
-        inverse = torch.rsqrt(at.var + at.eps)
+        inverse = torch.rsqrt(stats.var + stats.eps)
         packed = torch.zeros(2, x.shape[1], dtype=torch.float64, device=x.device)
-        if at.present:
-            g, centred = g.to(at.dtype), x.to(at.dtype) - at.mean.view(at.shape)
-            packed[0], packed[1] = g.sum(at.dims), (g * centred).sum(at.dims)
+        if stats.present:
+            g, centred = g.to(stats.dtype), x.to(stats.dtype) - stats.mean.view(stats.shape)
+            packed[0], packed[1] = g.sum(stats.dims), (g * centred).sum(stats.dims)
+        # Gradients of weight and bias stay local: they are summed with those of all other
+        # parameters.
         dw = (
-            (packed[1].to(at.dtype) * inverse).to(weight.dtype) if ctx.needs_input_grad[1] else None
+            (packed[1].to(stats.dtype) * inverse).to(weight.dtype)
+            if ctx.needs_input_grad[1]
+            else None
         )
         db = packed[0].to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         if not ctx.needs_input_grad[0]:
             return None, dw, db, None
-        total = packed * at.scale
-        total = at.group.all_reduce(total, op="sum", name=f"{at.name} backward", out=total).wait()
-        if not at.present:
+        total = packed * stats.scale
+        total = stats.group.all_reduce(
+            total, op="sum", name=f"{stats.name} backward", out=total
+        ).wait()
+        if not stats.present:
             return torch.zeros_like(x), dw, db, None
-        total = (total / (at.count * at.scale)).to(at.dtype)
-        g = (g - total[0].view(at.shape)).addcmul_(
-            centred, (total[1] * inverse.square()).view(at.shape), value=-1
+        total = (total / (stats.count * stats.scale)).to(stats.dtype)
+        g = (g - total[0].view(stats.shape)).addcmul_(
+            centred, (total[1] * inverse.square()).view(stats.shape), value=-1
         )
-        factor = inverse if weight is None else inverse * weight.to(at.dtype)
-        return g.mul_(factor.view(at.shape)).to(x.dtype), dw, db, None
+        factor = inverse if weight is None else inverse * weight.to(stats.dtype)
+        return g.mul_(factor.view(stats.shape)).to(x.dtype), dw, db, None

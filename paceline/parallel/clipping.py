@@ -1,15 +1,14 @@
-"""Stands before torch's own clipping, which scripts call between backward and step, and lets the
-run of the parameters clip.
+"""Replaces torch's gradient clipping, which scripts call between backward and step.
 
-nn.utils.clip_grad_norm_(model.parameters(), 1.0)    ->    the `GradientClipper` of these
-                                                           parameters, if they have one    ->
-                                                           torch's own
+nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    -> the `GradientClipper` of these parameters, if they have one
+    -> else torch's own function
 
-Where models are cut, the norm that torch takes of gradients by itself (get_total_norm) is refused,
-as is clipping that finds none of them.
+If a model is cut, `get_total_norm` would give the norm of this worker's parts alone, so it is
+refused. So is a call that is given no gradient at all while other workers have some.
 
-A script may have imported the functions before: it is what they call that is replaced, in the
-functions themselves.
+A script may have imported torch's functions before this module runs. So the functions stay the same
+objects, and the function that they call inside is replaced.
 """
 
 from __future__ import annotations
@@ -25,16 +24,14 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.utils.weak import WeakIdKeyDictionary
 
-# what torch's functions, which switch gradients off, call the function itself
+# The free variable of torch's no_grad wrappers that holds the wrapped function.
 INNER: Final = "func"
-_REGISTRY: Final = threading.Lock()  # of what stands in torch's functions, for all threads
+# Guards the contents of torch's functions and all `clippers`.
+_REGISTRY: Final = threading.Lock()
 
 
 class GradientClipper(Protocol):
-    """Whatever clips gradients in torch's place.
-
-    `own` is torch's function, with the arguments that the script gave.
-    """
+    """Clips gradients in torch's place. `own` calls torch's function as the script called it."""
 
     def clip_norm(
         self,
@@ -47,86 +44,84 @@ class GradientClipper(Protocol):
     ) -> Tensor:
         """Clip by the norm, and return it.
 
-        Raises `RuntimeError`, as torch does, for one that isn't finite and has to be (`finite`).
+        Raises `RuntimeError`, as torch does, if `finite` is set and the norm isn't finite.
         """
         ...
 
     def clip_by(self, name: str, own: Callable[[], Any]) -> Any:
-        """Clip each gradient by itself, as the function of this name does: by value, or by a
-        norm that is given.
-        """
+        """Clip each gradient by itself, by value or by a given norm, as function `name` does."""
         ...
 
     def check_norm(self, parameters: list[Tensor]) -> None:
-        """Raise `UsageError` where the norm of the gradients that these parameters have here
-        isn't that of all workers.
-        """
+        """Raise `UsageError` if the local norm of these gradients differs from the global norm."""
         ...
 
     def check_idle(self, name: str) -> None:
-        """Raise `UsageError` where this function, which was given no gradient, would do nothing,
-        as there are some elsewhere.
-        """
+        """Raise `UsageError` if `name` got no gradient here, and other workers have gradients."""
         ...
 
 
 class Door:
-    """What torch's function of this name calls in place of `own`."""
+    """A callable that torch's function of this name calls in place of its own function `own`."""
 
     def __init__(self, name: str, own: Callable[..., Any]) -> None:
         self.name, self.own = name, own
-        self.clippers = WeakIdKeyDictionary()  # by parameter: a weak reference to its clipper
+        # By parameter: weak reference to its clipper.
+        self.clippers = WeakIdKeyDictionary()
 
     def check_idle(self) -> None:
-        """Have all clippers that live check a call without any gradient."""
+        """Let all clippers that are still alive check a call without any gradient."""
         with _REGISTRY:
             living = {
                 id(clipper): clipper
-                for found in self.clippers.values()
-                if (clipper := found()) is not None
+                for ref in self.clippers.values()
+                if (clipper := ref()) is not None
             }
         for clipper in living.values():
             clipper.check_idle(self.name.lstrip("_"))
 
 
 class ClipDoor(Door):
-    """Has the clipper of any of the parameters clip."""
+    """Passes the call on to the clipper of any of the parameters."""
 
     def __call__(self, parameters: Any, *args: Any, **options: Any) -> Any:
-        asked = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         clipper = next(
             (
-                found
-                for parameter in asked
-                if (found := self.clippers.get(parameter, _nobody)()) is not None
+                living
+                for parameter in given
+                if (living := self.clippers.get(parameter, _nobody)()) is not None
             ),
             None,
         )
-        if not asked or (
+        if not given or (
             self.name == "_clip_grads_with_norm_"
-            and all(parameter.grad is None for parameter in asked)
+            and all(parameter.grad is None for parameter in given)
         ):
             self.check_idle()
         if clipper is None:
-            # torch warns of a generator without any
-            return self.own(asked or (parameter for parameter in asked), *args, **options)
+            # torch warns if a generator has no parameters, and not if a list has none. So give it
+            # what the script may have given: the generator.
+            return self.own(given or (parameter for parameter in given), *args, **options)
 
         def own() -> Any:
-            return self.own(asked, *args, **options)
+            return self.own(given, *args, **options)
 
         if self.name != "clip_grad_norm_":
             return clipper.clip_by(self.name.lstrip("_"), own)
         max_norm, norm_type, finite = _norm(*args, **options)
-        return clipper.clip_norm(asked, max_norm, norm_type, own, finite=finite)
+        return clipper.clip_norm(given, max_norm, norm_type, own, finite=finite)
 
 
 class NormDoor(Door):
-    """Has clippers check the norm of gradients that parameters of theirs have."""
+    """Lets clippers check a norm that is taken of gradients of their parameters."""
 
     def __call__(self, tensors: Any, *args: Any, **options: Any) -> Any:
-        asked = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        if not asked:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if not given:
             self.check_idle()
+        # torch gives this function gradients and not parameters: find out by the gradients' memory
+        # whose they are.
         with _REGISTRY:
             grads = (
                 {
@@ -134,20 +129,20 @@ class NormDoor(Door):
                     for p, clipper in self.clippers.items()
                     if p.grad is not None
                 }
-                if asked
+                if given
                 else {}
             )
-        theirs: dict[Callable[[], GradientClipper | None], list[Tensor]] = {}
+        by_clipper: dict[Callable[[], GradientClipper | None], list[Tensor]] = {}
         for parameter, clipper in (
-            (grads[place] for tensor in asked if (place := _place(tensor)) in grads)
+            (grads[place] for tensor in given if (place := _place(tensor)) in grads)
             if grads
             else ()
         ):
-            theirs.setdefault(clipper, []).append(parameter)
-        for found, parameters in theirs.items():
-            if (living := found()) is not None:
+            by_clipper.setdefault(clipper, []).append(parameter)
+        for ref, parameters in by_clipper.items():
+            if (living := ref()) is not None:
                 living.check_norm(parameters)
-        return self.own(asked, *args, **options)
+        return self.own(given, *args, **options)
 
 
 DOORS: Final[dict[str, type[Door]]] = {
@@ -163,7 +158,7 @@ def _nobody() -> None:
 
 
 def _place(tensor: Tensor) -> object:
-    """Return what tensors with the same numbers in memory have in common."""
+    """Key of a tensor's memory: equal for two tensors that have the same numbers in memory."""
     plain = (
         tensor.layout == torch.strided and type(tensor) in (Tensor, nn.Parameter) and tensor.numel()
     )
@@ -171,20 +166,18 @@ def _place(tensor: Tensor) -> object:
 
 
 def norm_here(gradients: list[Tensor], norm_type: float) -> Tensor:
-    """Return torch's norm of these gradients, which nobody checks: that of this worker."""
+    """Compute torch's norm of this worker's gradients, without any check."""
     with _REGISTRY:
         own = next(
             (door.own for door in _doors() if isinstance(door, NormDoor)), nn.utils.get_total_norm
         )
     with torch.no_grad():
-        found: Tensor = own(gradients, norm_type)
-    return found
+        norm: Tensor = own(gradients, norm_type)
+    return norm
 
 
 def check_finite(norm: float, norm_type: float) -> None:
-    """Raise `RuntimeError`, as torch's clip_grad_norm_ does, for a norm that is no finite
-    number.
-    """
+    """Raise `RuntimeError`, as torch's clip_grad_norm_ does, for a norm that isn't finite."""
     if not math.isfinite(norm):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, "
@@ -200,20 +193,21 @@ def _norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> tuple[float, float, bool]:
-    """Return the norm, its kind and whether it has to be finite from what clip_grad_norm_ is
-    called with.
-    """
+    """Read max_norm, norm_type and error_if_nonfinite out of a call of clip_grad_norm_."""
     return float(max_norm), float(norm_type), bool(error_if_nonfinite)
 
 
 def _doors() -> Iterable[Door]:
-    """Yield what stands in each of torch's functions, and put it there the first time."""
+    """Yield the door in each of torch's functions; put it there the first time."""
     for name, kind in DOORS.items():
         function: Any = getattr(clip_grad, name, None)
-        function = getattr(function, "before", function)  # where a cut stands before it
+        function = getattr(function, "before", function)  # if a cut has wrapped the function itself
+        # torch decorates these functions with no_grad, so the function proper is in a closure cell
+        # named `func`. This relies on a private detail of torch: if a version names it otherwise,
+        # or decorates no more, the function is left alone, and clips local parts only.
         names = () if function is None else function.__code__.co_freevars
         if INNER not in names:
-            continue  # another version of torch
+            continue
         cell = function.__closure__[names.index(INNER)]
         if not isinstance(cell.cell_contents, Door):
             cell.cell_contents = kind(name, cell.cell_contents)
@@ -221,20 +215,21 @@ def _doors() -> Iterable[Door]:
 
 
 def let_clip(parameters: Iterable[Tensor], clipper: GradientClipper, *, cut: bool = False) -> None:
-    """Let `clipper` clip the gradients of these parameters from now on, as long as it lives;
-    check their norms too, if some are `cut`.
+    """Let `clipper` clip the gradients of these parameters from now on, as long as it is alive.
+
+    If some of the parameters are `cut`, it checks norms that are taken of their gradients as well.
     """
-    known = list(parameters)
+    all_parameters = list(parameters)
     with _REGISTRY:
         for door in _doors():
-            for parameter in known if cut or isinstance(door, ClipDoor) else ():
+            for parameter in all_parameters if cut or isinstance(door, ClipDoor) else ():
                 door.clippers[parameter] = weakref.ref(clipper)
 
 
 def clip_plainly(parameters: Iterable[Tensor]) -> None:
-    """Let torch itself clip the gradients of these parameters again."""
-    known = list(parameters)
+    """Undo `register_clipper`: torch itself clips the gradients of these parameters again."""
+    all_parameters = list(parameters)
     with _REGISTRY:
         for door in _doors():
-            for parameter in known:
+            for parameter in all_parameters:
                 door.clippers.pop(parameter, None)

@@ -1,8 +1,7 @@
-"""What layers take and return, as nested values: torch's pytrees, and besides them dataclasses and
-subclasses of dict, list and tuple.
+"""Nested values of layers: torch's pytrees, and containers that torch takes for leaves.
 
-torch takes a dataclass for a leaf, and so would miss the tensors in it. These functions have the
-names and arguments of torch's.
+torch takes dataclasses and subclasses of dict, list and tuple for leaves, and so would miss the
+tensors in them. These functions have the names and arguments of torch's.
 """
 
 from __future__ import annotations
@@ -13,29 +12,27 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree
 
-# nothing is looked for in these
-PLAIN = (Tensor, bool, int, float, str, bytes, type, nn.Module, type(None))
-DEEPEST = 3  # objects of unknown classes in each other that are looked into
+from paceline.parallel import torch_pytree
+
+PLAIN = (Tensor, bool, int, float, str, bytes, type, nn.Module, type(None))  # never searched
+# Levels of objects of unknown classes that are searched.
+DEEPEST = 3
 
 
 def tree_leaves(value: Any, inside: tuple[int, ...] = ()) -> list[Any]:
-    """Return all that isn't a container, in order.
-
-    `inside`: the ids of the containers around, as one may hold itself.
-    """
-    found = list[Any]()
-    for leaf in _pytree.tree_leaves(value):
+    """List all leaves, in order. `inside`: ids of the containers around, as one may hold itself."""
+    leaves = list[Any]()
+    for leaf in torch_pytree.tree_leaves(value):
         parts = _open(leaf, inside)
-        found += [leaf] if parts is None else tree_leaves(list(parts.values()), (*inside, id(leaf)))
-    return found
+        leaves += (
+            [leaf] if parts is None else tree_leaves(list(parts.values()), (*inside, id(leaf)))
+        )
+    return leaves
 
 
 def tree_map(change: Callable[[Any], Any], value: Any, inside: tuple[int, ...] = ()) -> Any:
-    """Return copies of the containers with each leaf changed; one of which nothing changes may
-    be the one that was given.
-    """
+    """Copy the containers with each leaf changed; an unchanged container may be the original."""
 
     def change_leaf(leaf: Any) -> Any:
         if (parts := _open(leaf, inside)) is None:
@@ -47,18 +44,16 @@ def tree_map(change: Callable[[Any], Any], value: Any, inside: tuple[int, ...] =
             else _remake(leaf, changed)
         )
 
-    return _pytree.tree_map(change_leaf, value)
+    return torch_pytree.tree_map(change_leaf, value)
 
 
 def tree_map_only(kind: Any, change: Callable[[Any], Any], value: Any) -> Any:
-    """Return copies of the containers with each leaf of a type (or one of several) changed."""
+    """Copy the containers with each leaf of a type (or one of several types) changed."""
     return tree_map(lambda leaf: change(leaf) if isinstance(leaf, kind) else leaf, value)
 
 
 def hidden_tensors(value: Any, depth: int = DEEPEST) -> Iterator[Tensor]:
-    """Yield the tensors in the attributes of those leaves that are objects of unknown classes,
-    such as distributions.
-    """
+    """Yield tensors in attributes of leaves of unknown classes, such as distributions."""
     for leaf in tree_leaves(value) if depth else ():
         if isinstance(leaf, PLAIN) or callable(leaf):
             continue
@@ -73,9 +68,7 @@ def hidden_tensors(value: Any, depth: int = DEEPEST) -> Iterator[Tensor]:
 
 
 def _open(leaf: Any, inside: tuple[int, ...]) -> Mapping[Any, Any] | None:
-    """Return what a container that torch doesn't know holds; None for anything else, and for one
-    that holds itself.
-    """
+    """Read the items of a container that torch doesn't know; None for a leaf or a repetition."""
     if isinstance(leaf, PLAIN) or id(leaf) in inside:
         return None
     if dataclasses.is_dataclass(leaf):
@@ -95,7 +88,7 @@ def _remake(container: Any, parts: Mapping[Any, Any]) -> Any:
     remade = copy.copy(container)
     for key, part in parts.items():
         if dataclasses.is_dataclass(container):
-            object.__setattr__(remade, key, part)  # of a frozen one, too
+            object.__setattr__(remade, key, part)  # works for a frozen dataclass, too
         else:
             remade[key] = part
     return remade

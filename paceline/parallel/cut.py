@@ -1,9 +1,8 @@
-"""What a cut of a model is: it gives each worker along one axis of the mesh its part of layers, or
-of what is kept of them.
+"""What all cuts have in common: each worker along one axis of the mesh gets a part of a model.
 
-A script writes cuts as plain data, `run.prepare(model, optimizer, loader, cut=[tensor({...}),
-shard("blocks.*")])`, and they are applied to the model in that order, before anything else looks at
-its parameters. What has been cut is an ordinary model with other parameters.
+A script lists cuts as plain data, `run.prepare(model, cut=[tensor({...}), shard("blocks.*")])`.
+They are applied in that order, before anything else looks at the model's parameters. A model that
+has been cut is an ordinary model with other parameters.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ if TYPE_CHECKING:
 
 
 class GradientSink(Protocol):
-    """Whatever takes the gradients of parameters that are cut, summed over the workers that have
-    parts of them.
-    """
+    """Takes gradients of cut parameters, summed over the workers that have parts of them."""
 
     @property
     def replicas_diverge(self) -> bool:
@@ -36,34 +33,25 @@ class GradientSink(Protocol):
         ...
 
     def weigh(self) -> float:
-        """Return what this worker's gradients count in the pass under way, which begins with the
-        first of them.
-        """
+        """Factor of this worker's gradients in this pass; the pass begins with the first call."""
         ...
 
     def take(self, parameter: Parameter, grad: Tensor) -> None:
-        """Take the gradient of a part, which counts as it is."""
+        """Take the gradient of a part, which is weighted already."""
         ...
 
 
 class CutGradients(Protocol):
-    """The gradients of parameters of which workers have parts.
-
-    Every worker ends every backward pass.
-    """
+    """Gradients of parameters that are divided between workers. Every worker ends every pass."""
 
     @property
     def nbytes(self) -> int:
-        """The bytes of memory that it takes at this moment, beside the gradients that optimizers
-        step by.
-        """
+        """Bytes in use at this moment, without the gradients that optimizers step by."""
         ...
 
     @property
     def kept_nbytes(self) -> int:
-        """The bytes of memory that is kept from pass to pass, beside the gradients that
-        optimizers step by.
-        """
+        """Bytes kept from pass to pass, without the gradients that optimizers step by."""
         ...
 
     def deliver_to(self, sink: GradientSink) -> None:
@@ -71,13 +59,11 @@ class CutGradients(Protocol):
         ...
 
     def gather(self, parameters: Sequence[Tensor]) -> None:
-        """Make these parameters whole, and what goes with them, for a backward through their
-        layers. Collective.
-        """
+        """Make these parameters whole, and their units, for a backward through them. Collective."""
         ...
 
     def end_pass(self) -> None:
-        """Deliver what is left of a backward pass. Collective."""
+        """Deliver all gradients of the pass that are still here. Collective."""
         ...
 
     def abort_pass(self) -> None:
@@ -87,38 +73,43 @@ class CutGradients(Protocol):
 
 @dataclass
 class CutContext:
-    """Everything that a cut works with: the mesh and its groups, and where each parameter is so
-    far.
+    """Everything that a cut works with, and what cuts leave behind for those after them.
+
+    Fields up to `device` are given to a cut. Cuts fill in `replacements` and all that follow up to
+    `refresh_callbacks`. The last fields are functions of the run.
     """
 
     mesh: Mesh
     groups: AxisGroups
-    placements: Placements  # a parameter that none is noted of is whole
-    device: torch.device = CPU  # on which parameters without memory come to lie
-    # what optimizers step in the place of each parameter
+    # Where each parameter is so far; one that isn't noted there is whole.
+    placements: Placements
+    # Where parameters without memory get their memory.
+    device: torch.device = CPU
+    # By a model's parameter: the one that optimizers step in its place.
     renewed: dict[Parameter, Parameter] = field(default_factory=dict)
-    # gradients that autograd doesn't add to the parameters that are stepped
+    # Gradients that autograd doesn't add to the stepped parameters themselves.
     sources: list[CutGradients] = field(default_factory=list)
-    # what is called when the run ends
+    # Called when the run ends.
     endings: list[Callable[[], None]] = field(default_factory=list)
-    # models whose layers are on several workers
+    # Models whose layers are on several workers.
     pipelines: list[tuple[nn.Module, PipelinedModel]] = field(default_factory=list)
-    # what is called when the parts of all cuts have their values
+    # Called once the parts of all cuts have their values.
     valued: list[Callable[[], None]] = field(default_factory=list)
-    # what other workers have as well, along an axis that it is cut along
+    # Parameters that other workers hold as well, although they are along an axis of a cut.
     tied: list[Parameter] = field(default_factory=list)
-    # each makes whole parameters what their pieces are; collective
+    # Each sets whole parameters to the values of their pieces. Collective.
     followers: list[Callable[[], None]] = field(default_factory=list)
-    # what is trained in the place of a parameter, after all cuts
+    # Finds the parameter that is trained in the place of another one, after all cuts.
     known: Callable[[Parameter], Parameter] = lambda parameter: parameter
-    # inputs and target, of one in so many parts of a global batch
+    # Makes inputs and target in the size of one of this number of equal parts of a global batch.
     sample: Callable[[int], tuple[Any, ...]] = lambda parts: ()
-    announce: Callable[[str], None] = print  # on the first worker
-    # of the trace: what was done from when to when (nanoseconds)
+    # Prints a line on the first worker.
+    announce: Callable[[str], None] = print
+    # Adds a span to the trace: its name, begin and end in nanoseconds.
     record: Callable[[str, int, int], None] = lambda what, began, ended: None
 
     def renew(self, old: Parameter, new: Parameter, placement: Placement) -> None:
-        """Have optimizers step `new`, which holds what `placement` says, in the place of `old`."""
+        """Let optimizers step `new` in the place of `old`; `placement` says what `new` holds."""
         self.placements.move(old, new, placement)
         self.renewed[old] = new
 
@@ -128,20 +119,18 @@ class ModelCut(Protocol):
 
     @property
     def axis(self) -> str:
-        """The axis along which workers hold different parts; none ("") where each has all of
-        them.
-        """
+        """The axis along which workers hold different parts; "" if each has all of them."""
         ...
 
     @property
     def travels(self) -> str:
-        """What workers along the axis send each other, and when, in words."""
+        """What workers along the axis send each other, and when, in words for the user."""
         ...
 
     def apply(self, model: nn.Module, context: CutContext) -> None:
-        """Leave this worker its part of a model, and tell `context` of each parameter that is
-        another one now. Collective.
+        """Leave this worker its part of a model. Collective.
 
-        Raises `UsageError` where the model can't be cut so.
+        Every parameter that is replaced is noted in `context`. Raises `UsageError` if the model
+        can't be cut in this way.
         """
         ...

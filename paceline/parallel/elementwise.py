@@ -1,9 +1,8 @@
-"""Optimizers that step each element by itself, and so are right on parts: known classes, and those
-vouched for.
+"""Optimizers that step each element by itself, so that they can step parts of parameters.
 
-type(optimizer) is AdamW                  known
+type(optimizer) is AdamW                  is known to do so
 a class derived from AdamW, or another    refused, unless `elementwise` vouches for that very class
-an AdamW whose step was replaced          refused, too: make a class of it, and vouch for that
+an AdamW whose step was replaced          refused, too: make a class of it, and vouch for that one
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ _KNOWN: Final = (
     *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad),
     *(optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
 )
-# an attribute of the class itself: subclasses may do other things
+# Looked up in the class alone, not in its base classes.
 _VOUCHED: Final = "_paceline_elementwise"
-# whose steps in an object's own attributes call that of its class
+# Packages whose wrappers of `step` on an instance call the step of the class.
 _WRAPPERS: Final = ("torch", "paceline")
 
 
 def elementwise(kind: Kind) -> Kind:
-    """Vouch that a class of optimizers steps each element by itself, so that it may step parts of
-    parameters.
+    """Vouch that a class of optimizers steps each element by itself, and so can step parts.
 
     >>> @pl.elementwise
     ... class Lion(torch.optim.Optimizer): ...
 
     A class of another library is vouched for by a call, which returns the class.
 
-    No norm, mean or maximum of a parameter or its gradient may go into the step. It holds for this
-    class alone, not for its subclasses.
+    No norm, mean or maximum of a parameter or its gradient may go into the step. The promise holds
+    for this class alone, not for its subclasses.
 
-    Raises `UsageError` for what is no class of optimizers.
+    Raises:
+        UsageError: `kind` is not a class of optimizers.
     """
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise UsageError(
@@ -60,7 +59,7 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 
 def check_elementwise(optimizer: Optimizer, part: str) -> None:
-    """Raise `UsageError` for an optimizer that may not be right on a `part` of a parameter."""
+    """Raise `UsageError` for an optimizer that may be wrong on a `part` of a parameter."""
     if not is_elementwise(optimizer):
         name = type(optimizer).__qualname__
         raise UsageError(

@@ -1,6 +1,4 @@
-"""Hooks on the gradients of parameters, which `torch.autograd.grad` calls as well as a backward
-pass does.
-"""
+"""Hooks of scripts on gradients, which torch calls in `torch.autograd.grad` as in backward."""
 
 from __future__ import annotations
 
@@ -13,9 +11,9 @@ from torch import Tensor
 
 @contextmanager
 def without_gradient_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Take off the hooks that scripts have registered on these gradients, and put them back at
-    the end.
-    """
+    """Take off the hooks on these gradients inside of the block, and put them back at its end."""
+    # `_backward_hooks` is private to torch: the dict of hooks by handle that `Tensor.register_hook`
+    # fills. If torch keeps hooks elsewhere, they are called in the block as well.
     hooks = [
         (own, dict(own))
         for parameter in parameters
@@ -26,5 +24,5 @@ def without_gradient_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
     try:
         yield
     finally:
-        for own, before in hooks:
-            own.update(before)
+        for own, saved in hooks:
+            own.update(saved)

@@ -1,15 +1,14 @@
-"""Makes the parameters of models that were built under `pl.meta()`: module by module, each worker
-keeps its part.
+"""Makes the parameters of models built under `pl.meta()`: module by module, each worker its part.
 
-    modules of the model     logical parameters of one module      what this worker holds
-    blocks.0.up          ->  made whole, by reset_parameters   ->  its regions are copied, the rest
-                                                                   is freed
-    blocks.0.down        ->  ...
+    modules of the model    logical parameters of a module      what this worker holds
+    blocks.0.up         ->  made whole by reset_parameters  ->  its regions, the rest is freed
+    blocks.0.down       ->  ...
 
-Numbers are drawn from generators whose seeds are made of the run's and of the module's name, so
-values don't depend on cuts, on the number of workers, or on what else draws. A module whose
-reset_parameters (or `init`) writes to parameters of modules inside of it is made whole together
-with those: a trial without memory shows which ones are.
+Random numbers come from generators that are seeded with the run's seed and the module's name. So
+values don't depend on cuts, on the number of workers, or on other uses of the generators.
+
+The `reset_parameters` (or `init`) of a module may write to parameters of modules inside of it. Such
+a module is made whole together with these. A trial on the device "meta" shows which ones they are.
 """
 
 from __future__ import annotations
@@ -34,10 +33,11 @@ from paceline.parallel.placement import Placement, Placements, local
 from paceline.state.versioned import SHOWN, Randomness
 
 Init = Callable[[nn.Module], Any]
-GENERATORS: Final = threading.Lock()  # of torch and others, which all threads draw from
-GUESSED = "?"  # in the place of a call that writes to a parameter, where a trial can't tell
-# the second one is what torch's own attention has
-RESETS = ("reset_parameters", "_reset_parameters")
+# Guards the global random generators of torch, numpy and Python.
+GENERATORS: Final = threading.Lock()
+# Stands for a call that writes to a parameter, if a trial can't tell.
+GUESSED = "?"
+RESETS = ("reset_parameters", "_reset_parameters")  # torch's own attention has the second one
 
 
 def is_unborn(model: nn.Module) -> bool:
@@ -49,7 +49,7 @@ def is_unborn(model: nn.Module) -> bool:
 class _Node:
     """A module as it was before it was cut.
 
-    `shape`: a copy without memory; `inside`: those within it, itself the last.
+    `shape` is a copy of it on the device "meta". `inside` are the modules within it, itself last.
     """
 
     name: str
@@ -58,14 +58,16 @@ class _Node:
     inside: list[_Node] = field(default_factory=list)
 
     def has(self, stand_ins: set[int]) -> bool:
-        """Whether one of these parameters, by their ids, is the module's own."""
+        """Whether one of these parameters, given by their ids, is the module's own."""
         return any(id(parameter) in stand_ins for parameter in self.shape._parameters.values())
 
 
 @dataclass
 class _Unborn:
-    """A logical parameter without memory: its name, the copy that stands for it, the module that
-    makes it, and what is known of it.
+    """A logical parameter without memory.
+
+    `stand_in` is the copy of it in a shape, `owner` the module that gives it values, `birth` what
+    `pl.meta()` has noted, and `writes` the calls that write to it when its owner is reset.
     """
 
     name: str
@@ -77,8 +79,9 @@ class _Unborn:
 
 @dataclass
 class _Unit:
-    """Parameters that have their values after `root` was reset; `nodes` are the modules that are
-    made for them, those inside first.
+    """Parameters that get their values when `root` is reset.
+
+    `nodes` are the modules that are made for them, inner modules first.
     """
 
     root: _Node
@@ -86,35 +89,39 @@ class _Unit:
     nodes: list[_Node] = field(default_factory=list)
 
     def choose_nodes(self) -> None:
-        """Choose the modules that have these parameters, or have such inside; all within the
-        root where it may look at other numbers.
+        """Choose the modules to make: all that have these parameters, themselves or inside.
+
+        If a trial had to guess, all modules within the root are made: the reset may read any of
+        them.
         """
         if all(unborn.owner is self.root for unborn in self.unborn):
             self.nodes = [self.root]
         elif any(GUESSED in unborn.writes for unborn in self.unborn):
             self.nodes = self.root.inside
         else:
-            mine = {id(unborn.stand_in) for unborn in self.unborn}
+            ids = {id(unborn.stand_in) for unborn in self.unborn}
             self.nodes = [
-                node for node in self.root.inside if any(one.has(mine) for one in node.inside)
+                node for node in self.root.inside if any(one.has(ids) for one in node.inside)
             ]
 
 
 class Blueprint:
-    """A model without memory as it is before it is cut, and how its parameters get values.
+    """A model without memory as it was before it was cut, and how its parameters get values.
 
-    `init` is called with each module after its `reset_parameters`, those inside first, as
-    `nn.Module.apply` does. `prefix` is put before names. Raises `UsageError` for parameters that
-    nothing gives values to, and for those that were given others than `reset_parameters` gives.
+    `init` is called with each module after its `reset_parameters`, inner modules first, as
+    `nn.Module.apply` does. `prefix` is put before names.
+
+    Raises `UsageError` for parameters that nothing gives values to, and for parameters whose values
+    in the model's constructor were not those of `reset_parameters`.
     """
 
     def __init__(self, model: nn.Module, init: Init | None = None, *, prefix: str = "") -> None:
         self._init, self._prefix = init, prefix
-        # by the id of the model's parameter, to which cuts give another content
+        # By id of the model's parameter. Cuts replace its content later, but not the stand-in's.
         self._stand_ins: dict[int, Parameter] = {}
-        self._nodes: dict[int, _Node] = {}  # by the id of the module, those inside first
+        self._nodes: dict[int, _Node] = {}  # by id of the module, inner modules first
         self._copy("", model)
-        self._unborn = {id(found.stand_in): found for found in self._find(model)}
+        self._unborn = {id(unborn.stand_in): unborn for unborn in self._find(model)}
         self._units = self._plan() if self._unborn else []
 
     def make(
@@ -122,32 +129,32 @@ class Blueprint:
     ) -> None:
         """Give this worker's part of each parameter its values.
 
-        `model` is what cuts have left of it, `placements` say what is where.
-
-        Modules are made on the processor, so numbers are the same for each `device` on which their
-        parts come to lie.
+        `model` is the model as cuts have left it, and `placements` say which part of a parameter is
+        here. Modules are made on the CPU, so that values are the same for each `device` that the
+        parts come to.
         """
-        kept: dict[str, Tensor] = {
+        held: dict[str, Tensor] = {
             placement.name: parameter for parameter, placement in placements.parameters()
         }
-        kept |= {
+        held |= {
             self._prefix + name: parameter
             for name, parameter in model.named_parameters(remove_duplicate=False)
         }
         with kept_randomness():
             for unit in self._units:
                 names = [self._prefix + unborn.name for unborn in unit.unborn]
-                # other workers have all of it
-                if not any(placements.of(kept[name], name).regions for name in names):
+                # Other workers have all of this unit: only memory is needed here, maybe of no
+                # elements.
+                if not any(placements.of(held[name], name).regions for name in names):
                     for name in names:
-                        give_memory(kept[name], placements.of(kept[name], name), device)
+                        give_memory(held[name], placements.of(held[name], name), device)
                     continue
                 _seed(seed, self._prefix + unit.root.name)
                 for unborn, value in self._made(unit):
                     name = self._prefix + unborn.name
-                    _fill(kept[name], placements.of(kept[name], name), value, device)
+                    _fill(held[name], placements.of(held[name], name), value, device)
 
-    # ---- the model as it is
+    # ---- copies without memory
 
     def _copy(self, name: str, module: nn.Module) -> _Node:
         if id(module) in self._nodes:
@@ -194,8 +201,10 @@ class Blueprint:
         for name, parameter in model.named_parameters():
             if not parameter.is_meta:
                 continue
-            known = birth(parameter)
-            if known is not None and parameter._version != known.version:
+            # Values that a script wrote, and weak references that swap_tensors can't follow, would
+            # be lost when the parameter gets memory.
+            record = birth(parameter)
+            if record is not None and parameter._version != record.version:
                 raise UsageError(
                     f"{self._prefix}{name} was written to after pl.meta(), when it had no memory, "
                     "and what was written is lost: say "
@@ -209,7 +218,7 @@ class Blueprint:
                 )
             stand_in, home = (
                 self._stand_ins[id(parameter)],
-                None if known is None else known.module(),
+                None if record is None else record.module(),
             )
             first = next(
                 node
@@ -217,18 +226,20 @@ class Blueprint:
                 if any(p is stand_in for p in node.shape._parameters.values())
             )
             yield _Unborn(
-                name, stand_in, first if home is None else self._nodes.get(id(home), first), known
+                name, stand_in, first if home is None else self._nodes.get(id(home), first), record
             )
 
-    # ---- what is written where
+    # ---- trials: which reset writes to which parameter
 
     def _plan(self) -> list[_Unit]:
-        """Find the modules that have to be made for each parameter.
+        """Find the module whose reset gives each parameter its values.
 
-        Raises for parameters that nothing makes.
+        Modules are tried from the inside to the outside, and the last one that writes to a
+        parameter counts: its reset would overwrite the values of the modules inside of it.
         """
         units: dict[int, _Unit] = {}
-        outermost: dict[int, _Node] = {}  # that writes to a parameter, by the id of its stand-in
+        # By id of a stand-in: the outermost module that writes to it.
+        outermost: dict[int, _Node] = {}
         with kept_randomness():
             for node in self._nodes.values():
                 within = {id(one) for one in node.inside}
@@ -246,11 +257,12 @@ class Blueprint:
             unit.choose_nodes()
         return list(units.values())
 
-    def _check(self, found: Sequence[_Unborn]) -> None:
-        self._refuse_empty([one for one in found if not one.writes])
+    def _check(self, parameters: Sequence[_Unborn]) -> None:
+        self._refuse_empty([one for one in parameters if not one.writes])
+        # The constructor of the model wrote to them otherwise than reset_parameters does.
         odd = [
             one.name
-            for one in found
+            for one in parameters
             if one.birth is not None and not one.birth.writes <= one.writes
         ]
         if odd and self._init is None:
@@ -261,7 +273,7 @@ class Blueprint:
             )
 
     def _refuse_empty(self, without: Sequence[_Unborn]) -> None:
-        """Raise for parameters that have no values, if there are any."""
+        """Raise `UsageError` for parameters without values, if there are any."""
         if without:
             names = _listed(self._prefix, [one.name for one in without])
             kinds = ", ".join(sorted({type(one.owner.module).__qualname__ for one in without}))
@@ -272,10 +284,8 @@ class Blueprint:
             )
 
     def _try(self, node: _Node) -> Iterator[tuple[Parameter, set[str]]]:
-        """Reset a module without memory, and yield the parameters in it that this writes to,
-        with the calls.
-        """
-        known = [
+        """Reset a module without memory; yield the parameters written to, with the calls."""
+        before = [
             (module, name, p)
             for module in node.shape.modules()
             for name, p in module._parameters.items()
@@ -286,10 +296,10 @@ class Blueprint:
             with log:
                 self._reset(node.shape)
         except (RuntimeError, TypeError, ValueError):
-            # there are none: that it writes to its own parameters is a guess, which `_check_made`
-            # looks at
+            # The reset reads values, and there are none. That it writes to all of the module's own
+            # parameters is a guess then, which `_check_all_written` verifies.
             needs_numbers = True
-        for module, name, old in known:
+        for module, name, old in before:
             replaced = module._parameters.get(name) is not old
             module._parameters[name] = old
             calls = log.of(old)
@@ -309,7 +319,7 @@ class Blueprint:
 
     def _reset(self, module: nn.Module) -> None:
         reset = next(
-            (found for name in RESETS if callable(found := getattr(module, name, None))), None
+            (method for name in RESETS if callable(method := getattr(module, name, None))), None
         )
         if reset is not None:
             reset()
@@ -317,12 +327,12 @@ class Blueprint:
             with torch.no_grad():
                 self._init(module)
 
-    # ---- the making
+    # ---- making the values
 
     def _made(self, unit: _Unit) -> Iterator[tuple[_Unborn, Tensor]]:
         """Make the modules of a unit whole, and yield its parameters with their values."""
         real: dict[int, Parameter] = {}
-        copies: dict[int, nn.Module] = {}  # by the id of their shapes, those inside first
+        copies: dict[int, nn.Module] = {}  # by id of their shapes, inner modules first
         for node in unit.nodes:
             shape = node.shape
             copies[id(shape)] = _shallow(
@@ -356,26 +366,26 @@ class Blueprint:
             yield unborn, value.detach()
 
     def _check_made(self, unborn: _Unborn, value: Tensor) -> None:
-        """Raise where a reset has left a parameter, or elements of it, as `_real` made it; the
-        trial may have guessed.
-        """
+        """Raise `UsageError` if a reset has left elements as `_make_real` made them."""
         if value.is_floating_point() or value.is_complex():
             numbers = torch.view_as_real(value) if value.is_complex() else value
-            # without a copy, as isnan() makes
+            # The maximum is NaN if any element is. It needs no copy, as isnan() of all elements
+            # would.
             self._refuse_empty([unborn] if value.numel() and bool(numbers.amax().isnan()) else [])
         elif GUESSED in unborn.writes:
             raise UsageError(
                 f"{self._prefix}{unborn.name} has whole numbers, and the reset of "
                 f"{type(unborn.owner.module).__qualname__} can't be tried "
-                "without memory, so nobody can tell whether it gives values to them: "
+                "without memory, so it can't be known whether it gives values to them: "
                 "build that module outside of pl.meta()"
             )
 
 
 def _shallow(module: nn.Module, parameters: Any, buffers: Any, modules: Any) -> nn.Module:
-    """Copy a module that has these parameters, buffers and modules inside, and shares all else
-    with the one that it is a copy of.
-    """
+    """Copy a module with other parameters, buffers and modules inside; all else is shared."""
+    # `_parameters`, `_buffers` and `_modules` are where nn.Module keeps them, by name. They are
+    # private, but unchanged for years, and subclasses and other libraries rely on them. All of
+    # `parallel` does.
     copy: nn.Module = object.__new__(type(module))
     copy.__dict__.update(
         module.__dict__, _parameters=parameters, _buffers=buffers, _modules=modules
@@ -384,7 +394,7 @@ def _shallow(module: nn.Module, parameters: Any, buffers: Any, modules: Any) -> 
 
 
 def _holder(model: nn.Module, parameter: Parameter) -> str:
-    """Return the class of the first module that has a parameter."""
+    """Name of the class of the first module that has a parameter."""
     return next(
         type(module).__qualname__
         for module in model.modules()
@@ -393,9 +403,7 @@ def _holder(model: nn.Module, parameter: Parameter) -> str:
 
 
 def _real(stand_in: Parameter) -> Parameter:
-    """Give a parameter memory; elements that nothing writes to are no numbers, where their dtype
-    has such.
-    """
+    """Make a parameter with memory. Its elements are NaN, which shows later what no reset wrote."""
     memory = torch.empty_like(stand_in, device=CPU, requires_grad=False)
     if memory.is_floating_point() or memory.is_complex():
         memory.fill_(torch.nan)
@@ -403,9 +411,7 @@ def _real(stand_in: Parameter) -> Parameter:
 
 
 def give_memory(parameter: Tensor, placement: Placement, device: torch.device = CPU) -> None:
-    """Give memory to a parameter that has none, for the part of it that this worker holds; it
-    stays the same object.
-    """
+    """Give a parameter without memory that of this worker's part. It stays the same object."""
     if parameter.is_meta:
         memory = torch.empty(placement.local, dtype=parameter.dtype, device=device)
         torch.utils.swap_tensors(
@@ -414,31 +420,31 @@ def give_memory(parameter: Tensor, placement: Placement, device: torch.device = 
 
 
 def _fill(parameter: Tensor, placement: Placement, value: Tensor, device: torch.device) -> None:
-    """Copy this worker's part of a logical parameter to where it is held."""
+    """Copy this worker's part of a logical parameter into the tensor that holds it here."""
     give_memory(parameter, placement, device)
-    mine = local(parameter)
+    part = local(parameter)
     for region in placement.regions:
-        region.of_local(mine).copy_(region.of_logical(value))
+        region.of_local(part).copy_(region.of_logical(value))
 
 
 def _seed(seed: int, name: str) -> None:
-    """Seed the generators of this process for a module."""
-    number = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little")
-    torch.default_generator.manual_seed(number)
-    random.seed(number)
-    np.random.seed(number % (1 << 32))
+    """Seed the global generators for one module."""
+    module_seed = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little")
+    torch.default_generator.manual_seed(module_seed)
+    random.seed(module_seed)
+    np.random.seed(module_seed % (1 << 32))
 
 
 @contextlib.contextmanager
 def kept_randomness() -> Iterator[None]:
-    """Leave generators where they were before, one thread at a time."""
+    """Put the global generators back into their state at the end; one thread at a time."""
     with GENERATORS:
-        kept = Randomness()
-        state = kept.state_dict()
+        randomness = Randomness()
+        state = randomness.state_dict()
         try:
             yield
         finally:
-            kept.load_state_dict(state)
+            randomness.load_state_dict(state)
 
 
 def _listed(prefix: str, names: Sequence[str]) -> str:

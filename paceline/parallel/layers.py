@@ -1,13 +1,10 @@
-"""Layer-wise parallelism: consecutive layers of a model are on different workers, and each batch
-goes through them as one.
+"""Layer-wise parallelism: consecutive layers are on different workers, without micro-batches.
 
-    layers("auto")                                    is pipeline("auto", schedule="gpipe",
-                                                      micro_batches=1)
-    layers("auto", devices=["cuda:0", "cuda:1"])      over devices of one worker, in any training
-                                                      loop
+    layers("auto")                   pipeline("auto", schedule="gpipe", micro_batches=1)
+    layers("auto", devices=[...])    over devices of one worker, in any training loop
 
-Workers wait while the batch is elsewhere: this is for models that are too large for one worker;
-`pipeline` is for speed, too.
+Workers wait while the batch is elsewhere. So this is for models that are too large for one worker,
+and `pipeline` is for speed as well.
 """
 
 from __future__ import annotations
@@ -38,13 +35,23 @@ class layers:
     """Cut a model between layers, along the axis `stage` of the mesh, without micro-batches.
 
     >>> with pl.start() as run:  # one worker with two devices
-    ...     model, optimizer, loader = run.prepare(model, optimizer, loader, cut=pl.layers(devices=["cuda:0", "cuda:1"]))
+    ...     cut = pl.layers(devices=["cuda:0", "cuda:1"])
+    ...     model, optimizer, loader = run.prepare(model, optimizer, loader, cut=cut)
 
-    `devices`: cut it over these devices of each worker instead. The mesh has no axis `stage` then,
-    and a loop of `model(x)` and `loss.backward()` stays what it is; outputs come back to the device
-    of the inputs, and data parallel workers have their own devices. `names`, `split`, `trace`,
-    `inputs` and `loss`: as the `layers` and so on of `pipeline`.
-    """  # noqa: E501
+    Args:
+        names: Names and patterns of modules in the order of the forward. Default: "auto".
+        split: Number of layers of each stage, "even" (default) or "auto", as in `pipeline`.
+        trace: Whether the model's forward is traced, as in `pipeline`. Default: True.
+        inputs: Arguments of the forward that a batch gives. Default: those without a default value.
+        loss: Loss that `run.step` will be given, for `split="auto"`. Default: none is measured.
+        devices: Cut the model over these devices of each worker, not over workers. The mesh then
+            has no axis `stage`, and a loop of `model(x)` and `loss.backward()` stays as it is.
+            Outputs come back to the device of the inputs. Data-parallel workers each need devices
+            of their own.
+
+    Raises:
+        UsageError: `loss` without `split="auto"`, or fewer than two devices.
+    """
 
     names: str | Sequence[str] = "auto"
     split: Sequence[int] | Split = "even"

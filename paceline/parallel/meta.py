@@ -1,13 +1,11 @@
-"""Models without memory: modules are built as always, and their parameters have shapes alone until
-a run makes this worker's part of them.
+"""Models without memory: parameters are shapes until a run makes this worker's parts of them.
 
-    with pl.meta():              # parameters on the device "meta"; buffers are made
+    with pl.meta():              # parameters are on the device "meta"; buffers are made
         model = GPT(...)
-    model = run.prepare(model, cut=[...])        # the parts that are mine, by each module's
-                                                 reset_parameters
+    model = run.prepare(model, cut=[...])    # this worker's parts, by modules' reset_parameters
 
-A parameter of such a model knows the module that it was made for, and what was written to it since:
-by that `initialise.py` sees whether `reset_parameters` is all that gives it values.
+Each parameter of such a model has a `Birth`: the module that it was made for, and what was written
+to it since. From that `initialise.py` sees whether `reset_parameters` alone gives it its values.
 """
 
 from __future__ import annotations
@@ -24,27 +22,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import Parameter, is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.errors import UsageError
+from paceline.parallel.torch_dispatch import TorchDispatchMode, written_arguments
+from paceline.parallel.torch_tensor import storage_key
 
-# by this thread
 _MADE: Final[ContextVar[list[Parameter] | None]] = ContextVar("made without memory", default=None)
 _COPIES: Final = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
-CPU: Final = torch.device("cpu")  # where modules are made, whatever has their parameters later
-# an attribute of parameters: a weak reference to one would keep it from being made real
+# Where modules are made, wherever their parameters are later.
+CPU: Final = torch.device("cpu")
+# An attribute of parameters that have no memory. It can't be a table of weak references: torch
+# swaps the content of tensors only if they have none.
 BIRTH: Final = "_paceline_birth"
 
 
 class WriteLog(TorchDispatchMode):
-    """Notes what is written to tensors without memory while it is on: the calls, by the storage
-    that they write to.
-    """
+    """Notes the calls that write to tensors without memory while it is on, by their storage."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls: defaultdict[int, set[str]] = defaultdict(set)
-        # or another one would come to the address of one that is gone
+        # Storages are kept alive. Otherwise a new one could get the address, and so the key, of
+        # another.
         self._alive: dict[int, torch.UntypedStorage] = {}
 
     def __torch_dispatch__(
@@ -54,41 +53,38 @@ class WriteLog(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        given = {
+        arguments = {
             **dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)),
             **(kwargs or {}),
         }
-        for argument in func._schema.arguments:
-            target = given.get(argument.name)
-            if (
-                argument.alias_info is not None
-                and argument.alias_info.is_write
-                and isinstance(target, Tensor)
-                and target.is_meta
-            ):
-                self._alive[_storage(target)] = target.untyped_storage()
+        for _, written in written_arguments(func):
+            target = arguments.get(written)
+            if isinstance(target, Tensor) and target.is_meta:
+                self._alive[storage_key(target)] = target.untyped_storage()
                 others = [
                     repr(value)
-                    for name, value in given.items()
-                    if name != argument.name and not isinstance(value, Tensor)
+                    for name, value in arguments.items()
+                    if name != written and not isinstance(value, Tensor)
                 ]
-                self._calls[_storage(target)].add(f"{func} {' '.join(others)}")
+                self._calls[storage_key(target)].add(f"{func} {' '.join(others)}")
         out = func(*args, **(kwargs or {}))
-        # as of model.bfloat16()
+        # A copy has the values of the original, such as after model.bfloat16().
         if func in _COPIES and args[0].is_meta and isinstance(out, Tensor) and out.is_meta:
-            self._alive[_storage(out)] = out.untyped_storage()
-            self._calls[_storage(out)] |= self.of(args[0])
+            self._alive[storage_key(out)] = out.untyped_storage()
+            self._calls[storage_key(out)] |= self.of(args[0])
         return out
 
     def of(self, tensor: Tensor) -> set[str]:
-        """Return the calls that have written to a tensor, or to a view of it."""
-        return self._calls.get(_storage(tensor), set())
+        """The calls that have written to a tensor, or to a view of it."""
+        return self._calls.get(storage_key(tensor), set())
 
 
 @dataclass
 class Birth:
-    """What is known of a parameter without memory: its module, what has written to it while it
-    was built, and its version after that.
+    """What is known of a parameter without memory.
+
+    `module` is the module that it was made for, `writes` are the calls that wrote to it inside of
+    `pl.meta()`, and `version` is its version counter at the end of that.
     """
 
     module: weakref.ref[nn.Module]
@@ -98,64 +94,54 @@ class Birth:
 
 @contextlib.contextmanager
 def meta() -> Iterator[None]:
-    """Build modules whose parameters have no memory, for models larger than a worker's.
-
-    Buffers are made as always.
+    """Build a model whose parameters have no memory, as it may be larger than a worker's memory.
 
     >>> with pl.meta():
     ...     model = nn.Sequential(nn.Linear(20_000, 20_000), nn.ReLU(), nn.Linear(20_000, 10))
     >>> optimizer = torch.optim.AdamW(model.parameters())
     >>> model, optimizer = run.prepare(model, optimizer, cut=pl.shard(zero=3))
 
-    `run.prepare` makes this worker's part of each parameter, by `reset_parameters` of its module or
-    by what `prepare(init=...)` says. The values depend on the seed of the run and the names of
-    modules, and on nothing else: not on cuts or on the number of workers.
+    Buffers have memory. `run.prepare` makes this worker's part of each parameter, by
+    `reset_parameters` of its module or by the function `prepare(init=...)`. The values depend on
+    the run's seed and the names of modules alone, and not on cuts or the number of workers.
     """
-    log, made = WriteLog(), list[Parameter]()
-    token = _MADE.set(made)
+    log, created = WriteLog(), list[Parameter]()
+    token = _MADE.set(created)
     try:
         with log:
             yield
     finally:
         _MADE.reset(token)
-        for parameter in made:
-            known: Birth = getattr(parameter, BIRTH)
-            known.writes, known.version = set(log.of(parameter)), parameter._version
+        for parameter in created:
+            record: Birth = getattr(parameter, BIRTH)
+            record.writes, record.version = set(log.of(parameter)), parameter._version
 
 
 def _bear(module: nn.Module, name: str, parameter: Parameter | None) -> Parameter | None:
-    """Put one without memory in the place of a parameter that a module is given, where `meta` is
-    on.
-    """
-    made = _MADE.get()
-    if made is None or parameter is None or parameter.is_meta:
+    """Replace a parameter that is registered inside of `meta` by one without memory."""
+    created = _MADE.get()
+    if created is None or parameter is None or parameter.is_meta:
         return parameter
     if is_lazy(parameter):
         raise UsageError(
             f"{type(module).__qualname__}.{name} gets its shape from the first batch, and under "
             "pl.meta() shapes have to be known: use "
-            "the module that isn't lazy"
+            "the module class that isn't lazy"
         )
     unborn = Parameter(
         torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
     )
     setattr(unborn, BIRTH, Birth(weakref.ref(module)))
-    made.append(unborn)
+    created.append(unborn)
     return unborn
 
 
-# Once and for good: torch goes through its hooks while other threads build modules, and must not
-# find them changed.
+# Registered for good: torch goes through its hooks while other threads build modules, and fails if
+# they change meanwhile. Outside of `meta` the hook does nothing.
 register_module_parameter_registration_hook(cast(Callable[..., None], _bear))
 
 
 def birth(parameter: Tensor) -> Birth | None:
-    """Return what is known of a parameter that was built under `meta`; None for a copy of one,
-    and for all others.
-    """
-    found: Birth | None = getattr(parameter, BIRTH, None)
-    return found
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    """The record of a parameter that was built inside of `meta`; None for a copy or any other."""
+    record: Birth | None = getattr(parameter, BIRTH, None)
+    return record

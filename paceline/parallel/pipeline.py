@@ -1,14 +1,12 @@
-"""Pipelines: consecutive layers of a model are on different workers along `stage`, and
-micro-batches go through them (Huang et al. 2019).
+"""Pipelines (Huang et al. 2019): layers on workers along `stage`, passed by micro-batches.
 
     pipeline("tokens, blocks.*, norm, head", schedule="1f1b", micro_batches=8)
 
-    loss = run.step(model, x, y, loss=F.cross_entropy)       forward and backward through all
-                                                             stages; the loss on every worker
+    loss = run.step(model, x, y, loss=F.cross_entropy)    forward and backward through all stages;
+                                                          the loss comes out on every worker
 
-Each worker keeps the parameters of its stages, and pieces of no elements in the place of all
-others. So optimizers, checkpoints and counts see the whole model everywhere, and the values of each
-parameter once.
+Each worker holds the parameters of its stages. All others are pieces without elements there. So
+optimizers, checkpoints and counts see the whole model everywhere, and each value exactly once.
 """
 
 from __future__ import annotations
@@ -20,7 +18,9 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.nn.utils.parametrizations import _SpectralNorm  # private: another name ends the import
+
+# Private: if it is renamed, this import fails.
+from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from paceline.comm.pairs import pairs
@@ -48,7 +48,8 @@ from paceline.parallel.pipelining.tracing import Untraceable
 from paceline.removed import removed
 
 Split = Literal["even", "auto"]
-PER_WORKER = 4  # micro-batches for each worker along `stage`, where the script doesn't say
+# Default number of micro-batches for each worker along `stage`.
+PER_WORKER = 4
 
 
 @removed(
@@ -62,9 +63,10 @@ class pipeline:
     """Put consecutive layers on different workers, along the axis `stage` of the mesh.
 
     >>> with pl.start(mesh="stage=2") as run:
-    ...     model, optimizer, loader = run.prepare(model, optimizer, loader, cut=pl.pipeline("tokens, blocks.*, norm, head"))
+    ...     cut = pl.pipeline("tokens, blocks.*, norm, head")
+    ...     model, optimizer, loader = run.prepare(model, optimizer, loader, cut=cut)
     ...     for x, y in loader:
-    ...         loss = run.step(model, x, y, loss=F.cross_entropy)  # forward and backward through all stages
+    ...         loss = run.step(model, x, y, loss=F.cross_entropy)  # through all stages and back
     ...         optimizer.step()
     ...         optimizer.zero_grad()
 
@@ -89,7 +91,7 @@ class pipeline:
     Raises:
         UsageError: `loss` is given without `split="auto"`. `run.prepare` raises it if the model
             can't be cut in this way.
-    """  # noqa: E501
+    """
 
     layers: str | Sequence[str] = "auto"
     schedule: ScheduleName = "1f1b"
@@ -116,6 +118,7 @@ class pipeline:
         )
 
     def apply(self, model: nn.Module, context: CutContext) -> None:
+        # Groups and connections of its own: other traffic along the axis must not come in between.
         group = context.groups.another(self.axis)
         count = PER_WORKER * group.size if self.micro_batches is None else self.micro_batches
         chunks = check(self.schedule, group.size, count, self.chunks)
@@ -124,13 +127,16 @@ class pipeline:
             _refuse_power_iterations(model)
         graph = self._find_layers(model, context)
         measurement = SplitMeasurement(graph, schedule, context)
-        asked = (
+        # The split has to be measured before layers are dealt, while the whole model is still here.
+        requested = (
             _measured(measurement, self.loss)
             if self.split == "auto" and len(graph.layers) >= schedule.stages
             else self.split
         )
-        split = StageSplit(stage_bounds(model, graph, asked, schedule, chunks), schedule.placed)
+        split = StageSplit(stage_bounds(model, graph, requested, schedule, chunks), schedule.placed)
         holding = StageDealer(model, graph, group, context, self.axis).deal(split)
+        # Along `shard`, workers gather layers in each micro-batch, so all need equally many of
+        # them.
         terms = PipelineTerms(
             self.schedule, count, self.chunks, pads=context.mesh.extent("shard") > 1
         )
@@ -139,7 +145,7 @@ class pipeline:
         messages = pairs(group, device=device)
         context.groups.count(self.axis, messages)
         profiler = PipelineProfiler(context.groups.meter(self.axis), context.record)
-        made = PipelinedModel(
+        pipelined = PipelinedModel(
             model,
             graph,
             holding,
@@ -149,8 +155,8 @@ class pipeline:
             trained=context.known,
             profiler=profiler,
         )
-        context.pipelines.append((model, made))
-        context.endings.append(made.close)
+        context.pipelines.append((model, pipelined))
+        context.endings.append(pipelined.close)
 
     def _find_layers(self, model: nn.Module, context: CutContext) -> LayerGraph:
         try:
@@ -170,9 +176,7 @@ class pipeline:
 
 
 def _refuse_power_iterations(model: nn.Module) -> None:
-    """Raise `UsageError` for weights whose estimate moves on in each forward: it would once for
-    each micro-batch.
-    """
+    """Raise `UsageError` for spectral norms: their estimate would move on once per micro-batch."""
     for name, module in model.named_modules():
         if isinstance(module, _SpectralNorm) or any(
             isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values()
@@ -185,7 +189,7 @@ def _refuse_power_iterations(model: nn.Module) -> None:
 
 
 def check_loss(cut: str, loss: Loss | None, split: Sequence[int] | str) -> None:
-    """Raise `UsageError` for a loss that nothing would measure, or that is none."""
+    """Raise `UsageError` for a loss that isn't a function, or that nothing would measure."""
     refuse_class(cut, loss)
     if loss is not None and (split != "auto" or not callable(loss)):
         raise UsageError(
@@ -196,7 +200,7 @@ def check_loss(cut: str, loss: Loss | None, split: Sequence[int] | str) -> None:
 
 
 def _measured(measurement: SplitMeasurement, loss: Loss | None) -> list[int]:
-    """Find the split by which the schedule takes least. Collective, for all workers."""
+    """Find the split with which the schedule takes least time. Collective, for all workers."""
     problem = measurement.problem(loss)
     counts = best_split(problem)
     without = "" if loss is not None else " (without the loss, which loss=... has it count)"
@@ -209,11 +213,11 @@ def _measured(measurement: SplitMeasurement, loss: Loss | None) -> list[int]:
 def stage_bounds(
     model: nn.Module,
     graph: LayerGraph,
-    asked: Sequence[int] | str,
+    requested: Sequence[int] | str,
     schedule: PipelineSchedule,
     chunks: int,
 ) -> tuple[int, ...]:
-    """Return the first layer of each stage, and the end."""
+    """List the first layer of each stage, and then the number of layers."""
     layers, stages = len(graph.layers), schedule.stages
     if layers < stages:
         raise UsageError(
@@ -221,18 +225,18 @@ def stage_bounds(
             f"({', '.join(graph.layers[:6])}...): each stage "
             "needs one at least; name smaller layers, or give `stage` fewer workers"
         )
-    if not isinstance(asked, str):
-        counts = check_split(asked, graph.layers, stages)
-    elif asked == "even":
+    if not isinstance(requested, str):
+        counts = check_split(requested, graph.layers, stages)
+    elif requested == "even":
+        # With costs of numels alone, and no memory limits, there always is a split.
         sizes = [
             LayerCost(name, float(_numel(model, graph, at)), 0.0)
             for at, name in enumerate(graph.layers)
         ]
-        # without a memory there is one
         counts = fastest_slowest(SplitProblem(sizes, schedule, [1.0] * schedule.ranks)) or []
     else:
         raise UsageError(
-            f"{unknown('split', asked, Split)}; or the layers of each stage, split=[3, 4, 4, 1]"
+            f"{unknown('split', requested, Split)}; or the layers of each stage, split=[3, 4, 4, 1]"
         )
     return (0, *accumulate(counts))
 
@@ -244,8 +248,9 @@ def _numel(model: nn.Module, graph: LayerGraph, layer: int) -> int:
 
 
 def _wake_autograd(device: torch.device) -> None:
-    """Have autograd's own thread for a GPU run a kernel: torch warns where its first is a matrix
-    product, as that of a stage is.
+    """Let autograd's thread for a GPU run a small kernel first.
+
+    torch warns if the first kernel of that thread is a matrix product, as it would be for a stage.
     """
     if device.type == "cuda":
         x = torch.ones(1, device=device, requires_grad=True)
@@ -253,7 +258,7 @@ def _wake_autograd(device: torch.device) -> None:
 
 
 def _device(model: nn.Module, default: torch.device) -> torch.device:
-    """Return where a model is; `default`, for one without memory."""
+    """The device of a model; `default` for a model without memory."""
     return next(
         (parameter.device for parameter in model.parameters() if not parameter.is_meta), default
     )

@@ -1,18 +1,16 @@
 """Placements: which part of a logical tensor a worker holds, as rectangles.
 
-logical tensor, 6 x 4: a fused projection of 3 parts      local tensor of tensor rank 1, 3 x 4
-    0  part a, rank 0                                         0  part a (logical row 1)
-    1  part a, rank 1     --- narrow(0, 1:2, 3:4, 5:6) -->    1  part b (logical row 3)     3
-                                                                 regions of 1 x 4
-    2  part b, rank 0                                         2  part c (logical row 5)
-    3  part b, rank 1
-    4  part c, rank 0                                     its elements 2 to 7, flat (a piece of
-                                                          ZeRO-1)
-    5  part c, rank 1     --- piece(2, 7) ------------->      logical row 1, columns 2:4 | row 3,
-                                                              columns 0:3     2 regions
+logical tensor, 6 x 4: a fused projection of 3 parts    local tensor of tensor rank 1, 3 x 4
+    0  part a, rank 0                                       0  part a (logical row 1)
+    1  part a, rank 1    --- cut_dim(0, 1:2, 3:4, 5:6) ->   1  part b (logical row 3)
+    2  part b, rank 0                                       2  part c (logical row 5)
+    3  part b, rank 1                                                      3 regions of 1 x 4
+    4  part c, rank 0
+    5  part c, rank 1                                   its flat elements 2 to 7 (a piece of ZeRO-1)
+                         --- cut_flat(2, 7) -------->       logical row 1, columns 2:4
+                                                            logical row 3, columns 0:3     2 regions
 
-Checkpoints, counts of bytes, norms and initial values ask a placement, and not the cut that has
-made it.
+Checkpoints, counts of bytes, norms and initial values use placements. They needn't know the cuts.
 """
 
 from __future__ import annotations
@@ -31,15 +29,13 @@ from paceline.errors import UsageError
 Range = tuple[int, int]  # start and stop
 Shape = tuple[int, ...]
 Rectangle = tuple[Range, ...]  # a range of each dimension
-COUNTS: Final = frozenset(
-    {"step", "mu_product", "eta", "mu"}
-)  # what torch's optimizers keep of steps, also beside a parameter of one number
+# State of torch's optimizers that counts steps. It is never cut, not even beside a parameter of one
+# element, where it has the parameter's shape.
+COUNTS: Final = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 class Region(NamedTuple):
-    """A rectangle of a logical tensor, and the rectangle of a local tensor that holds it: as
-    many elements, in the same order.
-    """
+    """A rectangle of a logical tensor, and that of a local tensor with the same elements."""
 
     logical: Rectangle
     local: Rectangle
@@ -50,10 +46,7 @@ class Region(NamedTuple):
         return tuple(stop - start for start, stop in self.logical)
 
     def of_local(self, local: Tensor) -> Tensor:
-        """Return this region of a local tensor, in the shape of the logical rectangle.
-
-        What is written there is written to `local`.
-        """
+        """View this region of a local tensor in the shape of the logical rectangle."""
         return (
             local[_slices(self.local)].view(self.shape)
             if len(self.local) != len(self.logical)
@@ -61,7 +54,7 @@ class Region(NamedTuple):
         )
 
     def of_logical(self, logical: Tensor) -> Tensor:
-        """Return this region of the whole logical tensor, as a view."""
+        """View this region of the whole logical tensor."""
         return logical[_slices(self.logical)]
 
 
@@ -69,10 +62,15 @@ class Region(NamedTuple):
 class Placement:
     """The part of one logical tensor that this worker holds as one local tensor.
 
-    `shape` is that of the logical tensor, `local` that of the local one, which consists of the
-    `regions`. `axes`: those of the mesh along which workers hold different parts; along all others
-    they hold the same. `copy`: another worker along these axes holds the same, and counts for both:
-    a tied weight of two stages.
+    Attributes:
+        name: Name of the logical tensor.
+        shape: Shape of the logical tensor.
+        local: Shape of the local tensor.
+        regions: Regions that the local tensor consists of.
+        axes: Axes of the mesh along which workers hold different parts. Along all others they hold
+            the same.
+        copy: Another worker along these axes holds the same part, and counts for both. That is so
+            for a weight that two stages share.
     """
 
     name: str
@@ -90,7 +88,7 @@ class Placement:
 
     @property
     def numel(self) -> int:
-        """The number of elements that this worker holds."""
+        """Number of elements that this worker holds."""
         return prod(self.local)
 
     @property
@@ -102,20 +100,17 @@ class Placement:
 
     @property
     def is_flat(self) -> bool:
-        """Whether the local tensor is a flat piece, whose shape says nothing of the logical
-        one's.
-        """
+        """Whether the local tensor is a flat piece, without the logical tensor's dimensions."""
         return any(len(region.local) != len(region.logical) for region in self.regions)
 
     def narrow(self, dim: int, ranges: Iterable[Range], axis: str) -> Placement:
-        """Keep these ranges of one dimension of the local tensor, one behind the other, as
-        others along `axis` hold the rest.
-        """
+        """Keep ranges of one dimension of the local tensor; others along `axis` have the rest."""
         if self.is_flat:
             raise UsageError(
                 f"{self.name} is cut into flat pieces already, which have no dimension {dim}; "
                 "cut it by tensor() first"
             )
+        # `at`: where the range comes to lie in the new local tensor.
         regions, at = list[Region](), 0
         for start, stop in ranges:
             for region in self.regions:
@@ -131,26 +126,22 @@ class Placement:
         return replace(self, local=local, regions=tuple(regions), axes=_joined(self.axes, axis))
 
     def piece(self, start: int, stop: int, axis: str) -> Placement:
-        """Keep the elements from `start` to `stop` of the flattened local tensor, as others
-        along `axis` hold the rest.
-        """
+        """Keep elements `start` to `stop` of the flat local tensor, as a piece along `axis`."""
         if self.is_flat:
             raise UsageError(f"{self.name} is cut into flat pieces already; cut it once by shard()")
         regions = [
-            found for region in self.regions for found in _flat(region, self.local, start, stop)
+            inner for region in self.regions for inner in _flat(region, self.local, start, stop)
         ]
         return replace(
             self, local=(stop - start,), regions=tuple(regions), axes=_joined(self.axes, axis)
         )
 
     def along(self, axis: str, *, copy: bool = False) -> Placement:
-        """Keep all of it, of which others along `axis` hold nothing; or the same, where this is
-        a `copy`.
-        """
+        """Keep all of it; others along `axis` hold nothing, or the same if this is a `copy`."""
         return replace(self, axes=_joined(self.axes, axis), copy=copy)
 
     def elsewhere(self, axis: str) -> Placement:
-        """Keep nothing, as another worker along `axis` holds it."""
+        """Keep nothing; another worker along `axis` holds it."""
         return replace(self, local=(0,), regions=(), axes=_joined(self.axes, axis))
 
     def take(self, logical: Tensor) -> Tensor:
@@ -165,9 +156,9 @@ class Placements:
     """The placements of all parameters of a run, by parameter and by logical name."""
 
     def __init__(self) -> None:
-        # the tensor is kept, so that its id stays its own
+        # By id of a tensor, which is kept alive so that no other tensor gets its id.
         self._by_id: dict[int, tuple[Tensor, Placement]] = {}
-        # of tensors that others stand for now
+        # Of tensors that were replaced by others, such as whole parameters by pieces.
         self._former: dict[int, tuple[weakref.ref[Tensor], Placement]] = {}
 
     def __iter__(self) -> Iterator[Placement]:
@@ -177,23 +168,21 @@ class Placements:
         return len(self._by_id)
 
     def add(self, parameter: Tensor, placement: Placement) -> None:
-        """Note where a parameter, or a tensor that stands for a part of one, is from now on."""
+        """Note where a parameter is, or a tensor that stands for a part of it."""
         self._by_id[id(parameter)] = parameter, placement
 
     def move(self, old: Tensor, new: Tensor, placement: Placement) -> None:
-        """Note that `new` holds a part of what `old` held, and counts in its place; `of(old)`
-        stays what it was.
-        """
+        """Note that `new` replaces `old`, as a part of it; `placement_of(old)` stays as it was."""
         before = self._by_id.pop(id(old), None)
         if before is not None:
             self._former[id(old)] = weakref.ref(old), before[1]
         self.add(new, placement)
 
     def of(self, parameter: Tensor, name: str = "") -> Placement:
-        """Return where a parameter is; one that nothing was noted of is whole, under this name."""
-        found = self._by_id.get(id(parameter))
-        if found is not None:
-            return found[1]
+        """The placement of a parameter; one that was never noted is whole, and gets this name."""
+        noted = self._by_id.get(id(parameter))
+        if noted is not None:
+            return noted[1]
         former = self._former.get(id(parameter))
         return (
             former[1]
@@ -202,13 +191,16 @@ class Placements:
         )
 
     def parameters(self) -> Iterator[tuple[Tensor, Placement]]:
-        """Yield each parameter that was noted, with its placement."""
+        """Iterate over all parameters that were noted, with their placements."""
         return iter(self._by_id.values())
 
 
 def local(parameter: Tensor) -> Tensor:
-    """Return this worker's part of a parameter as a plain tensor, in the same memory."""
-    part = getattr(parameter, "_local_tensor", None)  # of a DTensor; importing that takes a second
+    """This worker's part of a parameter as a plain tensor, in the same memory."""
+    # Private to torch: the attribute of a DTensor that has its local part. It isn't read by
+    # `to_local`, as importing DTensor takes a second. If it is renamed, a DTensor is taken for its
+    # part.
+    part = getattr(parameter, "_local_tensor", None)
     return (
         parameter.data
         if part is None and isinstance(parameter, Parameter)
@@ -219,9 +211,7 @@ def local(parameter: Tensor) -> Tensor:
 
 
 def chunk(size: int, index: int, count: int) -> Range:
-    """Return the range of part `index` of `count`, all of one length but for the last ones, as
-    torch.chunk cuts.
-    """
+    """Range of part `index` of `count` parts; the last may be shorter, as in torch.chunk."""
     length = -(-size // count)
     return min(index * length, size), min((index + 1) * length, size)
 
@@ -230,8 +220,8 @@ def _slices(rectangle: Rectangle) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in rectangle)
 
 
-def _with(rectangle: Rectangle, dim: int, found: Range) -> Rectangle:
-    return (*rectangle[:dim], found, *rectangle[dim + 1 :])
+def _with(rectangle: Rectangle, dim: int, new: Range) -> Rectangle:
+    return (*rectangle[:dim], new, *rectangle[dim + 1 :])
 
 
 def _joined(axes: tuple[str, ...], axis: str) -> tuple[str, ...]:
@@ -239,9 +229,7 @@ def _joined(axes: tuple[str, ...], axis: str) -> tuple[str, ...]:
 
 
 def _flat(region: Region, shape: Shape, start: int, stop: int) -> Iterator[Region]:
-    """Yield the parts of a region that lie between two elements of the flattened local tensor;
-    each is one run of elements there.
-    """
+    """Yield the parts of a region between two elements of the flat local tensor, one per run."""
     offset = [first - at for (first, _), (at, _) in zip(region.logical, region.local, strict=True)]
     for rectangle in _runs(region.local, shape, start, stop):
         at = sum(first * prod(shape[dim + 1 :]) for dim, (first, _) in enumerate(rectangle)) - start
@@ -252,8 +240,11 @@ def _flat(region: Region, shape: Shape, start: int, stop: int) -> Iterator[Regio
 
 
 def _runs(rectangle: Rectangle, shape: Shape, start: int, stop: int) -> Iterator[Rectangle]:
-    """Yield the largest rectangles within this one whose elements follow each other in the
-    flattened tensor, from `start` to `stop`.
+    """Yield the largest contiguous rectangles in this one, between elements `start` and `stop`.
+
+    `start` and `stop` count elements of the flattened tensor. The first dimension is gone through
+    row by row. Rows that are completely in the range, and completely in the rectangle, become one
+    rectangle. Of a row that is not, the inner dimensions are searched in the same way.
     """
     if not shape:
         if start <= 0 < stop:
@@ -263,8 +254,8 @@ def _runs(rectangle: Rectangle, shape: Shape, start: int, stop: int) -> Iterator
     if not stride or start >= stop:
         return
     (first, last), inner = rectangle[0], rectangle[1:]
-    full = all(found == (0, size) for found, size in zip(inner, shape[1:], strict=True))
-    # rows with elements between start and stop
+    full = all(extent == (0, size) for extent, size in zip(inner, shape[1:], strict=True))
+    # Only rows with elements between start and stop.
     row, last = max(first, start // stride), min(last, -(-stop // stride))
     while row < last:
         if full and row * stride >= start and (row + 1) * stride <= stop:
@@ -272,6 +263,6 @@ def _runs(rectangle: Rectangle, shape: Shape, start: int, stop: int) -> Iterator
             yield ((row, end), *inner)
             row = end
             continue
-        for found in _runs(inner, shape[1:], start - row * stride, stop - row * stride):
-            yield ((row, row + 1), *found)
+        for rectangle_in_row in _runs(inner, shape[1:], start - row * stride, stop - row * stride):
+            yield ((row, row + 1), *rectangle_in_row)
         row += 1

@@ -1,6 +1,4 @@
-"""Gives an optimizer that was made before its model was cut the parameters that there are now,
-in their order and with their options.
-"""
+"""Gives an optimizer that was made before its model was cut the model's new parameters."""
 
 from __future__ import annotations
 
@@ -16,16 +14,16 @@ from paceline.errors import UsageError
 def repoint(optimizer: Optimizer, renewed: Callable[[Parameter], Parameter | None]) -> None:
     """Let an optimizer step `renewed(p)` in the place of each of its parameters p (None: p stays).
 
-    Raises `UsageError`, and changes nothing, where it remembers something of a parameter that would
-    leave.
+    Raises `UsageError`, and changes nothing, if it has state of a parameter that would be replaced.
     """
-    found = [[renewed(p) for p in group["params"]] for group in optimizer.param_groups]
-    for group, others in zip(optimizer.param_groups, found, strict=True):
+    replacements = [[renewed(p) for p in group["params"]] for group in optimizer.param_groups]
+    # Refuse before anything is changed.
+    for group, others in zip(optimizer.param_groups, replacements, strict=True):
         refuse_memory(
             optimizer,
             (p for p, other in zip(group["params"], others, strict=True) if other is not None),
         )
-    for group, others in zip(optimizer.param_groups, found, strict=True):
+    for group, others in zip(optimizer.param_groups, replacements, strict=True):
         for p, other in zip(group["params"], others, strict=True):
             if other is not None and (state := optimizer.state.pop(p, None)):
                 optimizer.state[other] = state
@@ -35,9 +33,7 @@ def repoint(optimizer: Optimizer, renewed: Callable[[Parameter], Parameter | Non
 
 
 def refuse_memory(optimizer: Optimizer, cut: Iterable[Parameter]) -> None:
-    """Raise `UsageError` where an optimizer remembers something of parameters that are cut, but
-    for what an Adagrad begins with.
-    """
+    """Raise `UsageError` if an optimizer has state of cut parameters, but for a new Adagrad's."""
     if any(
         (state := optimizer.state.get(parameter))
         and not (isinstance(optimizer, Adagrad) and state["step"] == 0)
@@ -45,14 +41,16 @@ def refuse_memory(optimizer: Optimizer, cut: Iterable[Parameter]) -> None:
     ):
         raise UsageError(
             f"the {type(optimizer).__qualname__} remembers something of parameters that are cut "
-            "now (it has stepped, or got a state): "
-            "prepare both before it steps, and load states with run.resume"
+            "now (it has stepped, or loaded a state): "
+            "call run.prepare before its first step, and load states with run.resume"
         )
 
 
 def begin_sums(optimizer: Optimizer) -> None:
-    """Give an Adagrad sums of the shapes of its parameters: made before its model was cut, it
-    has those of whole ones from its start.
+    """Give a new Adagrad sums in the shapes of its parameters.
+
+    Adagrad is the one optimizer of torch that makes its state in the constructor. So it has sums
+    for the whole parameters from before the cut.
     """
     for group in optimizer.param_groups if isinstance(optimizer, Adagrad) else ():
         for p in group["params"]:

@@ -1,14 +1,15 @@
-"""Sharded training (ZeRO, Rajbhandari et al. 2020): workers with other samples share the state of
-one model out among themselves.
+"""Sharded training (ZeRO, Rajbhandari et al. 2020): workers share the state of one model out.
 
     zero=1    each worker steps its part of all parameters, with its part of the optimizer's state
     zero=2    and keeps its part of gradients alone
     zero=3    and of parameters, which are gathered unit by unit while they are used
 
-For N workers, parameters of P bytes and an optimizer that keeps K bytes for each of them, a worker
-holds, beside what is on its way:
+For N workers, parameters of P bytes and an optimizer that keeps K bytes for them, a worker holds,
+besides what is on its way:
 
     zero=1    P + P + (P + K) / N        zero=2    P + (P + K) / N        zero=3    (P + P + K) / N
+
+Each of the workers along the axis has samples of its own, as in data-parallel training.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class shard:
     """Divide the state of a model along the axis `shard` of the mesh (ZeRO).
 
     >>> with pl.start(mesh="shard=4") as run:  # each worker keeps a quarter of all state
-    ...     model, optimizer, loader = run.prepare(model, optimizer, loader, cut=pl.shard("blocks.*", zero=3))
+    ...     cut = pl.shard("blocks.*", zero=3)
+    ...     model, optimizer, loader = run.prepare(model, optimizer, loader, cut=cut)
 
     Args:
         units: Patterns of module names, such as "blocks.*" (`*` matches dots, too). The parameters
@@ -64,7 +66,7 @@ class shard:
 
     Raises:
         UsageError: No such stage or dtype, or `params` without `zero=3`.
-    """  # noqa: E501
+    """
 
     units: str | tuple[str, ...] = ()
     zero: Zero = 3
@@ -74,10 +76,8 @@ class shard:
     __repr__ = spell
 
     def __post_init__(self) -> None:
-        if not all(
-            isinstance(each, str)
-            for each in (self.units if isinstance(self.units, str | tuple | list) else [self.units])
-        ):
+        patterns = self.units if isinstance(self.units, str | tuple | list) else [self.units]
+        if not all(isinstance(pattern, str) for pattern in patterns):
             raise UsageError(
                 f"shard({self.units!r}): what comes first are patterns of names of modules, "
                 "shard('blocks.*'); "
@@ -100,7 +100,7 @@ class shard:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """The patterns as a tuple."""
+        """`units` as a tuple of patterns."""
         return (self.units,) if isinstance(self.units, str) else tuple(self.units)
 
     @property
@@ -131,8 +131,9 @@ class shard:
             before[id(parameter)].name for parameter in model.parameters() if is_refused(parameter)
         ]:
             raise UsageError(f"{again[0]} is cut by shard() already; cut each model once")
+        # Gathers and reductions each leave in an order of their own, so each kind gets a group.
         gathering, reducing = groups.another(self.axis), groups.another(self.axis)
-        made = ShardedModel(
+        sharded = ShardedModel(
             model,
             self,
             gathering,
@@ -141,24 +142,23 @@ class shard:
             tied=context.tied,
             home=context.device,
         )
-        for held, piece, (start, stop) in made.pieces():
+        for held, piece, (start, stop) in sharded.pieces():
             placement = before[id(held.parameter)].piece(start, stop, self.axis)
             if piece is held.parameter:
                 context.placements.add(piece, placement)
             else:
                 context.renew(held.parameter, piece, placement)
-        context.sources.append(made.gradients)
-        context.followers.append(made.steps.refresh)
-        context.endings.append(made.steps.close)
+        context.sources.append(sharded.gradients)
+        context.followers.append(sharded.steps.refresh)
+        context.endings.append(sharded.steps.close)
 
 
 class ShardedModel:
-    """A model of which this worker has its part, shared out among the workers of a group; all of
-    them make it together.
+    """A model of which this worker has its part. The workers of a group make it together.
 
-    There are two groups of them that nothing else uses, as gathering and reducing have each an
-    order of their own. `meter` measures what goes through them. Parameters that are `tied` lie in a
-    memory of their own, so that pieces are the same wherever the parameter is. Those without memory
+    There are two groups that nothing else uses, as `gathering` and `reducing` each have an order of
+    their own. `meter` measures what goes through them. Each parameter in `tied` lies in a memory of
+    its own, so that its pieces are the same in every stage that has it. Parameters without memory
     get it on the device `home`.
     """
 
@@ -178,6 +178,7 @@ class ShardedModel:
             meter.add(group)
         units = list(find_units(model, cut.patterns))
         held = list(parameters_of(model, [name for name, _ in units]))
+        # Compare the parameters of all workers first: with different ones, collectives would hang.
         facts = [
             [name, one.name, list(one.parameter.shape), one.parameter.requires_grad]
             for name, one in held
@@ -188,7 +189,11 @@ class ShardedModel:
                 "parameters); build the same one everywhere"
             )
         frees = cut.zero == 3
+        # With zero=3 all parameters are cut, else those that are trained.
         self._left_out = [one for _, one in held if not (frees or one.parameter.requires_grad)]
+        # Hooks of scripts would get gradients of whole parameters before they are summed. Both
+        # attributes are private to torch: dicts of hooks by handle. If they were renamed, this
+        # raises.
         hooked = [
             one.name
             for _, one in held
@@ -209,6 +214,7 @@ class ShardedModel:
             )
             for unit, part in _flat_parts(held, {id(parameter) for parameter in tied}, frozen=frees)
         ]
+        # Memories come in the order of the forward; gradients of the last are there first.
         self.gradients = ShardGradients(
             [memory for memory in self.memories if memory.trained],
             reducing,
@@ -220,30 +226,29 @@ class ShardedModel:
             self._hook(model, units)
         self.steps = ShardSteps(self.memories)
         model.register_forward_pre_hook(self._follow, prepend=True)
-        cut_ones = [
+        cut_parameters = [
             one
             for memory in self.memories
             for one in zip(memory.held, memory.pieces, memory.wholes, strict=True)
         ]
-        refuse_partial_norms((one.name, found) for one, *both in cut_ones for found in both)
+        refuse_partial_norms((one.name, tensor) for one, *both in cut_parameters for tensor in both)
         if not frees:
-            refuse_idle_clipping(whole for _, _, whole in cut_ones)
-            clear_pieces_too(model, {id(whole): piece for _, piece, whole in cut_ones})
+            refuse_idle_clipping(whole for _, _, whole in cut_parameters)
+            clear_pieces_too(model, {id(whole): piece for _, piece, whole in cut_parameters})
 
     def _hook(self, model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
-        whole = GatheredModel()
+        gathered = GatheredModel()
         for name, module in [*units, ("", model)]:
-            mine = [memory for memory in self.memories if memory.unit == name]
-            unit = GatheredUnit(module, mine, name, model=whole)
-            self.gradients.observe(unit, mine)
-            whole.units.append(unit)
+            memories = [memory for memory in self.memories if memory.unit == name]
+            unit = GatheredUnit(module, memories, name, model=gathered)
+            self.gradients.observe(unit, memories)
+            gathered.units.append(unit)
 
     def _follow(self, model: nn.Module, args: object) -> None:
-        """Make whole parameters what their pieces are, where the strategy between replicas has
-        changed these since the step.
+        """Refresh whole parameters before a forward, if the strategy has changed their pieces.
 
-        Raises `UsageError` where a frozen parameter, which nothing is summed of, is trained now, or
-        one has been given other memory.
+        Raises `UsageError` if a parameter that was frozen at the cut is trained now, as its
+        gradients aren't summed, or if a parameter has been given other memory.
         """
         for memory in self.memories if not torch.compiler.is_compiling() else ():
             memory.check_memory()
@@ -254,12 +259,11 @@ class ShardedModel:
             self.steps.refresh()
 
     def __deepcopy__(self, memo: object) -> ShardedModel:
-        return self  # of a copied model, whose hook refreshes this one
+        # The hook of a copied model refreshes the original.
+        return self
 
     def pieces(self) -> Iterator[tuple[Held, Parameter, tuple[int, int]]]:
-        """Yield each parameter that is cut, its piece, and which of its elements, flattened,
-        that has.
-        """
+        """Yield each cut parameter, its piece, and the range of its flat elements in that piece."""
         for memory in self.memories:
             yield from zip(
                 memory.held, memory.pieces, memory.layout.pieces(memory.rank), strict=True
@@ -267,11 +271,12 @@ class ShardedModel:
 
 
 def find_units(model: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that patterns name, the outermost of each pattern, in the order of the
-    model; each once.
+    """Yield the modules that patterns match, once each, in the order of the model.
+
+    Of nested modules that one pattern matches, the outermost is yielded.
     """
     modules = {name: module for name, module in model.named_modules() if name}
-    found = dict[str, nn.Module]()
+    matches = dict[str, nn.Module]()
     for pattern in patterns:
         matched = [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
         if not matched:
@@ -282,9 +287,9 @@ def find_units(model: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str,
             )
         for name in matched:
             if not any(name.startswith(f"{outer}.") for outer in matched):
-                found[name] = modules[name]
+                matches[name] = modules[name]
     for name, module in modules.items():
-        if name not in found:
+        if name not in matches:
             continue
         if type(module).forward is nn.Module.forward or isinstance(
             module, nn.ModuleList | nn.ModuleDict
@@ -298,10 +303,12 @@ def find_units(model: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str,
 
 
 def parameters_of(model: nn.Module, units: Sequence[str]) -> Iterator[tuple[str, Held]]:
-    """Yield each parameter once, with the name of the innermost unit that it is in; one that
-    several units use is the root's ("").
+    """Yield each parameter once, with the name of the innermost unit that it is in.
+
+    A parameter that several units use belongs to the root, whose name is "".
     """
-    known = set(units)
+    names = set(units)
+    # All three by id of a parameter: the modules that have it, its units, and its name.
     places, homes, parameters = (
         dict[int, list[tuple[nn.Module, str]]](),
         dict[int, set[str]](),
@@ -309,11 +316,12 @@ def parameters_of(model: nn.Module, units: Sequence[str]) -> Iterator[tuple[str,
     )
     for path, module in model.named_modules(remove_duplicate=False):
         steps = path.split(".")
+        # The longest prefix of the path that is a unit.
         home = next(
             (
                 name
                 for count in range(len(steps), 0, -1)
-                if (name := ".".join(steps[:count])) in known
+                if (name := ".".join(steps[:count])) in names
             ),
             "",
         )
@@ -337,10 +345,11 @@ def parameters_of(model: nn.Module, units: Sequence[str]) -> Iterator[tuple[str,
 def _flat_parts(
     held: Sequence[tuple[str, Held]], alone: Container[int], *, frozen: bool
 ) -> Iterator[tuple[str, list[Held]]]:
-    """Yield the parameters that lie in one memory: of one unit, dtype, device and need of
-    gradients. `frozen`: also those without.
+    """Yield groups of parameters that lie in one memory, each with the name of its unit.
 
-    `alone` has the ids of those that lie by themselves.
+    Those of a group are in the same unit, and have the same dtype, device and `requires_grad`.
+    Without `frozen`, parameters that aren't trained are left out. A parameter whose id is in
+    `alone` is a group of its own.
     """
     parts = dict[tuple[object, ...], list[Held]]()
     for unit, one in held:
@@ -350,5 +359,5 @@ def _flat_parts(
             parts.setdefault(
                 (unit, parameter.dtype, parameter.device, parameter.requires_grad, by_itself), []
             ).append(one)
-    for key, part in parts.items():
-        yield str(key[0]), part
+    for key, group in parts.items():
+        yield str(key[0]), group

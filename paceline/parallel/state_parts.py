@@ -1,13 +1,12 @@
-"""Marks in the `state_dict` of a cut model: it has this worker's parts, and is not for a worker
-that has others.
+"""Marks in the `state_dict` of a cut model, so that no worker loads another worker's parts.
 
-    worker 0, tensor=0    torch.save(model.state_dict(), ...)             "up.weight": rows 0 to 2
-    worker 1, tensor=1    model.load_state_dict(torch.load(...))          has rows 2 to 4: refused,
-                          as the shapes would fit
+    worker 0, tensor=0    torch.save(model.state_dict(), ...)       "up.weight": rows 0 to 2
+    worker 1, tensor=1    model.load_state_dict(torch.load(...))    has rows 2 to 4: refused,
+                                                                    although the shapes would fit
 
-A mark is a digest of the place of each parameter that is cut. It lies beside the tensors, where
-torch keeps the versions of modules (`_metadata`). A dict that is built anew, such as a
-checkpoint's, has none, and is taken as it is.
+A mark is a digest of the placement of each cut parameter. It lies beside the tensors, in
+`_metadata`, where torch keeps the versions of modules. A dict that is built anew, such as a
+checkpoint's, has no marks, and is loaded as it is.
 """
 
 from __future__ import annotations
@@ -25,24 +24,25 @@ from paceline.state.snapshot import MARK
 
 
 def mark(model: nn.Module, place_of: Callable[[Parameter], Placement]) -> None:
-    """Mark the states of all modules that have parts of parameters, and refuse those of other
-    parts from now on.
-    """
-    # it comes first, as pickle goes by this order
+    """Mark the states of modules with cut parameters; refuse states of other parts from now on."""
+    # Pickle goes through attributes in their order. The guard comes first, so that pickling fails
+    # before anything is written.
     state = {"_paceline_parts": _Parts(), **vars(model)}
     vars(model).clear()
     vars(model).update(state)
     for place, module in model.named_modules():
-        found = {
+        placements = {
             name: place_of(parameter) for name, parameter in module.named_parameters(recurse=False)
         }
-        parts = {name: _digest(placement) for name, placement in found.items() if placement.axes}
+        parts = {
+            name: _digest(placement) for name, placement in placements.items() if placement.axes
+        }
         if parts:
             _follow(module, f"{place}." if place else "", parts)
 
 
 class _Parts:
-    """Stands in a cut model, and refuses to be pickled with it."""
+    """An attribute of a cut model that refuses to be pickled with it."""
 
     def __deepcopy__(self, memo: object) -> _Parts:
         return self
@@ -56,7 +56,7 @@ class _Parts:
 
 
 def _follow(module: nn.Module, place: str, parts: dict[str, str]) -> None:
-    """Put marks beside what a module gives, and look at those of what it is given."""
+    """Write marks into states of a module, and compare those of states that it loads."""
 
     def write(_: nn.Module, state: Any, prefix: str, metadata: dict[str, Any]) -> None:
         metadata[MARK] = dict(parts)

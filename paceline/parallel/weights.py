@@ -1,9 +1,8 @@
-"""Weights that a model begins with, from a file or a dict: each worker reads its part of them
-alone.
+"""Weights that a model begins with, from a file or a dict: each worker reads its part alone.
 
 out.safetensors            only the rectangles that this worker holds are read
-model.pt                   of torch.save, mapped into memory: what isn't used is never read, and
-                           nothing is unpickled but tensors
+model.pt                   written by torch.save, and mapped into memory: unused parts are never
+                           read, and nothing but tensors is unpickled
 {"up.weight": tensor}      a plain state dict, the same on all workers
 """
 
@@ -30,9 +29,10 @@ from paceline.parallel.placement import Placements, Range, Rectangle, local
 from paceline.state.checksum import checksums
 from paceline.state.versioned import SHOWN
 
-LONGEST_REASON = 200  # letters of an error that is not ours
-# bytes of a page; pages of each large tensor in a file that its digest looks at
-PAGE, PAGES = 4096, 9
+# Characters of another library's error message.
+LONGEST_REASON = 200
+# A digest reads `PAGES` pages of each large tensor in a file, and all bytes of smaller ones.
+PAGE, PAGES = 4096, 9  # bytes of a page, number of pages
 Source = str | Path | Mapping[str, Tensor]
 
 
@@ -40,10 +40,12 @@ Source = str | Path | Mapping[str, Tensor]
 class Weights:
     """Logical tensors that can be read in parts.
 
-    `digest`: equal on workers that are given the same, and another one for other values. Of a dict,
-    all bytes count. Of a file, which is not read as a whole, all bytes of small tensors do, and
-    `PAGES` pages of each larger one, the first and the last among them. A file of torch.save has
-    checksums of all that is in it, which count as well.
+    `read` takes a name and a rectangle of that tensor.
+
+    `digest` is equal on workers that are given the same, and differs for other values. Of a dict,
+    all bytes count. A file isn't read as a whole: of small tensors all bytes count, and of each
+    larger one `PAGES` pages, the first and the last among them. A file of torch.save also has
+    checksums of all its content, which count as well.
     """
 
     name: str
@@ -54,14 +56,14 @@ class Weights:
 
 @contextlib.contextmanager
 def opened(source: Source) -> Iterator[Weights]:
-    """Open a file of weights, or look at a dict. Raises `UsageError` for what is neither."""
+    """Open a file of weights, or a state dict. Raises `UsageError` for anything else."""
     if isinstance(source, Mapping):
         yield _of_dict("the dict", source)
         return
     path = Path(source)
     if not path.is_file():
         raise UsageError(
-            f"there is no file {path} with weights; give one of safetensors or of torch.save, or a "
+            f"there is no file {path} with weights; give a file of safetensors or torch.save, or a "
             "state dict"
         )
     with contextlib.ExitStack() as files:
@@ -89,11 +91,20 @@ def load(
     prefix: str = "",
     device: torch.device = CPU,
 ) -> None:
-    """Give a model these weights, each worker its part; parameters without memory get it on
-    `device`.
+    """Give a model these weights, each worker its part.
 
-    Raises `UsageError` before anything is changed where names or shapes are not those of the model,
-    and for a file that can't be read after all. One name of a tied parameter is enough.
+    One name of a tied parameter is enough.
+
+    Args:
+        model: Model to change in place, cut or not.
+        weights: Weights by the names in the model.
+        placements: Which part of each parameter this worker holds.
+        prefix: Prefix of the model's names in `placements`. Default: none.
+        device: Where parameters without memory get their memory. Default: the CPU.
+
+    Raises:
+        UsageError: Names or shapes are not those of the model; nothing is changed then. Or the file
+            turns out to be unreadable.
     """
     targets = dict(_targets(model))
     _compare(targets, weights, placements, prefix)
@@ -105,9 +116,9 @@ def load(
             done.add(id(target))
             placement = placements.of(target, prefix + name)
             give_memory(target, placement, device)
-            mine = local(target)
+            part = local(target)
             for region in placement.regions:
-                region.of_local(mine).copy_(_part(weights, name, region.logical).view(region.shape))
+                region.of_local(part).copy_(_part(weights, name, region.logical).view(region.shape))
 
 
 def _part(weights: Weights, name: str, box: Rectangle) -> Tensor:
@@ -121,7 +132,7 @@ def _part(weights: Weights, name: str, box: Rectangle) -> Tensor:
 
 
 def _targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield what a model's state dict has, as it lies in the model."""
+    """Yield the tensors that a model's state dict has, as they lie in the model."""
     yield from model.named_parameters(remove_duplicate=False)
     for path, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
@@ -135,11 +146,13 @@ def _compare(
     shapes = {
         name: tuple(placements.of(target, prefix + name).shape) for name, target in targets.items()
     }
-    there = {id(target) for name, target in targets.items() if name in weights.shapes}
+    # Parameters that are found under one of their names; the other names of tied ones may be
+    # missing.
+    loaded = {id(target) for name, target in targets.items() if name in weights.shapes}
     lines = [
         f"{name} {list(shape)} is not in it{nearest(name, weights.shapes)}"
         for name, shape in shapes.items()
-        if name not in weights.shapes and id(targets[name]) not in there
+        if name not in weights.shapes and id(targets[name]) not in loaded
     ]
     lines += [
         f"{name} is not in the model{nearest(name, shapes)}"
@@ -160,17 +173,18 @@ def _compare(
 
 def _of_safetensors(path: Path, files: contextlib.ExitStack) -> Weights:
     file = files.enter_context(safetensors.safe_open(path, "pt"))
-    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it is no dict
-    shapes = {name: tuple(found.get_shape()) for name, found in slices.items()}
+    # `safe_open` is no dict, and can't be iterated.
+    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+    shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
     return Weights(
         path.name, shapes, lambda name, box: slices[name][_index(box)], _digest_of_safetensors(path)
     )
 
 
 def _digest_of_safetensors(path: Path) -> str:
-    """Compute the digest of the header, which has names, dtypes and shapes, and of pages of each
-    tensor.
-    """
+    """Hash the header, with all names, dtypes and shapes, and pages of each tensor."""
+    # The format: 8 bytes with the length of the header, the header in JSON, and the tensors' bytes,
+    # at offsets from the header's end.
     with path.open("rb") as file:
         header = file.read(int.from_bytes(file.read(8), "little"))
         entries = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
@@ -184,7 +198,9 @@ def _digest_of_safetensors(path: Path) -> str:
 
 def _of_torch(path: Path) -> Weights:
     state = _checked(path.name, torch.load(path, map_location="cpu", mmap=True, weights_only=True))
-    with zipfile.ZipFile(path) as archive:  # whose names begin with that of the file
+    # torch.save writes a zip archive. Its members' names begin with the name that the file had
+    # then.
+    with zipfile.ZipFile(path) as archive:
         members = (
             (info.filename.partition("/")[2], info.CRC, info.file_size)
             for info in archive.infolist()
@@ -201,9 +217,7 @@ def _of_torch(path: Path) -> Weights:
 
 
 def _pages(size: int) -> list[Range]:
-    """Return the ranges of so many bytes that a digest looks at: all of them, or pages from the
-    first to the last.
-    """
+    """List the ranges of a tensor's bytes that a digest looks at: all of them, or spread pages."""
     if size <= PAGE * PAGES:
         return [(0, size)]
     return [
@@ -212,20 +226,23 @@ def _pages(size: int) -> list[Range]:
     ]
 
 
-def _of_dict(name: str, found: object) -> Weights:
-    state = _checked(name, found)
+def _of_dict(name: str, state_dict: object) -> Weights:
+    state = _checked(name, state_dict)
     return _of_state(name, state, checksums([value.detach() for value in state.values()]))
 
 
 def _checked(name: str, state: object) -> Mapping[str, Tensor]:
-    """Return a state dict as one. Raises `UsageError` for anything else."""
+    """Return a value that is a state dict. Raises `UsageError` for anything else."""
     if not isinstance(state, Mapping):
-        raise UsageError(f"{name} has a {type(state).__qualname__}, and no state dict")
+        raise UsageError(
+            f"{name} has a {type(state).__qualname__}, and not a state dict; give a dict of "
+            "tensors by name"
+        )
     odd = next((key for key, value in state.items() if not isinstance(value, Tensor)), None)
     if odd is not None:
         raise UsageError(
-            f"{name}: {odd!r} is a {type(state[odd]).__qualname__}, and a state dict has tensors; "
-            "give the part of it that has"
+            f"{name}: {odd!r} is a {type(state[odd]).__qualname__}, and a state dict has tensors "
+            "only; give the part of it that has them"
         )
     return state
 

@@ -197,9 +197,9 @@ def test_what_is_no_file_of_weights(tmp_path: Path) -> None:
         (text, r"text.safetensors can't be read as weights"),
         (
             tmp_path / "nested.pt",
-            r"'model' is a dict, and a state dict has tensors; give the part of it that has",
+            r"'model' is a dict, and a state dict has tensors only; give the part of it that has",
         ),
-        (tmp_path / "list.pt", r"has a list, and no state dict"),
+        (tmp_path / "list.pt", r"has a list, and not a state dict"),
         (tmp_path / "pickle.pt", r"pickle.pt can't be read as weights"),
     ]
     for source, why in wrong:

@@ -216,7 +216,7 @@ def test_what_nothing_sums_is_refused() -> None:
         model[0].requires_grad_(True)  # type: ignore[index]
         with pytest.raises(
             UsageError,
-            match=r"0.weight was frozen when the model was cut by shard\(\), and is not any more",
+            match=r"0.weight was frozen when the model was cut by shard\(\), and is trained now",
         ):
             model(torch.ones(1, 6, dtype=torch.float64))
 
@@ -289,6 +289,7 @@ def test_an_optimizer_that_was_not_prepared_is_checked_again_when_it_gets_more()
             beside.step()
 
     with pytest.raises(
-        UsageError, match=r"SGD steps 0.weight, of which this worker has a piece to step"
+        UsageError,
+        match=r"SGD has the whole parameter 0.weight, and each worker steps a piece of it",
     ):
         workers(2, body, mesh="shard")

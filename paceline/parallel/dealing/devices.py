@@ -1,8 +1,8 @@
-"""Layers of one worker over several of its devices: no other worker takes part, and the training
-loop is that of any model.
+"""Layers of one worker over several of its devices; no other worker takes part.
 
-layers("auto", devices=["cuda:0", "cuda:1"])      consecutive layers on each; model(x) goes from
-                                                  device to device
+layers("auto", devices=["cuda:0", "cuda:1"])      consecutive layers on each of the two devices
+
+The training loop is that of any model: `model(x)` goes from device to device.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from paceline.parallel.pipelining.split_table import describe_split
 
 @dataclass(frozen=True)
 class DeviceLayers:
-    """Layers, by their names, that are dealt to devices; the rest as `pipeline` has it."""
+    """Layers that are dealt to devices. Fields have the meaning that they have in `pipeline`."""
 
     names: str | Sequence[str]
     devices: Sequence[str | torch.device]
@@ -45,10 +45,10 @@ class DeviceLayers:
 
 
 def spread(model: nn.Module, cut: DeviceLayers, context: CutContext) -> None:
-    """Have consecutive layers of a model run on the devices of a cut, where their parameters go
-    once they have values.
+    """Let consecutive layers of a model run on the devices of a cut.
 
-    Collective where the split is measured: workers have the same one.
+    Parameters move to their devices once they have values. If the split is measured, this is
+    collective, as all workers take the same split.
     """
     if "stage" in context.mesh.names:
         raise UsageError(
@@ -65,43 +65,45 @@ def spread(model: nn.Module, cut: DeviceLayers, context: CutContext) -> None:
             "name smaller layers, or fewer devices"
         )
     schedule = make_schedule("gpipe", len(devices), 1)
-    asked = (
+    requested = (
         _measured(graph, schedule, devices, context, cut.loss) if cut.split == "auto" else cut.split
     )
-    bounds = stage_bounds(model, graph, asked, schedule, 1)
+    bounds = stage_bounds(model, graph, requested, schedule, 1)
     places = [
         place for place, (start, stop) in enumerate(pairwise(bounds)) for _ in range(start, stop)
     ]
+    # Parameters may have no memory yet, and get it from the run. They move afterwards.
     forward = PlacedForward(model, graph, places, devices)
     model.forward = forward
     context.valued.append(forward.place)
-    # or each device has its own, and gradients of two of them come in another order on each worker
+    # Autograd has a thread for each device. With several of them, gradients of two devices would
+    # come in another order on each worker, and collectives have to begin in the same one.
     one_thread = ExitStack()
     one_thread.enter_context(torch.autograd.set_multithreading_enabled(False))
     context.endings.append(one_thread.close)
 
 
-def _checked(given: Sequence[str | torch.device]) -> list[torch.device]:
-    """Return devices that are there. Raises `UsageError` for others."""
-    count, found = torch.cuda.device_count(), list[torch.device]()
-    for each in given:
+def _checked(names: Sequence[str | torch.device]) -> list[torch.device]:
+    """Make devices of their names. Raises `UsageError` for one that this machine doesn't have."""
+    count, devices = torch.cuda.device_count(), list[torch.device]()
+    for each in names:
         try:
             device = torch.device(each)
         except (RuntimeError, TypeError):
-            device = torch.device("meta")
+            device = torch.device("meta")  # refused below
         if device.type not in ("cpu", "cuda") or (device.type == "cuda" and device.index is None):
             raise UsageError(
-                f"layers(): {each!r} is no device that layers can be on; "
-                "possible are 'cpu' and 'cuda:0', 'cuda:1', ..."
+                f"layers(): {each!r} is not a device for layers; give 'cpu' or 'cuda:0', 'cuda:1', "
+                "..."
             )
         if device.type == "cuda" and device.index >= count:
             has = f"has {count} of them, from cuda:0 on" if count else "has no CUDA device"
             raise UsageError(
-                f"layers(): {each!r} was asked for, and this machine {has}; "
-                "name devices that are there"
+                f"layers(): there is no device {each!r}, as this machine {has}; name devices that "
+                "it has"
             )
-        found.append(device)
-    return found
+        devices.append(device)
+    return devices
 
 
 def _measured(
@@ -111,7 +113,7 @@ def _measured(
     context: CutContext,
     loss: Loss | None,
 ) -> list[int]:
-    """Measure layers on each device, and find the split that all workers agree on. Collective."""
+    """Measure layers on each device, and find the split that all workers take. Collective."""
     unborn = any(parameter.is_meta for parameter in graph.model.parameters())
     batch = context.sample(context.groups.along("data", "shard").size)
 
@@ -126,6 +128,7 @@ def _measured(
             graph, inputs, loss=criterion, around=partial(_on_device, graph, device)
         )
 
+    # A device that is named twice is measured once, and its memory is divided.
     costs, times = {device: measure(device) for device in dict.fromkeys(devices)}, Counter(devices)
     measured = [
         MeasuredPlace(place, costs[device], _room(device, times[device]))
@@ -142,9 +145,9 @@ def _measured(
 
 @contextmanager
 def _on_device(graph: LayerGraph, device: torch.device, part: StagePart) -> Iterator[None]:
-    """Have a part of a model on a device inside of the block."""
-    held = (*own_parameters(graph.model, part), *part_buffers(graph.model, part))
-    homes = [(one, one.data) for one in held if one.device != device]
+    """Hold a part of a model on a device inside of the block."""
+    tensors = (*own_parameters(graph.model, part), *part_buffers(graph.model, part))
+    homes = [(one, one.data) for one in tensors if one.device != device]
     try:
         for one, data in homes:
             one.data = data.to(device)
@@ -155,7 +158,5 @@ def _on_device(graph: LayerGraph, device: torch.device, part: StagePart) -> Iter
 
 
 def _room(device: torch.device, times: int) -> float | None:
-    """Return the bytes that are free on a device that is named so many times; None for the
-    processor, whose memory is a host's.
-    """
+    """Free bytes of a GPU for each of the `times` it is named; None for the CPU."""
     return torch.cuda.mem_get_info(device)[0] / times if device.type == "cuda" else None

@@ -1,12 +1,12 @@
-"""A forward whose layers are on several devices of one worker: values go from device to device, and
-autograd takes gradients back.
+"""A forward whose layers are on several devices of one worker.
 
 device 0    embed  blocks.0  blocks.1        a skip goes straight to where it is read
                |       |________________
 device 1       blocks.2  blocks.3  head |      output -> where the inputs came from
 
-A parameter that layers on two devices use lies with the first, and is sent along in each forward:
-its gradients come back and are summed.
+Values go from device to device, and autograd takes gradients back. A parameter that layers on two
+devices use lies with the first. It is sent along in each forward, so its gradients are summed
+there.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ from paceline.parallel.containers import tree_leaves, tree_map_only
 from paceline.parallel.pipelining.chain import LayerGraph
 from paceline.parallel.pipelining.operations import OUTPUT, Operation, find
 
-Held = tuple[str, str]  # the path of a module, and the name of a parameter or a buffer in it
+# Path of a module, and name of a parameter or a buffer in it.
+Held = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class _PlacedOperation:
-    """An operation, the place where it is done, what it borrows from other places, and the
-    values that nobody reads after it.
+    """An operation and the place where it runs.
+
+    `borrows` are its parameters and buffers from other places, `drops` the values that no operation
+    reads after it.
     """
 
     operation: Operation
@@ -40,11 +43,10 @@ class _PlacedOperation:
 
 
 class PlacedForward:
-    """The forward of a model whose layers are at several places.
+    """The forward of a model whose layers are at several places, the indices of `devices`.
 
-    `places`: that of each layer, never before that of the one before it.
-
-    Copies of the model run as it does, on the devices on which their parameters are.
+    `places` has the place of each layer, never before that of the layer before it. Copies of the
+    model run on the devices that their parameters are on.
     """
 
     def __init__(
@@ -58,13 +60,15 @@ class PlacedForward:
         count = len(graph.layers)
         operations = graph.part(0, count).operations
         at = [places[layer] for layer in graph.owners(0, count)]
-        homes = dict[int, int]()  # by the id of a parameter or a buffer
+        # A parameter or buffer, by its id, lives where the first operation that uses it runs.
+        homes = dict[int, int]()
         for operation, place in zip(operations, at, strict=True):
             for held in _used(model, operation):
                 homes.setdefault(id(_get(model, held)), place)
+        # The last operation that writes or reads each value; the value is dropped after it.
         last = {
-            name: number
-            for number, operation in enumerate(operations)
+            name: index
+            for index, operation in enumerate(operations)
             for name in (operation.name, *operation.reads())
         }
         self._steps = [
@@ -76,9 +80,9 @@ class PlacedForward:
                     for held in _used(model, operation)
                     if homes[id(_get(model, held))] != place
                 ),
-                tuple(name for name in last if last[name] == number and name != OUTPUT),
+                tuple(name for name in last if last[name] == index and name != OUTPUT),
             )
-            for number, (operation, place) in enumerate(zip(operations, at, strict=True))
+            for index, (operation, place) in enumerate(zip(operations, at, strict=True))
         ]
         self._homes = [
             (held, homes[id(_get(model, held))])
@@ -87,9 +91,7 @@ class PlacedForward:
         ]
 
     def place(self) -> None:
-        """Move each parameter and buffer to where the first layer is that uses it; they stay the
-        objects that they are.
-        """
+        """Move each parameter and buffer to its place. They stay the same objects."""
         for held, home in self._homes:
             tensor, device = _get(self._model, held), self._devices[home]
             if tensor.device != device:
@@ -99,6 +101,7 @@ class PlacedForward:
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         values = self._graph.bind(args, options)
+        # The output goes back to the device of the first input.
         back = next(
             (leaf.device for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)),
             self._devices[0],
@@ -122,9 +125,9 @@ class PlacedForward:
     def _lent(
         self, step: _PlacedOperation, borrowed: dict[tuple[int, int], Tensor]
     ) -> Iterator[None]:
-        """Let an operation find what it borrows on its own device.
+        """Let an operation find what it borrows on its own device, inside of the block.
 
-        `borrowed` has what was sent there in this forward already.
+        `borrowed` has copies that this forward has made already, by the tensor's id and the place.
         """
         owned = [(*_rows(self._model, held), held) for held in step.borrows]
         lent = list[tuple[dict[str, Any], str, Tensor, Tensor, int]]()
@@ -137,6 +140,7 @@ class PlacedForward:
             lent.append((row, name, tensor, row[name], row[name]._version))
         try:
             yield
+            # The model's own tensor must not miss a change that the forward made to its copy.
             for (row, name, tensor, sent, version), (_, _, held) in zip(lent, owned, strict=True):
                 if row[name] is not sent or (sent is not tensor and sent._version != version):
                     raise UsageError(
@@ -151,8 +155,10 @@ class PlacedForward:
 
 
 def move(value: Any, device: torch.device) -> Any:
-    """Move the tensors of nested values to a device, from where gradients come back; a device
-    that a forward has read is that one, too.
+    """Move tensors in nested values to a device, so that gradients come back; and devices, too.
+
+    A device that a forward has read from a tensor, as in `torch.zeros(..., device=x.device)`,
+    changes with that tensor.
     """
     return tree_map_only(
         (Tensor, torch.device), lambda x: x.to(device) if isinstance(x, Tensor) else device, value
@@ -162,11 +168,11 @@ def move(value: Any, device: torch.device) -> Any:
 def _used(model: nn.Module, operation: Operation) -> Iterator[Held]:
     """Yield the parameters and buffers that an operation uses."""
     for path in operation.paths():
-        found = find(model, path)
-        if isinstance(found, nn.Module):
-            for inner, module in found.named_modules(prefix=path):
+        target = find(model, path)
+        if isinstance(target, nn.Module):
+            for inner, module in target.named_modules(prefix=path):
                 yield from ((inner, name) for name in _names(module))
-        elif isinstance(found, Tensor):
+        elif isinstance(target, Tensor):
             owner, _, name = path.rpartition(".")
             yield owner, name
 
@@ -181,7 +187,7 @@ def _names(module: nn.Module) -> Iterable[str]:
 
 
 def _rows(model: nn.Module, held: Held) -> tuple[dict[str, Any], str]:
-    """Return where a module keeps a parameter or a buffer, and its name there."""
+    """Find the dict of a module that holds a parameter or buffer, and the name in it."""
     path, name = held
     module = model.get_submodule(path)
     return (module._parameters if name in module._parameters else module._buffers), name

@@ -1,6 +1,4 @@
-"""The costs of all layers of a pipeline, measured on every worker, so that split="auto" can deal
-the layers by them.
-"""
+"""Measures all layers of a pipeline on every worker, so that split="auto" can deal the layers."""
 
 from __future__ import annotations
 
@@ -21,17 +19,14 @@ from paceline.parallel.pipelining.split import SplitProblem
 
 @dataclass(frozen=True)
 class SplitMeasurement:
-    """Measures the layers of a model on all workers, which agree on one problem."""
+    """Measures the layers of a model. All workers agree on one problem from their measurements."""
 
     graph: LayerGraph
     schedule: PipelineSchedule
     context: CutContext
 
     def problem(self, loss: Loss | None) -> SplitProblem:
-        """Measure all layers, and the loss after the last, on a sample.
-
-        Collective, for all workers.
-        """
+        """Measure all layers on a sample, and the loss. Collective, for all workers."""
         groups, model = self.context.groups, self.graph.model
         unborn = any(parameter.is_meta for parameter in model.parameters())
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -50,9 +45,7 @@ class SplitMeasurement:
 
 
 def _room(device: torch.device) -> float | None:
-    """Return the bytes that this process can have on a device; None for the processor, whose
-    memory the workers of a host share.
-    """
+    """Bytes that this process can use on a GPU; None for the CPU, whose memory workers share."""
     return (
         None
         if device.type != "cuda"

@@ -1,4 +1,4 @@
-"""Which worker along `stage` has which parameters, by the split; tied ones may be on several.
+"""Deals a model's parameters to the stages of a pipeline; tied ones may be on several stages.
 
 split [2, 2]    place 0   embed, blocks.0        place 1   blocks.1, head and, as it is tied, embed
 """
@@ -36,22 +36,21 @@ class StageDealer:
         }
 
     def deal(self, split: StageSplit) -> StageHolding:
-        """Leave this worker the parameters of its stages, with ones of no elements in the place
-        of others. Collective.
-        """
+        """Leave this worker its stages' parameters, and empty ones for all others. Collective."""
         dealt = list(self._places(split))
         for name, parameter, stages in dealt:
             if self._group.rank not in _places(split, stages):
                 empty = _empty(parameter, self._context.device)
                 _replace(self._model, parameter, empty)
                 self._context.renew(parameter, empty, self._whole[name].elsewhere(self._axis))
+        # Ask the model again, as parameters of other stages have been replaced.
         now = dict(self._model.named_parameters())
         holding = self._hold(split, [(name, now[name], stages) for name, _, stages in dealt])
         self._context.tied.extend(tie.parameter for tie in holding.ties if tie.group is not None)
         return holding
 
     def _places(self, split: StageSplit) -> Iterator[tuple[str, Parameter, Sequence[int]]]:
-        """Yield each parameter with its name and the stages that use it."""
+        """Iterate over all parameters, each with its name and the stages that use it."""
         users = self._graph.users(split.bounds[:-1])
         return (
             (name, parameter, list(users[parameter]))
@@ -61,8 +60,8 @@ class StageDealer:
     def _hold(
         self, split: StageSplit, dealt: Sequence[tuple[str, Parameter, Sequence[int]]]
     ) -> StageHolding:
-        """Note where parameters are, and return what this worker has. Collective."""
-        ties, mine, elsewhere = (
+        """Note where each parameter is, and list those of this worker. Collective."""
+        ties, own, elsewhere = (
             list[SharedParameter](),
             dict[str, Parameter](),
             dict[str, Parameter](),
@@ -70,16 +69,19 @@ class StageDealer:
         groups, rank = self._context.groups, self._group.rank
         for name, parameter, stages in dealt:
             places = _places(split, stages)
+            # All workers make the group of a tied parameter, in the same order, to sum its
+            # gradients.
             among = groups.part(self._group, places, self._axis) if len(places) > 1 else None
             if rank in places:
+                # Of several copies, that of the first place counts in checkpoints and norms.
                 self._context.placements.add(
                     parameter, self._whole[name].along(self._axis, copy=places[0] != rank)
                 )
-                mine[name] = parameter
+                own[name] = parameter
                 ties += [SharedParameter(parameter, among)] * (len(stages) > 1)
             else:
                 elsewhere[name] = parameter
-        return StageHolding(split, tuple(ties), mine, elsewhere)
+        return StageHolding(split, tuple(ties), own, elsewhere)
 
 
 def _places(split: StageSplit, stages: Sequence[int] | Mapping[int, str]) -> tuple[int, ...]:
@@ -87,7 +89,7 @@ def _places(split: StageSplit, stages: Sequence[int] | Mapping[int, str]) -> tup
 
 
 def _empty(parameter: Parameter, device: torch.device) -> Parameter:
-    """Make what stands for a parameter that is elsewhere; on `device`, where it has no memory."""
+    """Make the empty parameter that stands for one of another stage."""
     home = device if parameter.is_meta else parameter.device
     return Parameter(torch.empty(0, dtype=parameter.dtype, device=home), parameter.requires_grad)
 

@@ -1,13 +1,12 @@
-"""A model whose own forward runs on every stage, with the layers of other stages stood in for:
-nothing is traced.
+"""A model whose own forward runs on every stage; layers of other stages return placeholders.
 
-    stage 0    tokens   blocks.0 |                          it ends after its last layer, and gives
-                                                            what later stages use
-    stage 1    ~~~~~~   ~~~~~~~~   blocks.1   head          blocks.0 returns what came; tokens a
-                                                            tensor of its shape, without numbers
+    stage 0    tokens  blocks.0 |                  ends after its last layer, and gives the next
+                                                   stage the results that later stages use
+    stage 1    ~~~~~~  ~~~~~~~~   blocks.1  head   blocks.0 returns its result from stage 0; tokens
+                                                   returns a tensor of its shape, without values
 
-All stages have the same inputs, so masks and positions are made by each. What has to come is found
-by following one micro-batch.
+Nothing is traced. All stages have the same inputs, so each makes masks and positions by itself. The
+results that have to travel are found by following one micro-batch.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+# Private: if it is renamed, this import fails.
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._pytree import tree_flatten
 
 from paceline.errors import UsageError
 from paceline.parallel.containers import tree_leaves, tree_map, tree_map_only
@@ -31,19 +31,22 @@ from paceline.parallel.pipelining.layer_names import find_layers
 from paceline.parallel.pipelining.operations import OUTPUT
 from paceline.parallel.pipelining.tracing import refuse_hooks
 from paceline.parallel.pipelining.values import PLAIN
+from paceline.parallel.torch_pytree import tree_flatten
 
-# values that go from stage to stage, by name of layer
+# Values that go from stage to stage, by name of a layer.
 RETURNED, SHAPES = "what layers returned", "shapes of what layers returned"
-SHAPE = "\0"  # begins the text in the place of a tensor that nobody needs
-# by hooks of transformers inside of layers
+# Begins the text that stands for a tensor that no later stage uses.
+SHAPE = "\0"
+# options of transformers
 COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
-Uses = list[list[Any]]  # of plain data: a layer, and what it uses
+# Rows of plain data: a layer, followed by its sources.
+Uses = list[list[Any]]
 
 
 class FollowedGraph(LayerGraph):
-    """A model as layers that are called one after the other by its forward.
+    """A model as layers that its forward calls one after the other.
 
-    `beside`: parameters in no layer, which every stage has.
+    `outside_parameters` has the names of parameters in no layer, which every stage holds.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[str], beside: Sequence[str]) -> None:
@@ -54,25 +57,23 @@ class FollowedGraph(LayerGraph):
             tuple(beside),
         )
         self.recorder: UseRecorder | None = None
-        self._uses = dict[str, dict[int, set[Source]]]()  # by kind of call
+        self._uses = dict[str, dict[int, set[Source]]]()  # by kind of call, then by layer
 
     def part(self, start: int, stop: int) -> StagePart:
-        """Return the program of the layers from `start` to before `stop`."""
+        """Make the program of the layers from `start` to before `stop`."""
         return FollowedPart(self, start, stop)
 
     def owners(self, start: int, stop: int) -> list[int]:
-        """Return the layer that each step of `part(start, stop)` belongs to."""
+        """Find the layer that each step of `make_part(start, stop)` belongs to."""
         return list(range(start, stop))
 
     def users(self, starts: Sequence[int]) -> dict[nn.Parameter, dict[int, str]]:
-        """Return which stages use each parameter, and what they call it."""
+        """Find the stages that use each parameter, and its name in each."""
         self._refuse_shared_draws(starts)
         return super().users(starts)
 
     def kind(self, values: Mapping[str, Any]) -> str:
-        """Put in words what a forward on these inputs depends on, but for numbers: another kind
-        may use other values.
-        """
+        """Describe a forward by its mode and inputs, without numbers: these decide what it uses."""
         leaves, spec = tree_flatten([values[name] for name in CHAINED])
         flags = [
             leaf if isinstance(leaf, bool | str) or leaf is None else type(leaf).__name__
@@ -84,9 +85,7 @@ class FollowedGraph(LayerGraph):
         )
 
     def crossing(self, place: int, kind: str) -> set[int]:
-        """Return the layers whose results the stages from layer `place` on have to be given; all
-        of them before that is known.
-        """
+        """Find layers before `place` with results that are used later; all, if that isn't known."""
         uses = None if self.recorder else self._uses.get(kind)
         if uses is None:
             return set(range(place))
@@ -100,7 +99,7 @@ class FollowedGraph(LayerGraph):
 
     @contextmanager
     def recording(self) -> Iterator[UseRecorder]:
-        """Note what layers use, inside of the block. Stages give each other everything there."""
+        """Record inside of the block what layers use. Stages give each other all results there."""
         self.recorder = UseRecorder(self.model, range(len(self.layers) + 1))
         try:
             yield self.recorder
@@ -108,7 +107,7 @@ class FollowedGraph(LayerGraph):
             self.recorder = None
 
     def rehearse(self, values: Mapping[str, Any]) -> None:
-        """Find out what layers use where all of them are here, if that isn't known."""
+        """Find out what layers use by a forward through all of them here, if it isn't known yet."""
         kind = self.kind(values)
         if kind not in self._uses:
             with torch.no_grad(), self.recording() as recorder:
@@ -117,16 +116,17 @@ class FollowedGraph(LayerGraph):
             self.learn(kind, [recorder.plain], [0])
 
     def learn(self, kind: str, recorded: Iterable[Uses], starts: Sequence[int]) -> None:
-        """Take what all stages have noted of calls of this kind."""
+        """Take the records of all stages for calls of this kind."""
         uses = self._uses[kind] = dict[int, set[Source]]()
         for layer, *sources in (row for rows in recorded for row in rows):
             uses.setdefault(layer, set()).update(sources)
         self._refuse_shared_draws(starts)
 
     def _refuse_shared_draws(self, starts: Sequence[int]) -> None:
-        """Refuse random numbers that two stages use: each draws its own."""
+        """Raise `UsageError` for random numbers that two stages use, as each would draw its own."""
         users = dict[str, dict[int, int]]()
         for layer, sources in (row for uses in self._uses.values() for row in uses.items()):
+            # The stage of a layer is the last one that starts at or before it.
             stages = (
                 range(len(starts))
                 if layer == EVERY
@@ -135,23 +135,21 @@ class FollowedGraph(LayerGraph):
             for source in sources:
                 if isinstance(source, str):
                     users.setdefault(source, {}).update(dict.fromkeys(stages, layer))
-        if found := next((list(by.values()) for by in users.values() if len(by) > 1), None):
+        if shared := next((list(by.values()) for by in users.values() if len(by) > 1), None):
             one, two = (
                 self.layers[layer] if 0 <= layer < len(self.layers) else "the end of the forward"
-                for layer in found[:2]
+                for layer in shared[:2]
             )
             raise UsageError(
-                f"the forward of {type(self.model).__name__} draws random numbers between layers "
-                f"that {one} and {two} use, on two stages, "
-                "which would draw others: name the module that draws them as a layer, such as a "
-                "dropout"
+                f"the forward of {type(self.model).__name__} draws random numbers between layers, "
+                f"and {one} and {two} use them on two stages, "
+                "which would draw different ones: name the module that draws them as a layer, such "
+                "as a dropout"
             )
 
 
 class FollowedPart(StagePart):
-    """The layers from `start` to before `stop`, as a run of the whole forward in which other
-    layers only return something.
-    """
+    """Layers from `start` to before `stop`: a whole forward in which other layers do nothing."""
 
     def __init__(self, graph: FollowedGraph, start: int, stop: int) -> None:
         self._model, self._graph, self._start, self._stop = graph.model, graph, start, stop
@@ -164,8 +162,9 @@ class FollowedPart(StagePart):
     def run(
         self, values: Mapping[str, Any], after: Callable[[int], None] | None = None
     ) -> dict[str, Any]:
-        """Run the forward on the inputs of the model and what layers of earlier stages returned;
-        `after` is told each layer that ran.
+        """Run the forward on the model's inputs and the results of layers of earlier stages.
+
+        `after` is called with the number of each layer that ran, counted from 0 in this part.
         """
         recorder, (args, keywords) = self._graph.recorder, (values[name] for name in CHAINED)
         config = getattr(self._model, "config", None)
@@ -173,8 +172,9 @@ class FollowedPart(StagePart):
             (name for name in COLLECTED if keywords.get(name, getattr(config, name, False))), ""
         ):
             raise UsageError(
-                f"{collected} collects what is inside of layers, which no stage has of others: "
-                "leave it out, or say False"
+                f"{collected} collects what is inside of layers, and a stage has its own layers "
+                "only: "
+                "leave it out, or set it to False"
             )
         calls = _Calls(self._graph, self._start, self._stop, values, after)
         try:
@@ -189,11 +189,15 @@ class FollowedPart(StagePart):
 
 
 class _StageEnds(BaseException):
-    """All layers of a stage were called; no `except Exception` of a forward may take it."""
+    """All layers of a stage were called. No `except Exception` in a forward may catch it."""
 
 
 class _Calls:
-    """The calls of layers in one forward of a stage."""
+    """The calls of layers in one forward of a stage.
+
+    `_next_layer` is the layer that is called next. Each layer that was called is either in
+    `_returned`, with its result, or in `_shapes`, with the result's shape.
+    """
 
     def __init__(
         self,
@@ -209,7 +213,7 @@ class _Calls:
         )
         self._came = tree_map_only(Tensor, enter, values.get(RETURNED, {}))
         self._shapes: dict[str, Any] = dict(values.get(SHAPES, {}))
-        # with the versions of tensors, which tell of changes in place
+        # Results with the versions of their tensors, which tell of later changes in place.
         self._returned = dict[str, tuple[Any, list[int]]]()
         self._empty = dict[str, Tensor]()
         tensors = (
@@ -221,15 +225,16 @@ class _Calls:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Answer the calls of layers, inside of the block."""
+        """Answer the calls of layers inside of the block."""
         if self._graph.recorder:
             self._graph.recorder.begin()
         modules = [self._graph.model.get_submodule(name) for name in self._graph.layers]
         before = [vars(module).get("_compiled_call_impl") for module in modules]
         try:
             for place, module in enumerate(modules):
-                # private to torch, which calls it in the place of a module's hooks and forward;
-                # without it, layers fail on empty weights
+                # Private to torch: `nn.Module.__call__` calls this attribute, if it is set, and not
+                # its own `_call_impl` with the hooks and the forward. If it isn't looked up any
+                # more, layers of other stages run, and fail on their empty weights.
                 vars(module)["_compiled_call_impl"] = partial(
                     self._answer, place, before[place] or module._call_impl
                 )
@@ -240,6 +245,7 @@ class _Calls:
                 vars(module).update({} if own is None else {"_compiled_call_impl": own})
 
     def _answer(self, place: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a layer of this stage, or return a result or placeholder of an earlier stage."""
         name, recorder = self._graph.layers[place], self._graph.recorder
         if place != self._next:
             raise UsageError(self._explain(name))
@@ -267,11 +273,9 @@ class _Calls:
         return output
 
     def gives(self) -> dict[str, Any]:
-        """Return what layers have returned, for the next stage: whole if one after it uses it,
-        or else of which shape it is.
-        """
+        """Make the output for the next stage: results that later stages use, shapes of others."""
         for name, (output, versions) in self._returned.items():
-            # else it isn't known yet whether any stage uses it
+            # While recording it isn't known yet whether any stage uses the result.
             if versions != _versions(output) and not self._graph.recorder:
                 raise UsageError(
                     f"the forward changes in place what {name} returned, which later stages use as "
@@ -299,9 +303,7 @@ class _Calls:
         )
 
     def _stand_in(self, leaf: Any) -> Any:
-        """Make something of a tensor's shape, whose numbers are none: if they were used after
-        all, the loss would be none.
-        """
+        """Make a tensor of a given shape, full of NaN: a loss that used it would be NaN, too."""
         if not (isinstance(leaf, str) and leaf.startswith(SHAPE)):
             return leaf
         if leaf not in self._empty:
@@ -321,6 +323,7 @@ def _shape(leaf: Any) -> Any:
 
 
 def _versions(values: Any) -> list[int]:
+    # `_version` is private by name only: the version counter of a tensor, which torch documents.
     return [
         leaf._version
         for leaf in tree_leaves(values)
@@ -329,9 +332,7 @@ def _versions(values: Any) -> list[int]:
 
 
 def follow_layers(model: nn.Module, names: str | Sequence[str]) -> FollowedGraph:
-    """Find the layers of a model by names and patterns in the order of its forward, which is
-    followed when it runs.
-    """
+    """Find the layers of a model by names and patterns, in the order of its forward."""
     layers = find_layers(model, names).names
     refuse_hooks(model, layers)
     modules = [model.get_submodule(name) for name in layers]
@@ -341,11 +342,11 @@ def follow_layers(model: nn.Module, names: str | Sequence[str]) -> FollowedGraph
         "",
     ):
         raise UsageError(
-            f"{twice} is one module under two names, and a pipeline calls each layer once: "
-            "name what holds both calls"
+            f"{twice} is one module under two names, and a pipeline calls each layer once: name a "
+            "module that contains both calls"
         )
     outside = [(name, module) for name, module in model.named_modules() if id(module) not in within]
-    if kept := next(
+    if stateful := next(
         (
             name
             for name, module in outside
@@ -354,7 +355,7 @@ def follow_layers(model: nn.Module, names: str | Sequence[str]) -> FollowedGraph
         "",
     ):
         raise UsageError(
-            f"{kept} keeps running statistics between layers, which only one stage can keep: "
+            f"{stateful} keeps running statistics between layers, which only one stage can keep: "
             "name it as a layer"
         )
     return FollowedGraph(

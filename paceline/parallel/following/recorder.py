@@ -1,5 +1,4 @@
-"""Follows a forward, and notes which layers use what other layers have returned, by the memory of
-tensors.
+"""Follows a forward, and records which layers use results of which others, by their memory.
 
 h = embed(x)            h: {embed}
 h = h + position(x)     h: {embed, position}
@@ -14,39 +13,43 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_structure
 
 from paceline.errors import UsageError
 from paceline.parallel.containers import tree_leaves
+from paceline.parallel.torch_dispatch import TorchDispatchMode, written_arguments
+from paceline.parallel.torch_pytree import tree_structure
+from paceline.parallel.torch_tensor import storage_key
 
-# the number of a layer, or a name for random numbers that are drawn between layers
+# A layer's number, or a name for random numbers that are drawn between layers.
 Source = int | str
-# in the place of a layer: what decides where the forward goes, which every stage has to know
+# Stands for a layer: values that decide where the forward goes, which every stage needs.
 EVERY = -1
 
 
 class UseRecorder(TorchDispatchMode):
-    """Notes in `uses`, for each layer, what it depends on directly.
+    """Records in `uses` the direct sources of each layer.
 
-    It sees operations between layers, and is paused inside of them.
+    It sees operations between layers, and is paused inside of them. Tensors are known by their
+    storages: `_sources` says what each of them depends on, and `_state` which ones belong to the
+    model. Both hold the storages, so that no other one gets the key of one that was freed.
     """
 
     def __init__(self, model: nn.Module, places: Iterable[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.uses: dict[int, set[Source]] = {place: set() for place in (EVERY, *places)}
-        self._inside = False  # of a layer, where nothing is noted
+        self._inside = False  # whether a layer is running
         state = (*model.named_parameters(), *model.named_buffers())
         self._state = {
-            (storage := tensor.untyped_storage())._cdata: (storage, name) for name, tensor in state
+            storage_key(tensor): (tensor.untyped_storage(), name) for name, tensor in state
         }
-        # by storage, which is held so that no other takes its place
         self._sources = dict[int, tuple[torch.UntypedStorage, set[Source]]]()
+        # Number of the layer that comes next, and of random operations since the one before it; and
+        # the state of Python's generator after that layer.
         self._drawn, self._python = (0, 0), random.getstate()
 
     @property
     def plain(self) -> list[list[Source]]:
-        """What was noted as plain data: each layer and what it uses."""
+        """`uses` as plain data: rows of a layer and its sources."""
         return [[layer, *sorted(sources, key=str)] for layer, sources in self.uses.items()]
 
     def begin(self) -> None:
@@ -55,7 +58,7 @@ class UseRecorder(TorchDispatchMode):
         self._drawn, self._python = (0, 0), random.getstate()
 
     def enter(self, layer: int, values: Any) -> None:
-        """Note that a layer uses these values."""
+        """Record that a layer uses these values."""
         self.uses[layer] |= self._of(_tensors(values))
         if random.getstate() != self._python:
             self.uses[EVERY].add("random numbers of Python")
@@ -67,7 +70,7 @@ class UseRecorder(TorchDispatchMode):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Call a layer, and note what it uses."""
+        """Call a layer, and record what it uses."""
         self.enter(layer, (args, kwargs))
         self._inside, before = True, tree_structure((args, kwargs))
         try:
@@ -82,12 +85,14 @@ class UseRecorder(TorchDispatchMode):
         return returned
 
     def leave(self, layer: int, values: Any) -> None:
-        """Note that a layer has returned these values."""
+        """Record that a layer has returned these values."""
         self._drawn = (layer + 1, 0)
         for tensor in _tensors(values):
-            # what was returned as it came, or changed in place, is the layer's now
+            # A result that fills its storage is the layer's alone from now on, even if the layer
+            # returned an input, or changed one in place. A view shares its storage with older
+            # values.
             if tensor.nbytes == tensor.untyped_storage().nbytes():
-                self._sources.pop(tensor.untyped_storage()._cdata, None)
+                self._sources.pop(storage_key(tensor), None)
             self._add(tensor, {layer})
 
     def __torch_dispatch__(
@@ -100,49 +105,54 @@ class UseRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._inside:
             return func(*args, **kwargs)
-        taken, written = list(_tensors((args, kwargs))), list(_written(func, args, kwargs))
-        self._refuse_state(taken, written)
-        made = func(*args, **kwargs)
-        sources = self._of(taken)
+        inputs, written = list(_tensors((args, kwargs))), list(_written(func, args, kwargs))
+        self._refuse_state(inputs, written)
+        output = func(*args, **kwargs)
+        sources = self._of(inputs)
+        # Random numbers are a source of their own: each stage would draw others.
         if torch.Tag.nondeterministic_seeded in func.tags:
             after, count = self._drawn
             self._drawn = (after, count + 1)
             sources = {*sources, f"{func.overloadpacket.__name__} {count} before layer {after}"}
-        results = list(_tensors(made))
+        results = list(_tensors(output))
+        # Without a tensor, the result is a number that an `if` may test. So may a shape be.
         if not results or torch.Tag.dynamic_output_shape in func.tags:
-            self.uses[EVERY] |= sources  # a number of Python, which an `if` may ask for, or a shape
+            self.uses[EVERY] |= sources
         for tensor in (*results, *written) if sources else ():
             self._add(tensor, sources)
-        return made
+        return output
 
-    def _refuse_state(self, taken: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+    def _refuse_state(self, inputs: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+        """Refuse operations between layers that write to the model, or read an absent part."""
         if name := self._name(written):
             raise UsageError(
-                f"the forward changes {name} between layers, which every stage would do: "
-                "name a layer that does it"
+                f"the forward changes {name} between layers, so every stage would change it: name "
+                "a layer that does so"
             )
-        if name := self._name(tensor for tensor in taken if not tensor.numel()):
+        # A parameter of another stage has no elements here.
+        if name := self._name(tensor for tensor in inputs if not tensor.numel()):
             raise UsageError(
-                f"the forward uses {name} between layers, and another stage has it, with its "
-                "layer: tie it to a layer of its own, or name "
-                "one layer that holds both uses"
+                f"the forward uses {name} between layers, but it is on another stage, with its "
+                "layer: use it in a layer of its own, or name "
+                "one layer that contains both uses"
             )
 
     def _name(self, tensors: Iterable[Tensor]) -> str:
-        """Return what the model calls the first of these that it has; "" if there is none."""
-        found = (self._state.get(tensor.untyped_storage()._cdata) for tensor in tensors)
-        return next((each[1] for each in found if each), "")
+        """Find the model's name for the first of these tensors that is its own; "" if none is."""
+        matches = (self._state.get(storage_key(tensor)) for tensor in tensors)
+        return next((match[1] for match in matches if match), "")
 
     def _of(self, tensors: Iterable[Tensor]) -> set[Source]:
         return {
             source
             for tensor in tensors
-            for source in self._sources.get(tensor.untyped_storage()._cdata, (None, ()))[1]
+            for source in self._sources.get(storage_key(tensor), (None, ()))[1]
         }
 
     def _add(self, tensor: Tensor, sources: set[Source]) -> None:
-        storage = tensor.untyped_storage()
-        self._sources.setdefault(storage._cdata, (storage, set()))[1].update(sources)
+        self._sources.setdefault(storage_key(tensor), (tensor.untyped_storage(), set()))[1].update(
+            sources
+        )
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
@@ -155,6 +165,5 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """Yield the tensors that an operation changes in place."""
-    for place, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _tensors(args[place] if place < len(args) else kwargs.get(argument.name))
+    for position, name in written_arguments(func):
+        yield from _tensors(args[position] if position < len(args) else kwargs.get(name))

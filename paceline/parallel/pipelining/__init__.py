@@ -1,3 +1,1 @@
-"""Pipelines: a model cut between its layers, and several micro-batches on their way through it
-at once.
-"""
+"""Pipelines: a model is cut between layers, and micro-batches follow each other through it."""

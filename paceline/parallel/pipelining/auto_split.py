@@ -1,6 +1,4 @@
-"""A split that all workers agree on, of what each has measured: which layers go to which stage
-on workers of any speed and memory.
-"""
+"""Agrees on one problem of splitting layers, from what all workers have measured."""
 
 from __future__ import annotations
 
@@ -16,10 +14,7 @@ from paceline.parallel.pipelining.split import LayerCost, SplitProblem
 
 @dataclass(frozen=True)
 class MeasuredPlace:
-    """What layers take on one of the places that they are dealt to.
-
-    `memory`: its bytes, where they are known.
-    """
+    """Costs of layers at one place of `stage`, and its memory in bytes, if known."""
 
     place: int
     costs: Sequence[LayerCost]
@@ -34,12 +29,17 @@ def agree_problem(
     *,
     memory: float | None = None,
 ) -> SplitProblem:
-    """Make one problem of what all workers of a group have measured; equal on all, so that all find
-    the same split. Collective.
+    """Make one problem of the measurements of all workers in a group. Collective.
 
-    `place` is where this worker is along `stage`, where replicas of the model share a place. A
-    place is as fast as the slowest of them, and has the memory of the smallest; `memory` is this
-    worker's in bytes.
+    It is equal on all workers, so all of them find the same split. A place is as fast as the
+    slowest worker there, and has the memory of the smallest.
+
+    Args:
+        group: All workers.
+        place: This worker's place along `stage`, which it may share with other replicas.
+        schedule: Schedule of the pipeline.
+        own: Costs that this worker has measured.
+        memory: Bytes of this worker. Default: no limit.
     """
     return agree_places(group, schedule, [MeasuredPlace(place, own, memory)])
 
@@ -47,31 +47,34 @@ def agree_problem(
 def agree_places(
     group: Group, schedule: PipelineSchedule, own: Sequence[MeasuredPlace]
 ) -> SplitProblem:
-    """Make one problem of the places that workers have measured, as many each. Collective."""
+    """Make one problem of the places that workers have measured, equally many each. Collective."""
     gathered = group.gather_objects(
         [[one.place, one.memory, [list(astuple(cost)) for cost in one.costs]] for one in own],
         name="split",
     )
     names = [[row[0] for row in rows[0][2]] for rows in gathered]
-    if other := next((rank for rank, found in enumerate(names) if found != names[0]), None):
+    if other := next((rank for rank, layers in enumerate(names) if layers != names[0]), None):
         raise UsageError(
             f"ranks {group.global_rank(0)} and {group.global_rank(other)} have models with other "
             "layers; build the same one everywhere"
         )
-    told = [row for rows in gathered for row in rows]
-    costs, speeds = combine_costs([[LayerCost(*row) for row in rows] for _, _, rows in told])
+    rows_of_all = [row for rows in gathered for row in rows]
+    costs, speeds = combine_costs([[LayerCost(*row) for row in rows] for _, _, rows in rows_of_all])
+    # The measurements of each place: those of all replicas.
     places = [
-        [at for at, (there, _, _) in enumerate(told) if there == stage]
+        [at for at, (place, _, _) in enumerate(rows_of_all) if place == stage]
         for stage in range(schedule.ranks)
     ]
-    if any(not found for found in places):
+    if any(not rows for rows in places):
         raise UsageError(
             f"no worker is at place {places.index([])} of the {schedule.ranks} along stage"
         )
-    given = [float("inf") if room is None else room for _, room, _ in told]
-    rooms = (
-        None if min(given) == float("inf") else [min(given[at] for at in found) for found in places]
+    memories = [float("inf") if memory is None else memory for _, memory, _ in rows_of_all]
+    limits = (
+        None
+        if min(memories) == float("inf")
+        else [min(memories[at] for at in rows) for rows in places]
     )
     return SplitProblem(
-        costs, schedule, [min(speeds[at] for at in found) for found in places], rooms
+        costs, schedule, [min(speeds[at] for at in rows) for rows in places], limits
     )

@@ -1,8 +1,6 @@
-"""The share of a batch that a pipeline gets in one step, cut into micro-batches along the first
-dimension of its tensors.
+"""A worker's share of a batch in one step of a pipeline, cut into micro-batches by rows.
 
-x  7 rows, 3 micro-batches        rows 0 1 2 | 3 4 | 5 6        the loss of each counts by its rows:
-                                                                3/7, 2/7, 2/7
+x  7 rows, 3 micro-batches    rows 0 1 2 | 3 4 | 5 6    losses are weighted by rows: 3/7, 2/7, 2/7
 """
 
 from __future__ import annotations
@@ -27,14 +25,21 @@ Weigh = Callable[[Any], float]
 
 @dataclass(frozen=True)
 class Share:
-    """What `run.step` was given.
+    """The arguments of `run.step`.
 
-    `reduction`: "mean" or "sum" over samples, or over what `weigh` counts; `scale`: that of a
-    GradScaler.
+    Tensors of the target with another number of rows than the inputs, such as weights of classes,
+    go to the loss of each micro-batch as they are.
 
-    `weight` is what all of the share weighs, where it is known: micro-batches have to add up to it.
-    Tensors of the target that have other than the inputs' rows, such as weights of classes, go to
-    the loss of each micro-batch whole.
+    Attributes:
+        inputs: Positional arguments of the model.
+        options: Keyword arguments of the model.
+        target: Second argument of the loss.
+        loss: Function of the output and the target. None in a forward alone.
+        reduction: "mean" or "sum" over samples, or over the weight that `weigh` gives. Default:
+            "mean".
+        weigh: Weight of a tuple of inputs and target. Default (None): its number of rows.
+        scale: Scale of a GradScaler. Default: 1.
+        weight: Weight of the whole share, if it is known; those of micro-batches must add up to it.
     """
 
     inputs: tuple[Any, ...]
@@ -48,16 +53,16 @@ class Share:
 
     @property
     def rows(self) -> int:
-        """The samples: the length of the first dimension of the tensors.
+        """Number of samples: the length of the tensors' first dimension.
 
-        Raises `UsageError` where these differ.
+        Raises `UsageError` if tensors differ in it.
         """
-        found = {
+        shapes = {
             tuple(leaf.shape)[:1]
             for leaf in tree_leaves((self.inputs, dict(self.options)))
             if isinstance(leaf, Tensor)
         }
-        sizes = {shape[0] for shape in found if shape}
+        sizes = {shape[0] for shape in shapes if shape}
         if len(sizes) > 1:
             raise UsageError(
                 f"run.step got tensors of {' and '.join(map(str, sorted(sizes)))} rows, and cuts "
@@ -66,17 +71,17 @@ class Share:
         return sizes.pop() if sizes else 1
 
     def worth(self, batch: MicroBatch) -> float:
-        """Return what the loss of a micro-batch counts in that of the share; nothing, for one
-        without rows of its own.
-        """
+        """Weight of a micro-batch's loss in the share's loss; 0 for one without own rows."""
         return 0.0 if not batch.rows else 1.0 if self.reduction == "sum" else batch.part
 
     def criterion(self, output: Any, batch: MicroBatch) -> tuple[Tensor, float]:
-        """Return what is gone back from, and the loss of a micro-batch as a number."""
+        """Compute a micro-batch's loss: the tensor for backward, and the loss as a number."""
         assert self.loss is not None
         loss = one_number(self.loss(output, batch.target), "run.step")
         worth = self.worth(batch)
-        if worth == 0:  # a mean over nothing is no number, and must not reach the gradients
+        # The mean over no rows is NaN, and must not reach the gradients. They become zeros, so that
+        # all workers have the same ones.
+        if worth == 0:
             tensors = [
                 leaf
                 for leaf in tree_leaves(output)
@@ -99,9 +104,7 @@ class Share:
 
 
 def refuse_class(where: str, loss: Any) -> None:
-    """Raise `UsageError` for the class of a loss, such as nn.MSELoss, which a call would make
-    one of.
-    """
+    """Raise `UsageError` for the class of a loss, such as nn.MSELoss, instead of an instance."""
     if isinstance(loss, type):
         raise UsageError(
             f"{where}: loss={loss.__name__} is the class itself; make one of it: "
@@ -110,7 +113,7 @@ def refuse_class(where: str, loss: Any) -> None:
 
 
 def one_number(loss: Any, where: str) -> Tensor:
-    """Return a loss as it is. Raises `UsageError` where it isn't one number."""
+    """Return a loss that is one number. Raises `UsageError` for any other."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         kind = (
             f"a tensor of shape {list(loss.shape)}"
@@ -127,25 +130,28 @@ def one_number(loss: Any, where: str) -> Tensor:
 def cut_batch(
     share: Share, count: int, bind: Callable[[tuple[Any, ...], Mapping[str, Any]], Values] | None
 ) -> list[MicroBatch]:
-    """Cut a share into `count` micro-batches, which count nothing beyond its rows.
+    """Cut a share into `count` micro-batches.
 
-    `bind` names the inputs of the model, on the worker that has the first stage.
+    If it has fewer rows, the last micro-batches are copies of the first row, with weight 0: other
+    workers wait for this one in each micro-batch. `bind` names the inputs of the model; it is None
+    on workers without the first stage.
     """
     rows = share.rows
     ranges = pieces(rows, min(count, max(rows, 1)))
-    ranges += [(0, min(rows, 1))] * (count - len(ranges))  # copies of the first row
+    ranges += [(0, min(rows, 1))] * (count - len(ranges))
     parts = [
         _slice((share.inputs, dict(share.options), share.target), rows, *ends) for ends in ranges
     ]
+    # Copies weigh nothing. Others weigh their rows, or what `weigh` says of them.
     weights = [
-        float(stop - start) if number < rows else 0.0 for number, (start, stop) in enumerate(ranges)
+        float(stop - start) if index < rows else 0.0 for index, (start, stop) in enumerate(ranges)
     ]
     if share.weigh is not None:
-        found = [
+        given_weights = [
             float(share.weigh((*inputs, *options.values(), target)))
             for inputs, options, target in parts
         ]
-        weights = [weight if number < rows else 0.0 for number, weight in enumerate(found)]
+        weights = [weight if index < rows else 0.0 for index, weight in enumerate(given_weights)]
         if any(not 0 <= weight < math.inf for weight in weights):
             raise UsageError(
                 f"run.step: weigh gave {weights} for micro-batches; a weight is a number, zero or "
@@ -166,9 +172,9 @@ def cut_batch(
             {} if bind is None else bind(inputs, options),
             target,
             weight / whole,
-            stop - start if number < rows else 0,
+            stop - start if index < rows else 0,
         )
-        for number, ((inputs, options, target), weight, (start, stop)) in enumerate(
+        for index, ((inputs, options, target), weight, (start, stop)) in enumerate(
             zip(parts, weights, ranges, strict=True)
         )
     ]

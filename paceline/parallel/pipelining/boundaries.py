@@ -1,12 +1,10 @@
-"""Where one layer ends and the next begins, among the operations between them: there where the
-least data crosses.
+"""Chooses, among the operations between two layers, the boundary that the least data crosses.
 
     blocks.0   add   relu   cat   blocks.1        operations in the order of the forward
-             ^     ^      ^     ^                 boundaries that are possible; of equal ones, the
-                                                  last
+             ^     ^      ^     ^                 possible boundaries; of equal ones, the last
 
-Sizes aren't known before the model runs; they are estimated by what operations do, in units of what
-a layer returns.
+Sizes aren't known before the model runs. They are estimated from what operations do, in units of a
+layer's result.
 """
 
 from __future__ import annotations
@@ -19,6 +17,8 @@ from paceline.errors import UsageError
 from paceline.parallel.pipelining.flow import ValueFlow
 from paceline.parallel.pipelining.operations import Operation
 
+# Names of operations whose results are numbers of Python, or smaller or larger than their largest
+# input, or as large as all inputs together.
 NUMBERS = re.compile("size|dim|numel|stride|is_floating_point|item")
 NUMBER_ATTRIBUTES = re.compile("shape|device|dtype|ndim|is_cuda|requires_grad")
 SMALLER = re.compile(
@@ -27,11 +27,13 @@ SMALLER = re.compile(
 )
 LARGER = re.compile("interpolate|upsample|repeat|repeat_interleave|expand|one_hot|pad|outer")
 SUMMED = re.compile("cat|concat|stack|hstack|vstack")
-NUMBER = 1e-3
+NUMBER = 1e-3  # the estimated size of a number
 
 
 def place_boundaries(flow: ValueFlow, layers: Sequence[str]) -> list[int]:
-    """Return at which operation each layer begins, and after the last the number of operations."""
+    """Find the operation at which each layer begins; the last entry is the number of operations."""
+    # The first operation that uses each path. A boundary lies after a layer's and up to the next
+    # one's.
     first = dict[str, int]()
     for place, operation in enumerate(flow.operations):
         for path in operation.paths():
@@ -41,8 +43,8 @@ def place_boundaries(flow: ValueFlow, layers: Sequence[str]) -> list[int]:
     for layer, following in pairwise(layers):
         if first[layer] == first[following]:
             raise UsageError(
-                f"the forward gives {layer} and {following} to one function; "
-                "name what holds both, as one layer"
+                f"the forward gives {layer} and {following} to one function; name a module that "
+                "contains both, as one layer"
             )
         places = range(first[layer] + 1, first[following] + 1)
         starts.append(
@@ -55,7 +57,7 @@ def place_boundaries(flow: ValueFlow, layers: Sequence[str]) -> list[int]:
 
 
 def estimate_sizes(operations: Sequence[Operation], inputs: Sequence[str]) -> dict[str, float]:
-    """Estimate the size of each value; a number of Python has next to none."""
+    """Estimate the size of each value; a number of Python has almost none."""
     sizes = dict.fromkeys(inputs, 1.0)
     for operation in operations:
         sizes[operation.name] = _size(operation, [sizes[name] for name in operation.reads()])

@@ -1,11 +1,11 @@
-"""A model as a graph of named layers, of which any consecutive ones are a program of their own.
+"""A model as a graph of named layers. Any consecutive layers are a program of their own.
 
     layers          tokens | positions | blocks.0 | blocks.1 | blocks.2 | norm | head
     stages              part(0, 3)          |      part(3, 5)      |    part(5, 7)
     values      x ->                       y ->                   z ->              output
 
-What lies between two layers (additions, reshapes) goes with the one or the other, so that few
-values cross. A value that a later stage uses is carried by all stages between.
+Operations between two layers (additions, reshapes) go with the one or the other, so that few values
+cross. A value that a later stage uses is carried by all stages in between.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
+
+# Private: if it is renamed, this import fails.
 from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.errors import UsageError
@@ -29,17 +31,17 @@ from paceline.parallel.pipelining.operations import OUTPUT, Operation, Ref, find
 from paceline.parallel.pipelining.tracing import Untraceable, trace_operations
 from paceline.parallel.pipelining.values import PLAIN
 
-CHAINED = ("*args", "**keywords")  # the inputs where nothing is traced
+CHAINED = ("*args", "**keywords")  # names of the inputs if nothing is traced
 
 
 class StagePart:
-    """The program of consecutive layers: it makes of the values that it `takes` those that it
-    `gives`.
+    """The program of consecutive layers: it computes `gives` from `takes`, both names of values.
 
     `modules` and `attributes` are the paths of all modules, parameters and buffers that it uses.
-    They are looked up in the model when they are used, so hooks and other cuts of them work, and
-    modules of other parts may be taken out of the model. What is made of numbers and buffers alone,
-    such as a mask, is made by each part that uses it; `dtypes` are values that travel as text.
+    They are looked up in the model when they are used. So hooks on them and other cuts of them
+    work, and the modules of other parts may be taken out of the model. Values made of numbers and
+    buffers alone, such as a mask, are made by each part that uses them. `dtypes` names values that
+    travel as text.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class StagePart:
         paths = dict.fromkeys(path for operation in operations for path in operation.paths())
         self.modules = tuple(path for path in paths if isinstance(find(model, path), nn.Module))
         self.attributes = tuple(path for path in paths if path not in self.modules)
+        # Values are dropped after the last operation that uses them.
         last = {
             name: place
             for place, operation in enumerate(operations)
@@ -73,26 +76,28 @@ class StagePart:
     def run(
         self, values: Mapping[str, Any], after: Callable[[int], None] | None = None
     ) -> dict[str, Any]:
-        """Run these layers on the values that they take, by name; return those that they give.
+        """Run these layers on the values that they take, by name; return the values that they give.
 
-        `after` is told each operation's place.
+        `after` is called with the number of each operation that has run.
         """
         if missing := [name for name in self.takes if name not in values]:
             raise UsageError(
                 f"the stage of {self.modules[0]} takes {', '.join(self.takes)}, and was not given "
                 f"{missing[0]}"
             )
-        known = {name: tree_map_only(Tensor, enter, values[name]) for name in self.takes}
+        present = {name: tree_map_only(Tensor, enter, values[name]) for name in self.takes}
         for name in self._dtypes.intersection(self.takes):
-            known[name] = getattr(torch, values[name])
+            present[name] = getattr(torch, values[name])
         for place, (operation, drops) in enumerate(zip(self.operations, self._drops, strict=True)):
-            known[operation.name] = operation.call(known, self._model)
+            present[operation.name] = operation.call(present, self._model)
             for name in drops:
-                del known[name]
+                del present[name]
             if after is not None:
                 after(place)
         gives = {
-            name: str(known[name]).removeprefix("torch.") if name in self._dtypes else known[name]
+            name: str(present[name]).removeprefix("torch.")
+            if name in self._dtypes
+            else present[name]
             for name in self.gives
         }
         for name, value in gives.items():
@@ -109,7 +114,7 @@ class StagePart:
 class LayerGraph:
     """A model as layers that follow one another.
 
-    `inputs`: the arguments of its forward that a batch gives; others have their defaults.
+    `inputs` are the arguments of its forward that a batch gives; others have their default values.
     """
 
     def __init__(
@@ -128,7 +133,7 @@ class LayerGraph:
         self._starts = place_boundaries(self._flow, layers)
 
     def part(self, start: int, stop: int) -> StagePart:
-        """Return the program of the layers from `start` to before `stop`."""
+        """Make the program of the layers from `start` to before `stop`."""
         if not 0 <= start < stop <= len(self.layers):
             raise UsageError(
                 f"layers {start} to {stop} are none of the {len(self.layers)} of the model"
@@ -143,7 +148,7 @@ class LayerGraph:
         return StagePart(self.model, [*again, *self._operations[first:end]], takes, gives, dtypes)
 
     def owners(self, start: int, stop: int) -> list[int]:
-        """Return the layer that each operation of `part(start, stop)` belongs to."""
+        """Find the layer that each operation of `make_part(start, stop)` belongs to."""
         again = [start] * len(self._flow.repeated(self._starts[start]))
         sizes = [self._starts[layer + 1] - self._starts[layer] for layer in range(start, stop)]
         return again + [
@@ -153,19 +158,19 @@ class LayerGraph:
         ]
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Give the arguments of a call of the model the names that the first part takes."""
+        """Name the arguments of a call of the model as the first part takes them."""
         if self.inputs == CHAINED:
             return dict(zip(CHAINED, (tuple(args), dict(kwargs)), strict=True))
         signature = self._signature
         try:
-            given = dict(signature.bind(self.model, *args, **kwargs).arguments)
+            arguments = dict(signature.bind(self.model, *args, **kwargs).arguments)
         except TypeError as error:
             raise UsageError(
                 f"{type(self.model).__name__} was called with other arguments than its forward "
                 f"takes: {error}"
             ) from None
-        del given[next(iter(given))]  # the model itself
-        for name, value in given.items():
+        del arguments[next(iter(arguments))]  # the model itself
+        for name, value in arguments.items():
             default = signature.parameters[name].default
             if name not in self.inputs and not (
                 value is default or (isinstance(value, PLAIN) and value == default)
@@ -174,30 +179,30 @@ class LayerGraph:
                     f"the layers were cut for a forward without {name!r}; "
                     f"say pipeline(..., inputs={[*self.inputs, name]!r})"
                 )
-        if missing := [name for name in self.inputs if name not in given]:
+        if missing := [name for name in self.inputs if name not in arguments]:
             raise UsageError(
                 f"the layers were cut for a forward with {missing[0]!r}, which this call of the "
                 "model leaves out"
             )
-        return {name: given[name] for name in self.inputs}
+        return {name: arguments[name] for name in self.inputs}
 
     @functools.cached_property
     def _signature(self) -> inspect.Signature:
         return inspect.signature(type(self.model).forward)
 
     def users(self, starts: Sequence[int]) -> dict[nn.Parameter, dict[int, str]]:
-        """Return which stages use each parameter, and what they call it: one with several has to
-        step by the sum of their gradients.
+        """Find the stages that use each parameter, and the parameter's name in each.
 
-        `starts` has the first layer of each stage. Raises `UsageError` where two would keep the
-        same running statistics.
+        A parameter of several stages has to step by the sum of their gradients. `starts` has the
+        first layer of each stage. Raises `UsageError` if two stages would keep the same running
+        statistics.
         """
-        found = dict[nn.Parameter, dict[int, str]]()
+        stages_of = dict[nn.Parameter, dict[int, str]]()
         for stage, part in enumerate(self._parts(starts)):
             for name, parameter in part_parameters(self.model, part):
-                found.setdefault(parameter, {}).setdefault(stage, name)
+                stages_of.setdefault(parameter, {}).setdefault(stage, name)
         self._refuse_shared_statistics(starts)
-        return found
+        return stages_of
 
     def _parts(self, starts: Sequence[int]) -> Iterator[StagePart]:
         return (
@@ -222,9 +227,7 @@ class LayerGraph:
 
 
 def part_parameters(model: nn.Module, part: StagePart) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield names and parameters of all that a part uses; a parameter with several names comes
-    with each.
-    """
+    """Yield the names and parameters that a part uses; one with several names comes with each."""
     for path in part.modules:
         for name, parameter in find(model, path).named_parameters(remove_duplicate=False):
             yield f"{path}.{name}", parameter
@@ -234,7 +237,7 @@ def part_parameters(model: nn.Module, part: StagePart) -> Iterator[tuple[str, nn
 
 
 def own_parameters(model: nn.Module, part: StagePart) -> list[nn.Parameter]:
-    """Return the parameters that a part uses, each once."""
+    """List the parameters that a part uses, once each."""
     return list(
         {id(parameter): parameter for _, parameter in part_parameters(model, part)}.values()
     )
@@ -247,27 +250,34 @@ def trace_layers(
     trace: bool = True,
     inputs: Sequence[str] | None = None,
 ) -> LayerGraph:
-    """Find the layers of a model by names and patterns, in the order of its forward: "tokens,
-    positions, blocks.*, norm, head" or "auto".
+    """Find the layers of a model by names and patterns.
 
-    `trace`: take down what the forward does between the layers; otherwise each is called with what
-    the one before returned, a tuple as several arguments. `inputs`: those arguments of the forward
-    that a batch gives; without, all that have no default.
+    Args:
+        model: Model to find layers in. It isn't changed.
+        names: Names and patterns in the order of the forward, such as "tokens, blocks.*, norm,
+            head"; or "auto".
+        trace: Whether operations between layers are traced. If not, each layer is called with the
+            result of the one before; a tuple is several arguments. Default: True.
+        inputs: Arguments of the forward that a batch gives. Default: those without a default value.
+
+    Raises:
+        Untraceable: The forward can't be traced.
+        UsageError: Names don't fit the model, or parameters are in no layer.
     """
-    found = find_layers(model, names)
+    written = find_layers(model, names)
     if trace:
-        given = tuple(_inputs(model) if inputs is None else inputs)
-        if not given:
+        used_inputs = tuple(_inputs(model) if inputs is None else inputs)
+        if not used_inputs:
             raise Untraceable(
                 f"all arguments of the forward of {type(model).__name__} have defaults, and "
                 "inputs=[...] doesn't say which a batch gives"
             )
-        operations = trace_operations(model, found.names, given)
-        layers = _in_order(found, operations)
+        operations = trace_operations(model, written.names, used_inputs)
+        layers = _in_order(written, operations)
     else:
-        given, operations, layers = CHAINED, list(_chained(found.names)), found.names
+        used_inputs, operations, layers = CHAINED, list(_chained(written.names)), written.names
     _refuse_unused(model, operations, trace=trace)
-    return LayerGraph(model, layers, given, operations)
+    return LayerGraph(model, layers, used_inputs, operations)
 
 
 def _chained(names: Iterable[str]) -> Iterator[Operation]:
@@ -289,40 +299,44 @@ def _inputs(model: nn.Module) -> Iterator[str]:
             yield name
 
 
-def _in_order(found: LayerNames, operations: Sequence[Operation]) -> tuple[str, ...]:
+def _in_order(written: LayerNames, operations: Sequence[Operation]) -> tuple[str, ...]:
+    """Sort layers into the order of the forward. Raises `UsageError` if another is written."""
     called = list(
         dict.fromkeys(
             path
             for operation in operations
             for path in operation.paths()
-            if path in set(found.names)
+            if path in set(written.names)
         )
     )
-    if never := [name for name in found.names if name not in called]:
+    if never := [name for name in written.names if name not in called]:
         raise UsageError(
             f"the forward never calls {', '.join(never[:5])}; leave it out of the layers, and out "
             "of the model if nothing uses it"
         )
-    entry = {name: place for place, (_, names) in enumerate(found.entries) for name in names}
+    entry = {name: place for place, (_, names) in enumerate(written.entries) for name in names}
     places = [entry[name] for name in called]
-    if found.ordered and places != sorted(places):
-        written = list(dict.fromkeys(found.entries[place][0] for place in places))
+    if written.ordered and places != sorted(places):
+        # Suggest the entries in their right order, if the forward calls the layers of each in a
+        # row.
+        entries = list(dict.fromkeys(written.entries[place][0] for place in places))
         whole = sum(
             place != before for place, before in zip(places, [-1, *places], strict=False)
-        ) == len(written)
+        ) == len(entries)
         raise UsageError(
             "the forward calls the layers in another order; "
-            f'write "{", ".join(written if whole else called)}"'
+            f'write "{", ".join(entries if whole else called)}"'
         )
     return tuple(called)
 
 
 def _refuse_unused(model: nn.Module, operations: Sequence[Operation], *, trace: bool) -> None:
+    """Raise `UsageError` for parameters that no layer has: no stage would hold them."""
     whole = StagePart(model, operations, (), ())
     used = {id(parameter) for _, parameter in part_parameters(model, whole)}
-    left = [name for name, parameter in model.named_parameters() if id(parameter) not in used]
-    if left:
-        names = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
+    unused = [name for name, parameter in model.named_parameters() if id(parameter) not in used]
+    if unused:
+        names = ", ".join(unused[:4]) + (f" and {len(unused) - 4} more" if len(unused) > 4 else "")
         why = (
             "the forward doesn't use them; take them out of the model"
             if trace
@@ -332,9 +346,7 @@ def _refuse_unused(model: nn.Module, operations: Sequence[Operation], *, trace: 
 
 
 def enter(x: Tensor) -> Tensor:
-    """Let layers change what they are given in place, as they may in the model: autograd forbids
-    it for tensors that begin a graph.
-    """
+    """Let layers change an input of a stage in place, which autograd forbids for leaves."""
     if not (x.requires_grad and x.is_leaf and torch.is_grad_enabled()):
         return x
     entered: Tensor = _Entered.apply(x)  # type: ignore[no-untyped-call]
@@ -344,8 +356,8 @@ def enter(x: Tensor) -> Tensor:
 class _Entered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
-        # shares the counter of versions: who changes it in place is found out, where it was kept
-        # for a backward
+        # The result shares the input's version counter. So a change in place is noticed if the
+        # input was saved for a backward.
         return x.detach()
 
     @staticmethod

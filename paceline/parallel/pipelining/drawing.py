@@ -1,5 +1,4 @@
-"""Draws pipelines as the papers do: a row for each rank, time from left to right, and each action
-as wide as it takes long.
+"""Draws pipelines as papers do: a row for each rank, with time from left to right.
 
 rank 0   F0 F1 .  .  B0 -- F2 B1 -- .  B2 --
 rank 1   .  F0 B0 -- F1 B1 -- F2 B2 -- .  .
@@ -25,25 +24,28 @@ COLOURS: dict[Kind, str] = {
     "input": "green",
     "weight": "yellow",
 }
-NAMED = 8  # ranks whose memory is told one by one
+# Number of ranks up to which the memory of each is written.
+NAMED = 8
 
 
 def draw(timeline: PipelineTimeline, width: int) -> Text:
-    """Draw a timeline in lines of at most `width` characters; what doesn't fit goes on below.
+    """Draw a timeline in lines of at most `width` characters.
 
-    Colours only repeat what letters say.
+    What doesn't fit goes on below. Each action is as wide as it takes time. Colours only repeat
+    what the letters say.
     """
     schedule = timeline.schedule
     margin = len(f"rank {schedule.ranks - 1}") + 3
     cell, scale = _scale(timeline)
     columns = round(timeline.makespan * scale)
     rows = [_row(schedule, spans, cell, scale, columns) for spans in timeline.rows]
+    # Long timelines are cut into bands, at multiples of a cell.
     band = max(1, (width - margin) // cell) * cell
     bands = [row.divide(range(band, columns, band)) for row in rows]
     lines = [*map(Text, _head(schedule)), Text()]
-    for number, parts in enumerate(zip(*bands, strict=True)):
+    for band_index, parts in enumerate(zip(*bands, strict=True)):
         if columns > band:
-            lines.append(Text(f"{'time':<{margin}}{number * band / scale:.4g}"))
+            lines.append(Text(f"{'time':<{margin}}{band_index * band / scale:.4g}"))
         for rank, part in enumerate(parts):
             line = Text(f"{f'rank {rank}':<{margin}}") + part
             line.rstrip()
@@ -52,9 +54,7 @@ def draw(timeline: PipelineTimeline, width: int) -> Text:
 
 
 def compare(timelines: Iterable[PipelineTimeline]) -> Table:
-    """Return a table of pipelines: the time that each takes, the bubble, what ranks keep, and
-    how often they send.
-    """
+    """Make a table of pipelines: time, bubble, activations kept, and number of messages of each."""
     table = Table(box=SIMPLE)
     for name in (
         "schedule",
@@ -79,10 +79,10 @@ def compare(timelines: Iterable[PipelineTimeline]) -> Table:
 
 
 def _head(schedule: PipelineSchedule) -> list[str]:
-    """Say what is drawn, and how to read it."""
+    """Write what is drawn, and how to read it."""
     chunks = schedule.stages // schedule.ranks
-    number = schedule.micro_batches
-    counts = [counted(schedule.ranks, "rank"), f"{number} micro-batch{'' if number == 1 else 'es'}"]
+    count = schedule.micro_batches
+    counts = [counted(schedule.ranks, "rank"), f"{count} micro-batch{'' if count == 1 else 'es'}"]
     each = f", {chunks} stages on each" if chunks > 1 else ""
     parts = ["F0: forward of micro-batch 0"]
     parts += (
@@ -104,12 +104,12 @@ def _head(schedule: PipelineSchedule) -> list[str]:
 
 
 def _sums(timeline: PipelineTimeline) -> str:
-    """Say what it takes, as a last line."""
-    kept = [f"{number:.3g}" for number in timeline.kept]
-    if len(set(kept)) == 1:
-        each = f"{kept[0]} on each rank"
-    elif len(kept) <= NAMED:
-        each = f"{', '.join(kept)}, rank by rank"
+    """Write the time, the bubble and the memory, as a last line."""
+    numbers = [f"{count:.3g}" for count in timeline.kept]
+    if len(set(numbers)) == 1:
+        each = f"{numbers[0]} on each rank"
+    elif len(numbers) <= NAMED:
+        each = f"{', '.join(numbers)}, rank by rank"
     else:
         each = f"{min(timeline.kept):.3g} to {max(timeline.kept):.3g}"
     return (
@@ -123,8 +123,10 @@ def _percent(part: float) -> str:
 
 
 def _label(schedule: PipelineSchedule, action: Action) -> str:
-    """Name an action: its letter, small in the second of two stages of a rank, and its
-    micro-batch; of more stages, also which.
+    """Name an action by its letter and its micro-batch.
+
+    The second of two stages of a rank has small letters. Of more stages, a letter at the end says
+    which.
     """
     held = schedule.held(schedule.placed[action.stage])
     letter, chunk = LETTERS[action.kind], held.index(action.stage)
@@ -134,11 +136,12 @@ def _label(schedule: PipelineSchedule, action: Action) -> str:
 
 
 def _scale(timeline: PipelineTimeline) -> tuple[int, float]:
-    """Return the characters of a unit, in which any label has room, and those of a second.
+    """Choose the characters for a unit of time, in which any label fits, and those for a second.
 
-    A unit is the shortest action, unless that is far shorter than others. It is made a little wider
-    where actions begin in between then.
+    The unit is the shortest action, unless it is far shorter than others. A unit gets a few more
+    characters if actions then begin at whole characters.
     """
+    # A fourth of the median keeps a few very short actions from stretching the drawing.
     spans = [span for row in timeline.rows for span in row]
     took = [span.end - span.start for span in spans]
     unit = max(min(took), median(took) / 4) or max(took) or 1.0
@@ -171,9 +174,7 @@ def _idle(pattern: str, start: int, end: int) -> str:
 
 
 def _box(label: str, width: int, cell: int) -> str:
-    """Write a label into so many characters, with dashes as long as it lasts, and the letter
-    alone where there is no room.
-    """
+    """Write a label in `width` characters, with dashes to its end; or its letter alone."""
     if width <= len(label):
         return f"{label[:1]:<{width}}"[:width]
     text = f"{label:<{cell}}" + ("-" * (cell - 1) + " ") * (width // cell)

@@ -1,11 +1,10 @@
-"""Runs a schedule on this worker: forwards and backwards of its stages, micro-batch after
-micro-batch, and the messages between them.
+"""Runs a schedule on one worker: forwards and backwards of its stages, and messages between stages.
 
-    stage 0    F0 --x--> stage 1    F0      lane 0     what stage 0 makes goes to stage 1
-    stage 0    B0 <--g-- stage 1    B0      lane 1     its gradients come back
+    stage 0    F0 --x--> stage 1    F0      lane 0     results of stage 0 go to stage 1
+    stage 0    B0 <--g-- stage 1    B0      lane 1     their gradients come back
 
-A message leaves as soon as it is made, and waits where it is needed: so workers never wait for each
-other in a circle.
+A message leaves as soon as it is made, and is awaited when it is needed. So workers never wait for
+each other in a circle.
 """
 
 from __future__ import annotations
@@ -35,19 +34,14 @@ from paceline.parallel.pipelining.values import (
 
 
 class Passes(Protocol):
-    """Backward passes of one step, which count as one."""
+    """Backward passes of one step, which count as one pass."""
 
     def begin(self, *, last: bool) -> None:
-        """Begin a pass.
-
-        `last`: the gradients of the parameters that it reaches are complete with it.
-        """
+        """Begin a pass. If it is the `last`, gradients of its parameters are complete with it."""
         ...
 
     def gather(self, parameters: Sequence[Tensor]) -> None:
-        """Make those whole again of which workers have pieces, as the second half of a backward
-        goes through their layers.
-        """
+        """Make these parameters whole again, as the second half of a backward uses their layers."""
         ...
 
     def end(self) -> None:
@@ -59,25 +53,32 @@ class Stage(Protocol):
     """One of a worker's stages: consecutive layers."""
 
     def run(self, values: Values) -> Values:
-        """Return what goes to the next stage, or the output of the model as `output`."""
+        """Compute the values for the next stage, or the model's output as `output`."""
         ...
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A part of a batch: what the first stage gets, what the loss is taken against, and what its
-    loss counts in that of the batch.
+    """A part of a batch.
+
+    `inputs` are for the first stage, and `target` is for the loss. `part` is the weight of its loss
+    in the batch's. `rows` is 0 for a copy, which is there because other workers wait for each
+    micro-batch.
     """
 
     inputs: Values
     target: Any
     part: float
-    rows: int  # none in a copy, which is there as others wait for this worker in each micro-batch
+    rows: int
 
 
 @dataclass
 class _Held:
-    """What a forward leaves for its backward."""
+    """What a forward leaves for its backward.
+
+    `entries` are inputs that need gradients, `outputs` and `grads` the roots of backward and their
+    gradients. `later` is the second half, once the first has run.
+    """
 
     entries: list[Tensor]
     outputs: list[Tensor]
@@ -86,29 +87,23 @@ class _Held:
 
 
 Criterion = Callable[[Any, MicroBatch], tuple[Tensor, float]]
-"""Of an output: what is gone back from, and the loss as a number."""
+"""Makes of an output the tensor to go back from, and the loss as a number."""
 
 
 class ActionObserver(Protocol):
-    """Whatever is told of a worker's actions, and measures its waits.
-
-    Times are nanoseconds of `time.perf_counter_ns`.
-    """
+    """Is told of a worker's actions, and measures its waits. Times are from `perf_counter_ns`."""
 
     def wait(self, work: Work[PairMessage], what: str) -> PairMessage:
         """Wait for a message, whose name is `what`."""
         ...
 
     def acted(self, action: Action, began: int, ready: int, ended: int) -> None:
-        """Note an action that is over.
-
-        At `ready` all that it needs was there: before that the worker has waited.
-        """
+        """Note an action that has ended. It was waiting for messages from `began` to `ready`."""
         ...
 
 
 class _Unobserved:
-    """Measures nothing."""
+    """An observer that measures nothing."""
 
     def wait(self, work: Work[PairMessage], what: str) -> PairMessage:
         return work.wait()
@@ -119,7 +114,7 @@ class _Unobserved:
 class PipelineExecutor:
     """One worker's side of a pipeline.
 
-    `pairs` joins the workers along `stage`; `rank` is this one's place there.
+    `pairs` connects the workers along `stage`, and `rank` is this worker's place there.
     """
 
     def __init__(
@@ -145,9 +140,10 @@ class PipelineExecutor:
         *,
         where: str,
     ) -> PipelinePass:
-        """Go through this worker's row of the schedule, and return what came of it.
+        """Execute this worker's row of the schedule. Without `passes` there are only forwards.
 
-        Without `passes` there are forwards alone.
+        `criterion` is the loss; without it, outputs are kept. `where` names the call, for errors
+        and for a check of messages.
         """
         work = PipelinePass(self, schedule, batches, criterion, passes=passes, where=where)
         try:
@@ -169,20 +165,23 @@ class PipelineExecutor:
 
     @property
     def pairs(self) -> Pairs:
-        """What carries messages."""
+        """The connections that carry messages."""
         return self._pairs
 
-    def stage(self, number: int) -> Stage:
-        """Return one of this worker's stages."""
-        return self._stages[number]
+    def stage(self, index: int) -> Stage:
+        """One of this worker's stages, by its index in the model."""
+        return self._stages[index]
 
 
 class PipelinePass:
-    """One batch on its way, as one worker has it.
+    """One batch on its way through one worker.
 
-    `losses`, `outputs`: by micro-batch, on the worker of the last stage.
+    `losses` and `outputs` are by micro-batch, on the worker of the last stage. `ready_at` is the
+    time in nanoseconds at which the current action had all that it needs.
 
-    `ready`: when all that the action under way needs was there (nanoseconds).
+    `_saved_forwards` is by stage and micro-batch: each forward adds an entry, and its whole
+    backward (or `weight` half) takes it out. `_local_messages`, by lane and micro-batch, are
+    messages between two stages of this worker.
     """
 
     def __init__(
@@ -203,7 +202,6 @@ class PipelinePass:
         )
         self._passes, self._where = passes, where
         self._held: dict[tuple[int, int], _Held] = {}
-        # messages between stages of this worker, by lane
         self._here: dict[tuple[int, int], tuple[dict[str, Any], list[Tensor]]] = {}
         self._sends: list[Work[None]] = []
         self.present: Action | None = None
@@ -212,7 +210,7 @@ class PipelinePass:
         self.outputs: dict[int, Any] = {}
 
     def act(self, action: Action) -> None:
-        """Do one action of the schedule."""
+        """Execute one action of the schedule."""
         self.present = action
         if action.kind == "forward":
             self._forward(action)
@@ -222,7 +220,7 @@ class PipelinePass:
             self._backward(action)
 
     def finish(self) -> None:
-        """Wait until what was sent may be written to again."""
+        """Wait until all messages are sent, so that their tensors may be written to again."""
         for work in self._sends:
             work.wait()
         self._sends.clear()
@@ -230,43 +228,46 @@ class PipelinePass:
     # ---- forward
 
     def _forward(self, action: Action) -> None:
-        schedule, stage, number = self._schedule, action.stage, action.micro_batch
-        batch = self._batches[number]
+        """Run a stage on its input; send the result, or take the loss of the last stage."""
+        schedule, stage, micro_batch = self._schedule, action.stage, action.micro_batch
+        batch = self._batches[micro_batch]
         if stage == 0:
             values, entries = batch.inputs, list[Tensor]()
         else:
             head, tensors = self._receive(
-                stage - 1, 2 * (stage - 1), number, f"what stage {stage - 1} gives stage {stage}"
+                stage - 1,
+                2 * (stage - 1),
+                micro_batch,
+                f"what stage {stage - 1} gives stage {stage}",
             )
-            came, entries = unpack(head, tensors)
-            values = {**batch.inputs, **came}
+            received, entries = unpack(head, tensors)
+            values = {**batch.inputs, **received}
         out = self._executor.stage(stage).run(values)
         if stage < schedule.stages - 1:
             head, tensors = pack(out, f"stage {stage} of the pipeline")
-            self._send(stage + 1, 2 * stage, number, head, tensors)
+            self._send(stage + 1, 2 * stage, micro_batch, head, tensors)
             outputs = tensors_needing(out)
         elif self._criterion is None:
-            self.outputs[number], outputs = out[OUTPUT], []
+            self.outputs[micro_batch], outputs = out[OUTPUT], []
         else:
-            loss, self.losses[number] = self._criterion(out[OUTPUT], batch)
+            loss, self.losses[micro_batch] = self._criterion(out[OUTPUT], batch)
             outputs = [loss] if loss.requires_grad else []
         if self._passes is not None:
-            self._held[stage, number] = _Held(entries, outputs)
+            self._held[stage, micro_batch] = _Held(entries, outputs)
 
     # ---- backward
 
     def _backward(self, action: Action) -> None:
-        schedule, stage, number = self._schedule, action.stage, action.micro_batch
-        held = self._held[stage, number]
+        """Go back through a stage, wholly or by half; send the gradients of its inputs."""
+        schedule, stage, micro_batch = self._schedule, action.stage, action.micro_batch
+        held = self._held[stage, micro_batch]
         grads: list[Tensor | None] = [None] * len(held.outputs)
         if stage < schedule.stages - 1:
-            head, tensors = self._receive(
-                stage + 1,
-                2 * stage + 1,
-                number,
-                f"the gradients that stage {stage + 1} gives stage {stage}",
-            )
+            what = f"the gradients that stage {stage + 1} gives stage {stage}"
+            head, tensors = self._receive(stage + 1, 2 * stage + 1, micro_batch, what)
             grads = unpack_gradients(head, tensors)
+        # An output without a gradient was not used by the next stages. The loss has an implicit
+        # one.
         last = stage == schedule.stages - 1
         reached = [
             (output, grad)
@@ -274,34 +275,38 @@ class PipelinePass:
             if last or grad is not None
         ]
         held.outputs, held.grads = [output for output, _ in reached], [grad for _, grad in reached]
-        found = self._halve(action, held) if action.kind == "input" and held.entries else None
-        if found is None and action.kind == "backward":
-            found = self._whole(action, held)
-            del self._held[stage, number]
+        input_grads = self._halve(action, held) if action.kind == "input" and held.entries else None
+        if input_grads is None and action.kind == "backward":
+            input_grads = self._whole(action, held)
+            del self._held[stage, micro_batch]
         if stage:
-            self._send(stage - 1, 2 * stage - 1, number, *pack_gradients(found or []))
+            self._send(stage - 1, 2 * stage - 1, micro_batch, *pack_gradients(input_grads or []))
 
     def _whole(self, action: Action, held: _Held) -> list[Tensor | None]:
-        """Go back through a stage, and return the gradients of what came in."""
+        """Go back through a stage, and return the gradients of its inputs."""
         assert self._passes is not None
         self._passes.begin(last=action == self._schedule.last(action.stage))
         if held.outputs:
             torch.autograd.backward(held.outputs, held.grads)
-        self._passes.end()  # of all workers that have parts of the stage, whatever came to each
+        # Ending is collective for workers with parts of the stage, whether or not anything was
+        # reached.
+        self._passes.end()
         return [entry.grad for entry in held.entries]
 
     def _halve(self, action: Action, held: _Held) -> list[Tensor | None]:
-        """Take the gradients of what came in, and keep what those of parameters are taken from."""
+        """Compute the gradients of inputs alone, and keep the rest for the second half."""
         if not held.outputs:
             return [None] * len(held.entries)
-        found, held.later = halves.input_half(held.outputs, held.grads, held.entries)
+        input_grads, held.later = halves.input_half(held.outputs, held.grads, held.entries)
         held.outputs = []
-        return found
+        return input_grads
 
     def _weight(self, action: Action) -> None:
+        """Compute the gradients of parameters, in the second half of a backward."""
         assert self._passes is not None
         held = self._held.pop((action.stage, action.micro_batch))
-        if held.later is None:  # nothing came in that needs gradients: all of backward is this half
+        # No input needs a gradient, so this half is the whole backward.
+        if held.later is None:
             self._whole(action, held)
             return
         self._passes.begin(last=action == self._schedule.last(action.stage))
@@ -312,35 +317,38 @@ class PipelinePass:
     # ---- messages
 
     def _send(
-        self, stage: int, lane: int, number: int, head: dict[str, Any], tensors: list[Tensor]
+        self, stage: int, lane: int, micro_batch: int, head: dict[str, Any], tensors: list[Tensor]
     ) -> None:
+        """Send a message to a stage, which may be on this worker."""
         rank = self._schedule.placed[stage]
         if rank == self._schedule.placed[self.present.stage]:  # type: ignore[union-attr]
-            self._here[lane, number] = head, tensors
+            self._here[lane, micro_batch] = head, tensors
             return
         self._sends = [work for work in self._sends if not work.done()]
         self._sends.append(
             self._executor.pairs.send(
-                rank, lane, {"micro": number, "step": self._where, **head}, tensors
+                rank, lane, {"micro": micro_batch, "step": self._where, **head}, tensors
             )
         )
 
     def _receive(
-        self, stage: int, lane: int, number: int, what: str
+        self, stage: int, lane: int, micro_batch: int, what: str
     ) -> tuple[dict[str, Any], list[Tensor]]:
+        """Wait for a message from a stage, which may be on this worker."""
         rank = self._schedule.placed[stage]
         if rank == self._schedule.placed[self.present.stage]:  # type: ignore[union-attr]
-            return self._here.pop((lane, number))
+            return self._here.pop((lane, micro_batch))
         work = self._executor.pairs.receive(
-            rank, lane, what=f"{what} for micro-batch {number} in {self._where}"
+            rank, lane, what=f"{what} for micro-batch {micro_batch} in {self._where}"
         )
-        message = self._executor.observer.wait(work, f"{what} for micro-batch {number}")
+        message = self._executor.observer.wait(work, f"{what} for micro-batch {micro_batch}")
         self.ready = time.perf_counter_ns()
-        if (message.head["step"], message.head["micro"]) != (self._where, number):
+        # A lane keeps its order. Another message comes only from a step that has failed in between.
+        if (message.head["step"], message.head["micro"]) != (self._where, micro_batch):
             raise UsageError(
-                f"{what} was to be that of micro-batch {number} in {self._where}, and is of "
-                f"micro-batch {message.head['micro']} in "
-                f"{message.head['step']}: an earlier run.step failed on one worker, and was "
-                "caught; let the error end the run"
+                f"{what}: got micro-batch {message.head['micro']} of {message.head['step']}, and "
+                f"wanted micro-batch {micro_batch} of {self._where}; "
+                "an earlier run.step failed on one worker, and the script caught the error; let it "
+                "end the run"
             )
         return dict(message.head), list(message.tensors)

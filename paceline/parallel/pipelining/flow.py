@@ -1,9 +1,7 @@
-"""Which values go from the operations before a place to those after it, and which are made on both
-sides.
+"""Which values go from the operations before a place to those after it, and which are made again.
 
 size = x.shape[1]                    a number: it is sent
-mask = triu(full((size, size), 1))   made of numbers alone: every stage that uses it makes it anew,
-                                     and it is not sent
+mask = triu(full((size, size), 1))   made of numbers alone: every stage that uses it makes it again
 x.device                             every stage has its own
 """
 
@@ -16,20 +14,22 @@ from torch import Tensor, nn
 
 from paceline.parallel.pipelining.operations import Operation, find
 
-# the same values whenever they are called; nothing random, nothing in place
+# Functions that give the same values whenever they are called: nothing random, nothing in place.
 REPEATABLE = re.compile(
     "arange|linspace|logspace|full|ones|zeros|eye|tensor|triu|tril|getitem|view|reshape|flatten|unflatten|squeeze|unsqueeze|expand|repeat|"
     "to|type|float|double|half|bfloat16|long|int|bool|add|sub|mul|truediv|floordiv|mod|neg|pow|div|lt|le|gt|ge|eq|ne|and_|or_|xor|invert|"
     "logical_and|logical_or|logical_not|masked_fill|where|exp|log|sqrt|rsqrt|sin|cos|outer|cumsum|cat|stack|transpose|permute|contiguous"
 )
-FRESH = re.compile(  # what shares no memory with what it is made of
+# Functions whose results share no memory with their inputs.
+FRESH = re.compile(
     "add|sub|mul|truediv|floordiv|mod|neg|pow|matmul|lt|le|gt|ge|eq|ne|cat|stack|arange|linspace|full|ones|zeros|eye|tensor|size|dim|numel"
 )
+# Functions that change an input: methods such as add_, operators such as iadd.
 IN_PLACE = re.compile(".*[^_]_|i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor)|setitem")
 
 
 class ValueFlow:
-    """The values of a forward, from where they are made to where they are used."""
+    """The values of a forward, from the operations that make them to those that use them."""
 
     def __init__(
         self, model: nn.Module, operations: Sequence[Operation], inputs: Sequence[str]
@@ -39,18 +39,14 @@ class ValueFlow:
         self._repeated = {operation.name: operation for operation in _repeated(model, operations)}
 
     def crossing(self, place: int) -> tuple[str, ...]:
-        """Return the names of the values that the operations from `place` on are given by those
-        before.
-        """
+        """Names of the values that operations from `place` on get from those before."""
         needed = self._needed(place)
         return tuple(
             name for name in self._before(place) if name in needed and name not in self._repeated
         )
 
     def repeated(self, place: int) -> tuple[Operation, ...]:
-        """Return the operations before `place` that are done again by those who go on from
-        there.
-        """
+        """The operations before `place` that are done again for those from there on."""
         needed = self._needed(place)
         return tuple(
             self._repeated[name]
@@ -59,12 +55,11 @@ class ValueFlow:
         )
 
     def _before(self, place: int) -> Sequence[str]:
+        """Names of the values that are made before `place`, in order."""
         return self._order[: len(self.inputs) + place]
 
     def _needed(self, place: int) -> set[str]:
-        """Return the names of values that are read from `place` on, and of those that the
-        repeated ones among them are made of.
-        """
+        """Names of values that are read from `place` on, also by operations that are done again."""
         needed = {name for operation in self.operations[place:] for name in operation.reads()}
         for name in reversed(self._before(place)):
             if name in needed and name in self._repeated:
@@ -73,53 +68,53 @@ class ValueFlow:
 
 
 def _repeated(model: nn.Module, operations: Sequence[Operation]) -> Iterator[Operation]:
-    """Yield the operations that every stage does for itself: those on numbers, buffers and
-    results of such operations.
+    """Yield the operations that each stage does for itself.
+
+    They work on numbers, on buffers, and on results of such operations.
     """
     changed = _changed(operations)
+    # Modules that are called as a whole: their buffers may change in the call.
     whole = {
         path
         for operation in operations
         if operation.kind in ("module", "chained")
         for path in operation.paths()
     }
-    numbers, made = set[str](), set[str]()
+    # Numbers are sent, as they are cheap; `repeated` has the values that are made again.
+    numbers, repeated = set[str](), set[str]()
     for operation in operations:
         name, reads = operation.name, set(operation.reads())
         if operation.reads_attribute("device"):
-            made.add(name)
+            repeated.add(name)
             yield Operation(name, "device", "device", (), {})
         elif operation.gives_numbers or (reads and reads <= numbers and operation.is_arithmetic):
             numbers.add(name)
         elif (
             name not in changed
-            and reads <= numbers | made
+            and reads <= numbers | repeated
             and _is_repeatable(model, operation, changed, whole)
         ):
-            made.add(name)
+            repeated.add(name)
             yield operation
 
 
 def _is_repeatable(
     model: nn.Module, operation: Operation, changed: set[str], whole: set[str]
 ) -> bool:
-    """Whether an operation does the same each time, and takes nothing from the model but buffers
-    that the forward doesn't change.
-    """
+    """Whether an operation gives the same each time, from values and unchanged buffers alone."""
     if operation.kind not in ("function", "method") or not REPEATABLE.fullmatch(operation.called):
         return False
     for path in operation.paths():
-        found, steps = find(model, path), path.split(".")
+        target, steps = find(model, path), path.split(".")
         inside = any(".".join(steps[:count]) in whole for count in range(1, len(steps)))
-        if inside or path in changed or not isinstance(found, Tensor) or found.requires_grad:
+        if inside or path in changed or not isinstance(target, Tensor) or target.requires_grad:
             return False
     return True
 
 
 def _changed(operations: Sequence[Operation]) -> set[str]:
-    """Return the names of values, and paths of buffers, that an operation may change in place,
-    and of what shares their memory.
-    """
+    """Values and buffers that an operation may change in place, or through shared memory."""
+    # Go backwards: what shares memory with a changed value is changed, too.
     changed = set[str]()
     for operation in reversed(operations):
         in_place = (

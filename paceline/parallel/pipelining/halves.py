@@ -1,14 +1,12 @@
-"""Backward in two halves, for schedules without bubbles (Qi et al. 2023): gradients of what came in
-first, those of parameters later.
+"""Backward in two halves (Qi et al. 2023): gradients of inputs first, of parameters later.
 
-    came in --- a --- b --- output        first half    output to came in; what reaches a and b on
-                                                        the way is kept
-                |     |
-                w     v                   second half   from a and b to the parameters w and v,
-                                                        which see an ordinary backward pass
+    input --- a --- b --- output    first half    from the output to the input; gradients that come
+              |     |                             to a and b on the way are kept
+              w     v               second half   from a and b to the parameters w and v, in what
+                                                  looks like an ordinary backward pass
 
-The nodes a and b are those where a way from a parameter to the output first meets one from what
-came in.
+The nodes a and b are those at which a path from a parameter to the output first meets one from an
+input. Schedules without bubbles do the second half when a rank would wait.
 """
 
 from __future__ import annotations
@@ -27,8 +25,9 @@ from paceline.parallel.gradient_hooks import without_gradient_hooks
 
 @dataclass
 class _Branch:
-    """Parameters beside the way from the output to what came in, the nodes where they leave it,
-    and the gradients that came there.
+    """Parameters beside the paths from inputs to outputs, and the nodes at which they join these.
+
+    `grads` has the gradients that came to the nodes in the first half, by the node's index.
     """
 
     parameters: list[Parameter]
@@ -40,25 +39,23 @@ class _Branch:
 class Later:
     """What the first half leaves for the second.
 
-    `direct`: parameters that are used without what came in, and their gradients.
+    `direct` are parameters whose gradients the first half has computed already, with these.
     """
 
     branches: list[_Branch]
     direct: list[tuple[Parameter, Tensor | None]]
 
     def parameters(self) -> list[Parameter]:
-        """Return the parameters whose gradients are still to be computed: what their layers keep
-        for that may have to be there again.
-        """
+        """Parameters whose gradients are still missing; their units may have to be whole again."""
         return [parameter for branch in self.branches for parameter in branch.parameters]
 
 
 def input_half(
     outputs: Sequence[Tensor], grads: Sequence[Tensor | None], entries: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], Later]:
-    """Return the gradients of `entries`, and what the other half goes on from.
+    """Compute the gradients of `entries`, and prepare the second half.
 
-    A gradient of None is that of a loss: one.
+    A gradient of None in `grads` is that of a loss: 1.
     """
     users, begins = (
         _users([_node(output) for output in outputs]),
@@ -66,36 +63,39 @@ def input_half(
     )
     leaves = ((node, getattr(node, "variable", None)) for node in users if node not in begins)
     owners: dict[Node, Parameter] = {node: leaf for node, leaf in leaves if leaf is not None}
+    # All nodes on paths from the inputs, and outputs that are on none of them.
     way = _upwards(begins, users, stop=frozenset())[0]
     ends = {node for node in map(_node, outputs) if node not in way}
     reached = {parameter: _upwards([node], users, stop=way) for node, parameter in owners.items()}
-    # a parameter that an output uses beside the way too has all of its gradient from the first half
+    # A parameter that leads to an output beside these paths, too, gets its whole gradient in this
+    # half.
     branches = _branches(
         {parameter: met for parameter, (seen, met) in reached.items() if not ends & seen}
     )
     covered = {id(parameter) for branch in branches for parameter in branch.parameters}
     direct = [parameter for parameter in owners.values() if id(parameter) not in covered]
     hooks = [
-        node.register_prehook(_keep(branch, number))
+        node.register_prehook(_keep(branch, index))
         for branch in branches
-        for number, node in enumerate(branch.nodes)
+        for index, node in enumerate(branch.nodes)
     ]
     try:
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             list(outputs), [*entries, *direct], list(grads), retain_graph=True, allow_unused=True
         )
     finally:
         for hook in hooks:
             hook.remove()
-    return list(found[: len(entries)]), Later(
-        branches, list(zip(direct, found[len(entries) :], strict=True))
+    return list(gradients[: len(entries)]), Later(
+        branches, list(zip(direct, gradients[len(entries) :], strict=True))
     )
 
 
 def weight_half(later: Later) -> None:
     """Add the gradients of parameters, in one backward pass that reaches nothing else."""
-    found = [(parameter, grad) for parameter, grad in later.direct if grad is not None]
-    # one goes through nodes of another: a layer is used twice
+    results = [(parameter, grad) for parameter, grad in later.direct if grad is not None]
+    # If a layer is used twice, one branch may go through nodes of another. Keep the graph for it
+    # then.
     crossing = any(len(branch.nodes) > 1 for branch in later.branches)
     for branch in later.branches:
         edges = [
@@ -103,45 +103,47 @@ def weight_half(later: Later) -> None:
             for at, row in branch.grads.items()
             for slot, grad in enumerate(row)
         ]
-        there = [(edge, grad) for edge, grad in edges if grad is not None]
-        # a node that another one of them leads to gets what came to it in the first half, and not
-        # that once more
+        present = [(edge, grad) for edge, grad in edges if grad is not None]
+        # One node of a branch may lead to another. The latter gets its gradient of the first half,
+        # and not the same once more through the former.
         hooks = (
             [branch.nodes[at].register_prehook(_give(row)) for at, row in branch.grads.items()]
             if len(branch.nodes) > 1
             else []
         )
         try:
-            if there:
-                ends, grads = zip(*there, strict=True)
-                mine = torch.autograd.grad(
+            if present:
+                ends, grads = zip(*present, strict=True)
+                gradients = torch.autograd.grad(
                     ends, branch.parameters, grads, retain_graph=crossing, allow_unused=True
                 )
-                found += [
+                results += [
                     (parameter, grad)
-                    for parameter, grad in zip(branch.parameters, mine, strict=True)
+                    for parameter, grad in zip(branch.parameters, gradients, strict=True)
                     if grad is not None
                 ]
         finally:
             for hook in hooks:
                 hook.remove()
     later.branches, later.direct = [], []
-    if found:
-        # the hooks on these gradients were called by `torch.autograd.grad`
-        with without_gradient_hooks(parameter for parameter, _ in found):
+    if results:
+        # `torch.autograd.grad` has called hooks on these gradients already. A backward from the
+        # parameters themselves calls all that follows an ordinary pass, such as post-accumulate
+        # hooks.
+        with without_gradient_hooks(parameter for parameter, _ in results):
             torch.autograd.backward(
-                [parameter for parameter, _ in found], [grad for _, grad in found]
+                [parameter for parameter, _ in results], [grad for _, grad in results]
             )
 
 
 def _node(tensor: Tensor) -> Node:
-    """Return the node of the graph that makes a tensor, or that adds to its gradient."""
+    """The node of the graph that computes a tensor, or that accumulates its gradient."""
     edge: Node = torch.autograd.graph.get_gradient_edge(tensor).node
     return edge
 
 
 def _users(ends: Iterable[Node]) -> dict[Node, list[Node]]:
-    """Return the nodes of the graph below these, each with those that use it directly."""
+    """Find all nodes of the graph below `ends`, and the nodes that use each directly."""
     users: dict[Node, list[Node]] = {node: [] for node in ends}
     waiting = list(users)
     while waiting:
@@ -158,8 +160,9 @@ def _users(ends: Iterable[Node]) -> dict[Node, list[Node]]:
 def _upwards(
     nodes: Iterable[Node], users: Mapping[Node, Sequence[Node]], *, stop: Container[Node]
 ) -> tuple[set[Node], list[Node]]:
-    """Return the nodes that use these, directly or not, but for those in `stop` and what is
-    above; and those in `stop`, in order.
+    """Follow the users of `nodes` upwards; return all nodes seen, and those met in `stop`.
+
+    Nodes in `stop` are not followed further, and come in the order in which they were met.
     """
     seen = {node for node in nodes if node in users}
     met = dict[Node, None]()
@@ -175,21 +178,21 @@ def _upwards(
 
 
 def _branches(met: Mapping[Parameter, Sequence[Node]]) -> list[_Branch]:
-    """Put parameters together that meet the way at the same nodes: those are gone through once."""
+    """Group parameters that join the paths at common nodes; each node is gone through once."""
     at: dict[Node, _Branch] = {}
     for parameter, nodes in met.items():
-        known = list({id(at[node]): at[node] for node in nodes if node in at}.values())
-        whole = _Branch([parameter], list(nodes))
-        for branch in known:
-            whole.parameters += branch.parameters
-            whole.nodes += [node for node in branch.nodes if node not in whole.nodes]
-        at.update(dict.fromkeys(whole.nodes, whole))
+        joined = list({id(at[node]): at[node] for node in nodes if node in at}.values())
+        merged = _Branch([parameter], list(nodes))
+        for branch in joined:
+            merged.parameters += branch.parameters
+            merged.nodes += [node for node in branch.nodes if node not in merged.nodes]
+        at.update(dict.fromkeys(merged.nodes, merged))
     return list({id(branch): branch for branch in at.values()}.values())
 
 
-def _keep(branch: _Branch, number: int) -> Callable[[Any], None]:
+def _keep(branch: _Branch, index: int) -> Callable[[Any], None]:
     def keep(grads: tuple[Tensor | None, ...]) -> None:
-        branch.grads[number] = grads
+        branch.grads[index] = grads
 
     return keep
 

@@ -1,4 +1,4 @@
-"""Which modules of a model its layers are: names and patterns as a user writes them, or "auto"."""
+"""Which modules of a model are its layers: names and patterns that a user writes, or "auto"."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 class LayerNames:
     """The modules that are layers.
 
-    `entries`: what was written, each with the names of modules that it stands for.
+    `entries` has what was written, each with the names of its modules. If `ordered`, the forward
+    has to call the modules of one entry before those of the next.
     """
 
     entries: tuple[tuple[str, tuple[str, ...]], ...]
-    # whether the forward has to call the modules of one entry before those of the next
     ordered: bool = True
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all, in the order in which they were written."""
+        """Names of all layers, in the order in which they were written."""
         return tuple(name for _, names in self.entries for name in names)
 
 
 def find_layers(model: nn.Module, written: str | Sequence[str]) -> LayerNames:
     """Find the modules that names and patterns stand for: "embed, blocks.*, norm, head" or "auto".
 
-    A `*` matches dots too; of modules inside each other that one pattern matches, the outermost are
-    meant.
+    A `*` matches dots, too. Of nested modules that one pattern matches, the outermost are layers.
     """
     entries = (
         [one.strip() for one in written.split(",")] if isinstance(written, str) else list(written)
@@ -43,25 +42,28 @@ def find_layers(model: nn.Module, written: str | Sequence[str]) -> LayerNames:
     if entries == ["auto"]:
         return LayerNames(tuple((name, (name,)) for name in choose_layers(model)), ordered=False)
     modules = {name: module for name, module in model.named_modules() if name}
-    found = tuple((entry, tuple(_matches(entry, modules))) for entry in entries)
-    by = dict[str, str]()
-    for entry, names in found:
+    matches = tuple((entry, tuple(_matches(entry, modules))) for entry in entries)
+    entry_of = dict[str, str]()
+    for entry, names in matches:
         for name in names:
-            if name in by:
+            if name in entry_of:
                 raise UsageError(
-                    f"{name} is named twice, by {by[name]!r} and by {entry!r}; name each layer once"
+                    f"{name} is named twice, by {entry_of[name]!r} and by {entry!r}; "
+                    "name each layer once"
                 )
-            by[name] = entry
-    for name, entry in by.items():
+            entry_of[name] = entry
+    for name, entry in entry_of.items():
+        # A layer must not lie inside of another one: look at all prefixes of its path.
         steps = name.split(".")
         if outer := next(
-            (one for count in range(1, len(steps)) if (one := ".".join(steps[:count])) in by), None
+            (one for count in range(1, len(steps)) if (one := ".".join(steps[:count])) in entry_of),
+            None,
         ):
             raise UsageError(
-                f"{name} (named by {entry!r}) lies inside {outer} (named by {by[outer]!r}); "
+                f"{name} (named by {entry!r}) lies inside {outer} (named by {entry_of[outer]!r}); "
                 "name one of the two"
             )
-    return LayerNames(found)
+    return LayerNames(matches)
 
 
 def _matches(entry: str, modules: dict[str, nn.Module]) -> Iterator[str]:
@@ -87,27 +89,30 @@ def _matches(entry: str, modules: dict[str, nn.Module]) -> Iterator[str]:
 
 
 def choose_layers(model: nn.Module) -> Iterator[str]:
-    """Yield the names of layers for "auto": members of containers that have most of the
-    parameters, and the modules around these.
+    """Yield the names of layers for "auto".
+
+    They are the members of containers with most of the parameters, and the modules around these.
     """
-    found = list(_walk(model, "", _size(model), inside=isinstance(model, CONTAINERS)))
-    if len(found) < 2:
+    names = list(_walk(model, "", _size(model), inside=isinstance(model, CONTAINERS)))
+    if len(names) < 2:
         raise UsageError(
             f'"auto" finds no layers in {type(model).__name__}: most of its parameters are in no '
             "nn.Sequential and no nn.ModuleList; "
             'name its layers, such as "embed, blocks.*, head"'
         )
-    yield from found
+    yield from names
 
 
 def _walk(module: nn.Module, prefix: str, whole: int, *, inside: bool) -> Iterator[str]:
     """Yield the names of layers in a module.
 
-    `inside`: it lies in a container, and is taken apart if most of the model is in it.
+    A child that is never called is taken apart. So is one with a container that has more than a
+    tenth of the `whole` number of parameters; or more than half, if the child itself lies in a
+    container (`inside`) and is no sequence.
     """
     for key, child in module.named_children():
         name = f"{prefix}{key}"
-        # a sequence can always be taken apart, other forwards rarely
+        # A sequence can always be taken apart, other forwards rarely.
         most = 2 if inside and not isinstance(child, nn.Sequential) else 10
         if not _is_called(child) or most * max(_contained(child), default=0) > whole:
             yield from _walk(
@@ -118,12 +123,12 @@ def _walk(module: nn.Module, prefix: str, whole: int, *, inside: bool) -> Iterat
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Whether a module has a forward: lists and dicts of modules or parameters have none."""
+    """Whether a module has a forward; lists and dicts of modules or parameters have none."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _contained(module: nn.Module) -> Iterator[int]:
-    """Yield how many parameters each container has that is this module or lies in it."""
+    """Yield the number of parameters of each container that is this module or lies in it."""
     return (
         _size(inner)
         for inner in module.modules()

@@ -1,9 +1,8 @@
-"""What each layer of a model takes, measured on a micro-batch: seconds of its forward and backward,
-and bytes.
+"""Measures the layers of a model on a micro-batch: seconds of forward and backward, and bytes.
 
-The model runs layer by layer, and has to fit into this worker's memory with the activations of one
-layer. Of one that doesn't, `count_layers` counts operations instead, where it has been built
-without memory.
+The model runs layer by layer. It has to fit into this worker's memory, with the activations of one
+layer. For a model that doesn't, and has been built without memory, `count_layers` counts
+operations.
 """
 
 from __future__ import annotations
@@ -26,16 +25,17 @@ from paceline.parallel.following.graph import FollowedGraph
 from paceline.parallel.pipelining.chain import LayerGraph, StagePart, own_parameters
 from paceline.parallel.pipelining.operations import find
 from paceline.parallel.pipelining.split import LayerCost
+from paceline.parallel.torch_tensor import storage_key
 
 Criterion = Callable[[Any], Tensor]
 Clock = Callable[[], float]
 Around = Callable[[StagePart], AbstractContextManager[None]]
-# of a worker that is only counted for: ratios of layers matter, not these
+# Of a worker for which operations are only counted. Only the ratios of layers matter.
 OPERATIONS_A_SECOND, BYTES_A_SECOND = 1e11, 1e10
 
 
 def as_it_is(part: StagePart) -> AbstractContextManager[None]:
-    """Do nothing with a layer while it is measured."""
+    """Leave a layer as it is while it is measured."""
     return nullcontext()
 
 
@@ -48,21 +48,31 @@ def measure_layers(
     repeats: int = 5,
     around: Around = as_it_is,
 ) -> list[LayerCost]:
-    """Measure what each layer takes for a call of the model with these arguments, which are one
-    micro-batch.
+    """Measure each layer in a call of the model with one micro-batch.
 
-    Layers compare as the medians of `repeats` do; all of them together take what they take in the
-    mean: a worker that is stopped now and then, as by a quota, is that much slower.
-    `loss` makes of the output what is gone back from, and counts as a part of the last layer.
-    Parameters, gradients, buffers and the random state of torch are left as they are. Hooks on
-    modules are called. `around`: what is done with each layer while it is measured.
+    Layers compare as the medians of all repetitions. Their sum is scaled to the mean of all of
+    them, so that a worker that is stopped now and then, as by a quota, is slower by that.
+
+    Parameters, gradients, buffers and torch's random state stay as they are. Hooks on modules are
+    called.
+
+    Args:
+        graph: Model with its layers.
+        args: Positional arguments of the model.
+        kwargs: Keyword arguments of the model.
+        loss: Makes a loss of the output. It counts as a part of the last layer. Default: none.
+        repeats: Number of repetitions. Default: 5.
+        around: Context in which each layer is measured. Default: none.
+
+    Returns:
+        Cost of each layer.
     """
     values = graph.bind(args, kwargs or {})
     with untouched(graph.model):
         if isinstance(graph, FollowedGraph):
             graph.rehearse(values)
-        found = list(_measure(graph, values, loss, repeats, time.perf_counter, around=around))
-    return [_scaled(cost, _slower(found)) for cost, _ in found]
+        measured = list(_measure(graph, values, loss, repeats, time.perf_counter, around=around))
+    return [_scaled(cost, _slower(measured)) for cost, _ in measured]
 
 
 def count_layers(
@@ -72,11 +82,10 @@ def count_layers(
     *,
     loss: Criterion | None = None,
 ) -> list[LayerCost]:
-    """Count what each layer takes for a call of a model that is built without memory (pl.meta()):
-    operations, and bytes as if measured.
+    """Count the operations and bytes of each layer of a model that is built without memory.
 
-    Seconds are those of a worker that does 1e11 operations and moves 1e10 bytes in one; how they
-    compare is what they are good for.
+    Seconds are those of a worker with 1e11 operations and 1e10 bytes a second. Only their ratios
+    mean something. Other arguments are those of `measure_layers`.
     """
     if any(not parameter.is_meta for parameter in graph.model.parameters()):
         raise UsageError(
@@ -91,27 +100,27 @@ def count_layers(
         )
     values = tree_map_only(Tensor, lambda x: x.to("meta"), graph.bind(args, kwargs or {}))
     with FlopCounterMode(display=False) as counter:
-        found = [
+        counted = [
             cost
             for cost, _ in _measure(
                 graph, values, loss, 0, lambda: counter.get_total_flops() / OPERATIONS_A_SECOND
             )
         ]
-    moved = [(cost.parameters + cost.kept) / BYTES_A_SECOND for cost in found]
+    moved = [(cost.parameters + cost.kept) / BYTES_A_SECOND for cost in counted]
     return [
         replace(
             cost,
             forward_seconds=cost.forward_seconds + more,
             backward_seconds=cost.backward_seconds + 2 * more,
         )
-        for cost, more in zip(found, moved, strict=True)
+        for cost, more in zip(counted, moved, strict=True)
     ]
 
 
-def _slower(found: Sequence[tuple[LayerCost, float]]) -> float:
-    """Return how much longer all layers take in the mean than by medians."""
-    medians = sum(cost.forward_seconds + cost.backward_seconds for cost, _ in found)
-    return sum(mean for _, mean in found) / medians if medians > 0 else 1.0
+def _slower(measured: Sequence[tuple[LayerCost, float]]) -> float:
+    """Ratio of the mean time of all layers to their medians."""
+    medians = sum(cost.forward_seconds + cost.backward_seconds for cost, _ in measured)
+    return sum(mean for _, mean in measured) / medians if medians > 0 else 1.0
 
 
 def _scaled(cost: LayerCost, factor: float) -> LayerCost:
@@ -131,13 +140,11 @@ def _measure(
     *,
     around: Around = as_it_is,
 ) -> Iterator[tuple[LayerCost, float]]:
-    """Yield what each layer takes, by medians, and the mean of the seconds of its forward and
-    backward.
-    """
+    """Yield the cost of each layer, by medians, and its mean seconds forward and backward."""
     for at in range(len(graph.layers)):
         with around(graph.part(at, at + 1)):
             layer = _MeasuredLayer(graph, at, loss if at == len(graph.layers) - 1 else None, clock)
-            runs = [layer.run(values) for _ in range(repeats + 1)]  # the first warms up
+            runs = [layer.run(values) for _ in range(repeats + 1)]  # the first run warms up
         values = {
             **(
                 {name: values[name] for name in graph.inputs}
@@ -148,7 +155,7 @@ def _measure(
         }
         tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
         timed = runs[1:] or runs
-        found = replace(
+        cost = replace(
             layer.cost,
             forward_seconds=statistics.median(run.forward_seconds for run in timed),
             backward_seconds=statistics.median(run.backward_seconds for run in timed),
@@ -156,13 +163,16 @@ def _measure(
             sends=_nbytes(tensors),
             returns=_nbytes(leaf for leaf in tensors if leaf.requires_grad),
         )
-        yield found, statistics.mean(run.forward_seconds + run.backward_seconds for run in timed)
+        yield cost, statistics.mean(run.forward_seconds + run.backward_seconds for run in timed)
 
 
 def combine_costs(measured: Sequence[Sequence[LayerCost]]) -> tuple[list[LayerCost], list[float]]:
-    """Make of what each worker has measured one list of costs, and how fast each is, the fastest
-    1.0. Bytes are those of the first.
+    """Combine the measurements of all workers into costs and speeds; the fastest has speed 1.0.
+
+    Bytes are those of the first worker.
     """
+    # A worker's speed is how much sooner it is through with all layers. Costs are medians over
+    # workers of their times at speed 1, so that one disturbed measurement doesn't count.
     totals = [
         sum(cost.forward_seconds + cost.backward_seconds for cost in costs) for costs in measured
     ]
@@ -188,37 +198,40 @@ class _MeasuredPass(NamedTuple):
     forward_seconds: float
     backward_seconds: float
     kept: int
-    gives: dict[str, Any]  # what the next layer takes, without the graph of this one
+    # The values for the next layer, without this layer's graph.
+    gives: dict[str, Any]
 
 
 class _MeasuredLayer:
-    """One layer of a model, which can be run again and again."""
+    """One layer of a model, which can be run repeatedly."""
 
     def __init__(self, graph: LayerGraph, at: int, loss: Criterion | None, clock: Clock) -> None:
         self._clock, self._part, self._loss = clock, graph.part(at, at + 1), loss
         self._parameters = own_parameters(graph.model, self._part)
         self._trained = [one for one in self._parameters if one.requires_grad]
         self._state = {
-            _storage(one) for one in (*self._parameters, *part_buffers(graph.model, self._part))
+            storage_key(one) for one in (*self._parameters, *part_buffers(graph.model, self._part))
         }
         self.cost = LayerCost(
             graph.layers[at], 0.0, 0.0, _nbytes(self._parameters), _nbytes(self._trained)
         )
 
     def _now(self, devices: Iterable[torch.device]) -> float:
+        """Read the clock, once devices have finished."""
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         return self._clock()
 
     def run(self, values: Mapping[str, Any]) -> _MeasuredPass:
+        """Run the layer forward and backward once."""
         taken = {name: tree_map_only(Tensor, _copied, values[name]) for name in self._part.takes}
         entries = [leaf for leaf in tree_leaves(taken) if isinstance(leaf, Tensor)]
         devices = {leaf.device for leaf in (*entries, *self._parameters)}
-        kept = dict[int, int]()
+        saved_nbytes = dict[int, int]()  # bytes of saved storages
 
         def keep(x: Tensor) -> Tensor:
-            kept[_storage(x)] = x.untyped_storage().nbytes()
+            saved_nbytes[storage_key(x)] = x.untyped_storage().nbytes()
             return x
 
         with saved_tensors_hooks(keep, lambda x: x):
@@ -226,39 +239,38 @@ class _MeasuredLayer:
             gives = self._part.run(taken)
             output = gives if self._loss is None else self._loss(next(iter(gives.values())))
             forward = self._now(devices) - began
+        # Go back from all results, with ones for gradients: their values don't change the time.
         roots = [
             leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad
         ]
-        kept |= {_storage(leaf): leaf.untyped_storage().nbytes() for leaf in roots}
-        came = {_storage(leaf) for leaf in entries}
-        nbytes = sum(size for storage, size in kept.items() if storage not in self._state | came)
-        wanted = [leaf for leaf in entries if leaf.requires_grad] + self._trained
+        # Results are kept as well. Parameters, buffers and inputs are there anyway.
+        saved_nbytes |= {storage_key(leaf): leaf.untyped_storage().nbytes() for leaf in roots}
+        input_storages = {storage_key(leaf) for leaf in entries}
+        nbytes = sum(
+            size
+            for storage, size in saved_nbytes.items()
+            if storage not in self._state | input_storages
+        )
+        targets = [leaf for leaf in entries if leaf.requires_grad] + self._trained
         roots = [leaf for leaf in roots if leaf.grad_fn is not None]
         backward = 0.0
-        if roots and wanted:
+        if roots and targets:
             began = self._now(devices)
             torch.autograd.grad(
-                roots, wanted, [torch.ones_like(leaf) for leaf in roots], allow_unused=True
+                roots, targets, [torch.ones_like(leaf) for leaf in roots], allow_unused=True
             )
             backward = self._now(devices) - began
         return _MeasuredPass(forward, backward, nbytes, tree_map_only(Tensor, _alone, gives))
 
 
 def _alone(x: Tensor) -> Tensor:
-    """Return a tensor of the same memory that begins a graph of its own."""
+    """Make a tensor in the same memory that begins a graph of its own."""
     return x.detach().requires_grad_(x.requires_grad)
 
 
 def _copied(x: Tensor) -> Tensor:
-    """Return a copy that begins a graph of its own: layers may change in place what they are
-    given.
-    """
+    """Copy a tensor to begin a graph of its own, as layers may change their inputs in place."""
     return x.detach().clone(memory_format=torch.preserve_format).requires_grad_(x.requires_grad)
-
-
-def _storage(x: Tensor) -> int:
-    storage: int = x.untyped_storage()._cdata
-    return storage  # not where its bytes lie: meta tensors have none
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
@@ -266,14 +278,17 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
 
 
 def part_buffers(model: nn.Module, part: StagePart) -> Iterator[Tensor]:
+    """Yield the buffers, and the parameters that aren't in modules, that a part uses."""
     for path in part.modules:
         yield from find(model, path).buffers()
-    yield from (found for path in part.attributes if isinstance(found := find(model, path), Tensor))
+    yield from (
+        target for path in part.attributes if isinstance(target := find(model, path), Tensor)
+    )
 
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Leave the buffers of a model, and the random state of torch, as they are."""
+    """Set back the buffers of a model, and torch's random state, at the end of the block."""
     places = [(module, dict(module._buffers)) for module in model.modules()]
     copies = [
         (buffer, buffer.detach().clone())

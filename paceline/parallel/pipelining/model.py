@@ -1,10 +1,9 @@
-"""A model whose layers are on several workers, as one of them has it: its stages, and what all of
-them do together in a step.
+"""One worker's side of a model with layers on several workers: its stages, and steps through all.
 
-step    all say what they were given          rows, and what is wrong with it
-        the schedule                          executor.py
-        tied weights                          gradients are summed over the stages that have them
-        all say how it ended                  the loss, and which parameters have gradients
+step    all workers agree on the input    rows, and errors
+        the schedule                      executor.py
+        tied weights                      gradients are summed over the stages that have them
+        all workers agree on the end      loss, and which parameters have gradients
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import msgpack
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.utils._pytree import tree_leaves
 
 from paceline.comm.group import Group
 from paceline.comm.pairs import Pairs
@@ -35,12 +33,14 @@ from paceline.parallel.pipelining.schedule import PipelineSchedule
 from paceline.parallel.pipelining.schedules import make_schedule
 from paceline.parallel.pipelining.values import Values, pack, unpack
 from paceline.parallel.tensor.random_zone import RandomZone
+from paceline.parallel.torch_pytree import tree_leaves
 
-TOLD = 200  # characters of an error that the others are told
+# Characters of an error that other workers are told.
+TOLD = 200
 
 
 class JoinablePasses(Passes, Protocol):
-    """Backward passes of a step, some of whose parameters are exchanged at its end."""
+    """Backward passes of a step, with parameters whose exchange waits for the end of the step."""
 
     @property
     def silent(self) -> bool:
@@ -48,19 +48,19 @@ class JoinablePasses(Passes, Protocol):
         ...
 
     def delay(self, parameters: Sequence[Tensor]) -> None:
-        """Let gradients of these parameters be exchanged at the end of the step alone."""
+        """Exchange gradients of these parameters at the end of the step only."""
         ...
 
     def total(self, parameter: Tensor) -> Tensor | None:
-        """Return what the step has added up of a delayed parameter."""
+        """Sum of a delayed parameter's gradients in this step; None if it has none."""
         ...
 
     def put(self, parameter: Tensor, total: Tensor) -> None:
-        """Let `total` be what the step has added up of a delayed parameter."""
+        """Replace the gradient that the step has added up for a delayed parameter."""
         ...
 
     def close(self) -> None:
-        """Exchange what the step has reached."""
+        """Exchange the gradients of this step."""
         ...
 
 
@@ -68,28 +68,25 @@ class JoinablePasses(Passes, Protocol):
 class StageSplit:
     """Which layers are where.
 
-    `bounds`: the first layer of each stage, and the end; `placed`: the place along `stage` that has
-    each.
+    `bounds` has the first layer of each stage, and the number of layers. `placed` has the place
+    along `stage` that holds each stage.
     """
 
     bounds: tuple[int, ...]
     placed: tuple[int, ...]
 
     def held(self, rank: int) -> list[int]:
-        """Return the stages of one worker."""
+        """The stages of one worker."""
         return [stage for stage, place in enumerate(self.placed) if place == rank]
 
     def range(self, stage: int) -> tuple[int, int]:
-        """Return the first layer of a stage, and the first after it."""
+        """The first layer of a stage, and the first after it."""
         return self.bounds[stage], self.bounds[stage + 1]
 
 
 @dataclass(frozen=True)
 class SharedParameter:
-    """A parameter that several stages use.
-
-    `group`: the workers that have them, where these are several.
-    """
+    """A parameter of several stages. `group` are the workers that have it, if they are several."""
 
     parameter: Parameter
     group: Group | None
@@ -97,8 +94,10 @@ class SharedParameter:
 
 @dataclass(frozen=True)
 class StageHolding:
-    """What one worker has under a split: `mine`, by name, and `elsewhere`, what stands for the
-    parameters of other stages.
+    """The parameters of one worker under a split, by name.
+
+    `own` are on this worker. `elsewhere` are the empty ones that stand for parameters of other
+    stages.
     """
 
     split: StageSplit
@@ -109,35 +108,55 @@ class StageHolding:
 
 @dataclass
 class PipelineTerms:
-    """How a pipeline runs: the schedule's name, how many micro-batches a batch is cut into, and
-    stages on each worker.
+    """How a pipeline runs.
+
+    Attributes:
+        schedule: Name of the schedule.
+        micro_batches: Number of micro-batches of a share.
+        chunks: Number of stages on each worker. None: that of the schedule.
+        pads: Whether a share of fewer rows has as many micro-batches, as other workers wait for
+            each.
+        made: Schedules that were made already, by number of micro-batches.
     """
 
     schedule: str
     micro_batches: int
     chunks: int | None
-    # a share of fewer rows has as many micro-batches, as others wait for this worker in each of
-    # them
     pads: bool = False
     made: dict[int, PipelineSchedule] = field(default_factory=dict)
 
     def count(self, rows: int) -> int:
-        """Return the number of micro-batches of a share of so many rows."""
+        """Count the micro-batches of a share with this number of rows."""
         return self.micro_batches if self.pads else max(1, min(self.micro_batches, rows))
 
     def of(self, ranks: int, count: int) -> PipelineSchedule:
-        """Return the schedule for so many micro-batches, which may be fewer than in other steps."""
+        """Get the schedule for a number of micro-batches, which may be fewer in some steps."""
         if count not in self.made:
             self.made[count] = make_schedule(self.schedule, ranks, count, self.chunks)
         return self.made[count]
 
 
 class PipelinedModel:
-    """The stages that one worker has of `model`, whose forward runs them from now on, and refuses
-    all other calls.
+    """The stages of `model` that one worker has. It replaces the model's forward.
 
-    `holding`: what it has. `group` and `pairs` join the workers along
-    `stage`, and nothing else uses them. `trained` says what is trained in the place of a parameter.
+    From then on the model can be called by its pipeline only.
+
+    Invariants:
+        All workers along `stage` make the same calls, in the same order, so `steps` is equal on
+        all. `split`, `stages`, `ties`, `_own` and `_elsewhere` never change. Each parameter of the
+        model is either in `_own` or, as an empty one, in `_elsewhere`.
+        `_active_calls` isn't empty inside of `_enter_stage` only, and then the model can be called.
+        Outside of it, the random generators are in the same state on all workers.
+
+    Args:
+        model: Model, with the parameters of this worker's stages.
+        graph: Layers of the model.
+        holding: Parameters that this worker has.
+        terms: How the pipeline runs.
+        group: Workers along `stage`. Nothing else may use it.
+        pairs: Connections between them. Nothing else may use them.
+        trained: Finds the parameter that optimizers step in the place of a model's.
+        profiler: Measures this worker's actions.
     """
 
     def __init__(
@@ -173,20 +192,20 @@ class PipelinedModel:
             for stage in split.held(rank)
         }
         self._executor = PipelineExecutor(self.stages, pairs, rank, profiler)
+        # For each parameter, in an order that all workers have: whether it is here, and its trained
+        # one.
         self._stepped: list[tuple[bool, Parameter]] | None = None
         profiler.begin()
+        # Not empty while the pipeline itself calls the model.
         self._inside = list[bool]()
         model.forward = _StageForward(self._inside)
         self._zone, self._drawn = RandomZone(group.rank), False
         self.steps = 0
-        # kinds of calls of a model that isn't traced, for which it is known what stages need of
-        # each other
+        # Kinds of calls of a followed model for which all stages know which results they need.
         self._followed = set[str]()
 
     def profile(self) -> dict[str, Any]:
-        """Return what was measured of this worker's stages, and what they are, as plain data,
-        for `record/pipeline_profile.py`.
-        """
+        """Make plain data of this worker's stages and times, for `record/pipeline_profile.py`."""
         profiler = self._profiler
         return {
             "schedule": self.terms.schedule,
@@ -204,7 +223,7 @@ class PipelinedModel:
         return 0 in self.stages
 
     def close(self) -> None:
-        """Free what the stages are joined by."""
+        """Close the connections between the stages."""
         self._pairs.close()
 
     # ---- a step
@@ -212,10 +231,15 @@ class PipelinedModel:
     def step(
         self, share: Share, joined: Callable[[], contextlib.AbstractContextManager[JoinablePasses]]
     ) -> float:
-        """Go forward and back through all stages, and return the mean loss of this replica's part
-        of the batch. Collective along `stage`.
+        """Go forward and back through all stages. Collective along `stage`.
 
-        `joined` begins what takes the gradients; nothing goes back where gradients are off.
+        Args:
+            share: This replica's part of the batch.
+            joined: Begins the passes that take the gradients. If gradients are off, it isn't
+                called, and there is no backward.
+
+        Returns:
+            Mean loss of the share.
         """
         train = torch.is_grad_enabled()
         batches, where = self._begin(share, train=train, why="run.step")
@@ -223,6 +247,7 @@ class PipelinedModel:
         with self._alone(), contextlib.ExitStack() as around:
             passes = around.enter_context(joined()) if train else None
             if passes is not None:
+                # Tied weights get gradients from several stages, so they are exchanged at the end.
                 passes.delay([self._trained(tie.parameter) for tie in self.ties])
             with self._profiler.step(len(batches), train=train):
                 done = self._executor.run(schedule, batches, share.criterion, passes, where=where)
@@ -231,22 +256,26 @@ class PipelinedModel:
         return self._end(done, share, batches, train=train)
 
     def forward(self, share: Share, finish: Callable[[Any], Any] = lambda output: output) -> Any:
-        """Go forward through all stages, and return `finish` of the model's output for the whole
-        batch. Collective along `stage`.
+        """Go forward through all stages. Collective along `stage`.
+
+        Returns `finish` of the model's output for the whole share, on all workers.
         """
         batches, where = self._begin(share, train=False, why="run.forward")
         with torch.no_grad(), self._alone():
             done = self._go_forward(batches, where)
+            # Outputs of copies, which have no rows, are left out; but an empty share has one
+            # output.
             outputs = [
                 output
-                for number, output in sorted(done.outputs.items())
-                if batches[number].rows or not number
+                for micro_batch, output in sorted(done.outputs.items())
+                if batches[micro_batch].rows or not micro_batch
             ]
             own = finish(share.whole(outputs)) if outputs else None
         self._move_on(drawn=self._model.training)
         return self._tell(own, where)
 
     def _go_forward(self, batches: Sequence[MicroBatch], where: str) -> PipelinePass:
+        """Run forwards alone: by gpipe if each worker has one stage, else by the schedule."""
         schedule = (
             make_schedule("gpipe", self._group.size, len(batches))
             if len(set(self.split.placed)) == len(self.split.placed)
@@ -264,19 +293,17 @@ class PipelinedModel:
     def _follow(
         self, graph: FollowedGraph, kind: str, batches: Sequence[MicroBatch], where: str
     ) -> None:
-        """Find out what each stage needs of others, by a forward in which they give each other
-        everything. Collective.
-        """
+        """Find out which results each stage needs, by a forward that sends all. Collective."""
         outputs = list[Any]()
-        # the second shows whether what was found is all
+        # The second forward shows whether the results that were found are enough.
         for recording in (graph.recording(), contextlib.nullcontext()):
             with torch.no_grad(), untouched(self._model), self._alone(), recording as uses:
                 outputs.append(self._go_forward(batches, where).outputs)
-            # else the step would find weights there that were cast without gradients
+            # Or the step would find weights there that autocast has cast without gradients.
             torch.clear_autocast_cache()
             if uses is not None:
-                told = self._group.agree(msgpack.packb(uses.plain))
-                graph.learn(kind, map(msgpack.unpackb, told), self.split.bounds[:-1])
+                records = self._group.agree(msgpack.packb(uses.plain))
+                graph.learn(kind, map(msgpack.unpackb, records), self.split.bounds[:-1])
         if b"-" in self._group.agree(b"+" if _alike(*outputs) else b"-"):
             raise UsageError(
                 f"the forward of {type(self._model).__name__} uses what layers have returned in a "
@@ -286,7 +313,7 @@ class PipelinedModel:
         self._followed.add(kind)
 
     def _tell(self, output: Any, where: str) -> Any:
-        """Send the output from the worker of the last stage to all others."""
+        """Send the output from the worker of the last stage to all others, on a lane of its own."""
         source, lane = self.split.placed[-1], 2 * len(self.split.placed)
         if self._group.rank == source:
             head, tensors = pack({"output": output}, "the model")
@@ -300,15 +327,16 @@ class PipelinedModel:
         message = self._pairs.receive(
             source, lane, what=f"the output of the model in {where}"
         ).wait()
-        found: Any = unpack(message.head, message.tensors)[0]["output"]
-        return found
+        output_here: Any = unpack(message.head, message.tensors)[0]["output"]
+        return output_here
 
     def _begin(self, share: Share, *, train: bool, why: str) -> tuple[list[MicroBatch], str]:
-        """Agree with the other stages on what was given.
+        """Agree with the other stages on the input, and cut it into micro-batches.
 
-        Raises on all of them, where one can't go on or has another batch.
+        Raises on all workers if one of them can't go on, or has another batch.
         """
         where = f"{why} {self.steps}"
+        # An error is held back until all workers are told of it: they would wait for this one.
         wrong, batches, rows, kind = list[PacelineError](), list[MicroBatch](), 0, ""
         try:
             rows = share.rows
@@ -325,22 +353,22 @@ class PipelinedModel:
             )
         except PacelineError as error:
             wrong.append(error)
-        told = msgpack.packb([where, train, rows, kind, str(wrong[0])[:TOLD] if wrong else None])
-        answers = [msgpack.unpackb(answer) for answer in self._group.agree(told)]
+        message = msgpack.packb([where, train, rows, kind, str(wrong[0])[:TOLD] if wrong else None])
+        answers = [msgpack.unpackb(answer) for answer in self._group.agree(message)]
         if wrong:
             raise wrong[0]
-        for rank, (*_, told_by) in enumerate(answers):
-            if told_by is not None:
-                raise DataError(f"{why}: rank {self._group.global_rank(rank)}: {told_by}")
+        for rank, (*_, reason) in enumerate(answers):
+            if reason is not None:
+                raise DataError(f"{why}: rank {self._group.global_rank(rank)}: {reason}")
         for place, what in enumerate(("step", "gradients", "rows", "arguments")):
-            found = [answer[place] for answer in answers]
-            other = next((rank for rank, value in enumerate(found) if value != found[0]), None)
+            values = [answer[place] for answer in answers]
+            other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
             if other is not None:
                 one, two = self._group.global_rank(0), self._group.global_rank(other)
                 raise DataError(
                     f"{why}: ranks {one} and {two} have other stages of the same model, and got "
-                    f"different {what} ({found[0]} and "
-                    f"{found[other]}): give all workers along `stage` the same batch in the same "
+                    f"different {what} ({values[0]} and "
+                    f"{values[other]}): give all workers along `stage` the same batch in the same "
                     "call"
                 )
         if isinstance(self._graph, FollowedGraph) and kind not in self._followed:
@@ -351,38 +379,40 @@ class PipelinedModel:
     def _end(
         self, done: PipelinePass, share: Share, batches: Sequence[MicroBatch], *, train: bool
     ) -> float:
-        """Tell all stages the loss, and which parameters were reached.
-
-        Optimizers keep the same of a parameter, wherever it is.
-        """
+        """Tell all stages the loss, and which parameters have gradients."""
         loss = None
         if done.losses:
             loss = math.fsum(
-                value * share.worth(batches[number]) for number, value in done.losses.items()
+                value * share.worth(batches[micro_batch])
+                for micro_batch, value in done.losses.items()
             )
         stepped = self._all_stepped()
-        mine = bytes(there and here.grad is not None for there, here in stepped) if train else b""
+        own = (
+            bytes(is_own and parameter.grad is not None for is_own, parameter in stepped)
+            if train
+            else b""
+        )
         answers = [
             msgpack.unpackb(answer)
-            for answer in self._group.agree(msgpack.packb([loss, mine, self._drawn]))
+            for answer in self._group.agree(msgpack.packb([loss, own, self._drawn]))
         ]
         self._move_on(drawn=any(drawn for _, _, drawn in answers))
         if train:
-            for (there, here), reached in zip(
-                stepped, zip(*(found for _, found, _ in answers), strict=True), strict=True
+            # An empty piece gets a gradient if the parameter has one elsewhere. So an optimizer
+            # keeps the same counts of steps for a parameter on all workers.
+            for (is_own, parameter), reached in zip(
+                stepped, zip(*(flags for _, flags, _ in answers), strict=True), strict=True
             ):
-                if not there and any(reached) and here.grad is None:
-                    here.grad = torch.zeros_like(here)
+                if not is_own and any(reached) and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
         return next(float(value) for value, _, _ in answers if value is not None)
 
     def _all_stepped(self) -> list[tuple[bool, Parameter]]:
-        """Return whether this worker has each parameter, and what optimizers step of it here, in
-        an order that all workers have.
-        """
+        """List all parameters in one order everywhere: is it here, and which one is trained?"""
         if self._stepped is None:
-            known = sorted({**self._mine, **self._elsewhere}.items())
+            parameters = sorted({**self._mine, **self._elsewhere}.items())
             self._stepped = [
-                (name in self._mine, self._trained(parameter)) for name, parameter in known
+                (name in self._mine, self._trained(parameter)) for name, parameter in parameters
             ]
         return self._stepped
 
@@ -392,12 +422,13 @@ class PipelinedModel:
             if tie.group is None or not tie.parameter.requires_grad:
                 continue
             trained = self._trained(tie.parameter)
-            mine = passes.total(trained)
+            own = passes.total(trained)
+            # With a gradient on any of them, all of these workers take part in the sum.
             reached = any(
-                answer == b"+" for answer in tie.group.agree(b"-" if mine is None else b"+")
+                answer == b"+" for answer in tie.group.agree(b"-" if own is None else b"+")
             )
             if reached:
-                total = torch.zeros_like(trained) if mine is None else mine
+                total = torch.zeros_like(trained) if own is None else own
                 passes.put(
                     trained,
                     tie.group.all_reduce(total, name="tied weights").wait()
@@ -406,17 +437,19 @@ class PipelinedModel:
                 )
 
     def level_ties(self) -> None:
-        """Give all stages that have a tied weight the values of the first of them, as a strategy
-        has rounded each by itself. Collective.
+        """Give all stages with a tied weight the values of the first of them. Collective.
+
+        A strategy between replicas may have rounded each of them differently.
         """
         for tie in self.ties:
-            # of some, workers have no piece
+            # A worker may have an empty piece of it (shard), and so have all others of the group.
             if tie.group is not None and (values := self._trained(tie.parameter).data).numel():
                 tie.group.broadcast(values, root=0, name="tied weights").wait()
 
     def share_buffers(self, copies: Sequence[nn.Module] = ()) -> None:
-        """Give all workers the buffers of all stages, of copies of the model too, as a state has
-        them all. Collective along `stage`.
+        """Give all workers the buffers of all stages, as every state has them. Collective.
+
+        `copies` are copies of the model, whose buffers are shared as well.
         """
         for (stage, place), model in itertools.product(
             enumerate(self.split.placed), (self._model, *copies)
@@ -426,8 +459,8 @@ class PipelinedModel:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Let the model be called by the executor, and draw random numbers of this stage's own."""
-        # a forward may draw whatever its modules are
+        """Let the pipeline call the model, and draw random numbers of its own for each stage."""
+        # In training any module may draw numbers, so the zone is always entered.
         zone, self._drawn = self._zone if self._model.training else None, False
         if zone is not None:
             zone.enter(self._device)
@@ -439,9 +472,7 @@ class PipelinedModel:
             self._drawn = zone is not None and zone.back(self._device)
 
     def _move_on(self, *, drawn: bool) -> None:
-        """Let the next step draw other numbers, if some stage has `drawn` any: generators are in
-        the same state on all workers.
-        """
+        """Let the next step draw other numbers, on all workers, if any stage has drawn some."""
         if drawn:
             self._zone.move_on(self._device)
 
@@ -451,9 +482,7 @@ class PipelinedModel:
 
 
 class _StageOfModel:
-    """One stage, which is run by a call of the model: so that hooks on the model, such as those
-    of a cut inside, see it.
-    """
+    """One stage, which runs by a call of the model, so that hooks on the model are called."""
 
     def __init__(
         self,
@@ -469,25 +498,25 @@ class _StageOfModel:
         self._forward = lambda values: profiler.forward(stage, part, owners, model, values)
 
     def run(self, values: Values) -> Values:
-        found: Values = self._model(_StageCall(self._forward, values))
-        return found
+        result: Values = self._model(_StageCall(self._forward, values))
+        return result
 
 
 @dataclass(frozen=True)
 class _StageCall:
-    """What the model is called with by its pipeline."""
+    """The argument of the model when its pipeline calls it."""
 
     program: Callable[[Values], Values]
     values: Values
 
 
 class _StageForward:
-    """The forward of a model, which runs one of its parts for its pipeline and refuses all other
-    calls; those of copies, too.
+    """A model's forward, which runs a stage for its pipeline and refuses all other calls.
+
+    Copies of the model refuse all calls. `inside` isn't empty while the pipeline calls.
     """
 
     def __init__(self, inside: list[bool], *, copied: bool = False) -> None:
-        # something is in the list while the pipeline calls
         self._inside, self._copied = inside, copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _StageForward:
@@ -516,16 +545,14 @@ class _StageForward:
 
 
 def _alike(one: Any, two: Any) -> bool:
-    """Whether two outputs are the same but for rounding: what stands in for values that didn't
-    come is no number.
-    """
-    found = [
+    """Whether two outputs are equal but for rounding, with NaN in the same places."""
+    leaves = [
         [x.double() for x in tree_leaves(each) if isinstance(x, Tensor) and x.is_floating_point()]
         for each in (one, two)
     ]
     pairs = [
         (x, y, (x - y).nan_to_num().norm() <= 0.01 * x.nan_to_num().norm())
-        for x, y in zip(*found, strict=True)
+        for x, y in zip(*leaves, strict=True)
     ]
     return all(bool(near) and torch.equal(x.isnan(), y.isnan()) for x, y, near in pairs)
 

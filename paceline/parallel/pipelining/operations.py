@@ -1,11 +1,11 @@
-"""What a forward does, as data: calls of modules, functions and methods, one after the other, on
-values that have names.
+"""A forward as data: calls of modules, functions and methods, one after the other, on named values.
 
-    x -> tokens(x) -> add(tokens, positions) -> blocks.0(add) -> ...        each value is called what `Operation.name` says
+    x -> tokens(x) -> add(tokens, positions) -> blocks.0(add) -> ...    a value is named as
+                                                                        its operation is
 
-Modules and parameters stand in it by their names in the model, and are looked up whenever they are
-used: what a cut has put in their place is what runs.
-"""  # noqa: E501
+Modules and parameters appear by their names in the model, and are looked up whenever they are used.
+So whatever a cut has put in their place is used.
+"""
 
 from __future__ import annotations
 
@@ -15,34 +15,31 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
-# the name of what a forward returns: no module or argument can have it
+from paceline.parallel.torch_pytree import tree_leaves
+
+# The name of a forward's result; no module or argument can have it.
 OUTPUT = "output of the model"
 Kind = Literal["module", "chained", "function", "method", "device", "output"]
 
 
 @dataclass(frozen=True)
 class Ref:
-    """The value of this name, in the place of an argument."""
+    """Stands for the value of this name in arguments."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Attribute:
-    """What lies under this path in the model: a parameter, a buffer or a module, in the place of
-    an argument.
-    """
+    """Stands for a parameter, a buffer or a module of the model in arguments, by its path."""
 
     path: str
 
 
 @dataclass(frozen=True)
 class ByMode:
-    """An argument that differs between training and evaluation, such as the probability of a
-    dropout.
-    """
+    """An argument that differs between training and evaluation, such as a dropout's probability."""
 
     training: Any
     evaluation: Any
@@ -50,11 +47,17 @@ class ByMode:
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """One call of a forward. `graded` is False where the forward makes it under torch.no_grad().
+    """One call in a forward.
 
-    `target` is the name of a module, the name of a method or a function; "chained" calls a module
-    with what the one before returned, a tuple as several arguments, "device" is the device of what
-    there is, and "output" is what the forward returns.
+    `target` depends on `kind`:
+        module      path of a module
+        chained     path of a module, called with the result of the one before; a tuple is spread
+        function    the function
+        method      name of a method of the first argument
+        device      reads the device of any tensor at hand
+        output      the result of the forward
+
+    `graded` is False if the forward makes the call under torch.no_grad().
     """
 
     name: str
@@ -65,11 +68,11 @@ class Operation:
     graded: bool = True
 
     def reads(self) -> Iterator[str]:
-        """Yield the names of the values that this operation reads."""
+        """Names of the values that this operation reads."""
         return (leaf.name for leaf in _leaves((self.args, self.kwargs)) if isinstance(leaf, Ref))
 
     def paths(self) -> Iterator[str]:
-        """Yield the paths of modules, parameters and buffers that this operation uses."""
+        """Paths of the modules, parameters and buffers that this operation uses."""
         if self.kind in ("module", "chained"):
             yield self.target
         yield from (
@@ -78,23 +81,24 @@ class Operation:
 
     @property
     def called(self) -> str:
-        """The name of the function, method or module."""
+        """Name of the function, method or module."""
         return self.target if isinstance(self.target, str) else getattr(self.target, "__name__", "")
 
     def reads_attribute(self, name: str) -> bool:
-        """Whether this reads an attribute of a value: x.shape."""
+        """Whether this reads an attribute of a value, as in x.shape."""
         return self.target is getattr and self.args[1] == name
 
     @property
     def gives_numbers(self) -> bool:
-        """Whether this asks a tensor for its sizes or its dtype."""
+        """Whether this reads the sizes or the dtype of a tensor."""
         return self.called in ("size", "dim", "numel") or any(
             map(self.reads_attribute, ("shape", "ndim", "dtype"))
         )
 
     @property
     def is_arithmetic(self) -> bool:
-        """Whether this makes numbers of numbers, if the values that it reads are some."""
+        """Whether this computes a number, if the values that it reads are numbers."""
+        # Operators such as `add`, and functions of `math`, on anything but parameters and buffers.
         held = any(
             isinstance(leaf, Attribute | torch.Tensor) for leaf in _leaves((self.args, self.kwargs))
         )
@@ -103,14 +107,14 @@ class Operation:
     @property
     def by_mode(self) -> bool:
         """Whether an argument differs between training and evaluation."""
-        found = list[bool]()
+        flags = list[bool]()
         substitute(
-            (self.args, dict(self.kwargs)), lambda leaf: found.append(isinstance(leaf, ByMode))
+            (self.args, dict(self.kwargs)), lambda leaf: flags.append(isinstance(leaf, ByMode))
         )
-        return any(found)
+        return any(flags)
 
     def merged(self, evaluation: Operation) -> Operation:
-        """Make one operation of this one, of training, and what it is in evaluation."""
+        """Merge this operation of a training forward with its counterpart in evaluation."""
         return replace(
             self,
             args=merge_modes(self.args, evaluation.args),
@@ -118,7 +122,7 @@ class Operation:
         )
 
     def call(self, values: Mapping[str, Any], model: nn.Module) -> Any:
-        """Do it on the values of these names."""
+        """Execute the operation on values, given by name."""
         if self.graded:
             return self._call(values, model)
         with torch.no_grad():
@@ -130,8 +134,8 @@ class Operation:
             case "module":
                 return find(model, self.target)(*args, **kwargs)
             case "chained":
-                given = args[0] if type(args[0]) is tuple else (args[0],)
-                return find(model, self.target)(*given, **kwargs.get("keywords", {}))
+                spread_args = args[0] if type(args[0]) is tuple else (args[0],)
+                return find(model, self.target)(*spread_args, **kwargs.get("keywords", {}))
             case "function":
                 return self.target(*args, **kwargs)
             case "method":
@@ -146,7 +150,7 @@ class Operation:
 
 
 def find(model: nn.Module, path: str) -> Any:
-    """Return what lies under a path in the model: "blocks.0.scale"."""
+    """Look up a path in a model, such as "blocks.0.scale"."""
     place: Any = model
     for step in path.split("."):
         place = getattr(place, step)
@@ -154,7 +158,7 @@ def find(model: nn.Module, path: str) -> Any:
 
 
 def resolve(arg: Any, values: Mapping[str, Any], model: nn.Module) -> Any:
-    """Put values in the place of what stands for them in an argument."""
+    """Replace what stands for values in an argument by the values."""
     return substitute(arg, lambda leaf: _value(leaf, values, model))
 
 
@@ -171,9 +175,7 @@ def _value(leaf: Any, values: Mapping[str, Any], model: nn.Module) -> Any:
 
 
 def substitute(arg: Any, change: Callable[[Any], Any]) -> Any:
-    """Make a copy of nested tuples, lists, dicts and slices in which each leaf is what `change`
-    makes of it.
-    """
+    """Copy nested tuples, lists, dicts and slices, with each leaf changed by `change`."""
     if type(arg) is tuple:
         return tuple(substitute(one, change) for one in arg)
     if isinstance(arg, list):
@@ -186,20 +188,20 @@ def substitute(arg: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _leaves(arg: Any) -> list[Any]:
-    found = list[Any]()
+    leaves = list[Any]()
 
     def keep(leaf: Any) -> None:
         if isinstance(leaf, ByMode):
-            found.extend(_leaves((leaf.training, leaf.evaluation)))
+            leaves.extend(_leaves((leaf.training, leaf.evaluation)))
         else:
-            found.append(leaf)
+            leaves.append(leaf)
 
     substitute(arg, keep)
-    return found
+    return leaves
 
 
 def merge_modes(training: Any, evaluation: Any) -> Any:
-    """Make one argument of those of two modes, with a `ByMode` where they differ."""
+    """Merge an argument of two modes, with a `ByMode` for each part that differs."""
     if type(training) is not type(evaluation):
         return ByMode(training, evaluation)
     if isinstance(training, tuple | list) and len(training) == len(evaluation):
@@ -222,6 +224,7 @@ def merge_modes(training: Any, evaluation: Any) -> Any:
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    # Tensors without memory have no values to compare, so they never count as equal.
     alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
     return alike and not one.is_meta and torch.equal(one, other)
 
@@ -230,9 +233,7 @@ PLAIN = (torch.Tensor, bool, int, float, str)
 
 
 def foreign(value: Any) -> type | None:
-    """Find the type of a part of `value` that can't be sent: neither a tensor, nor a number, a
-    string or None, nested in any way.
-    """
+    """Find the type of a nested part that can't be sent: no tensor, number, string or None."""
     return next(
         (
             type(leaf)

@@ -1,11 +1,10 @@
-"""Profiles the stages of one worker while it trains: what their actions take and wait for, what
-layers take, and what stages keep.
+"""Profiles the stages of one worker during training: times of actions and layers, and memory kept.
 
 step       0             1              2, 3, ... 11      20, 30, 40, ...
 measured   bytes kept    each layer     all actions       all actions
 
-A step costs two readings of the clock for each action. Of the steps whose actions are kept the last
-ones are, the same on all workers.
+A step costs two readings of the clock for each action. The actions of the last measured steps are
+kept, of the same steps on all workers.
 """
 
 from __future__ import annotations
@@ -26,18 +25,21 @@ from paceline.comm.group import Work
 from paceline.comm.pairs import PairMessage
 from paceline.parallel.pipelining.chain import StagePart, part_parameters
 from paceline.parallel.pipelining.schedule import Action, Kind
+from paceline.parallel.torch_tensor import storage_key
 
 LETTERS: dict[Kind, str] = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
-# steps: that come before, those that are all kept, one in so many then, at most
+# Actions are measured from step WARM on; from step FIRST on, in one of EVERY steps. The last KEPT
+# of the measured steps are kept.
 WARM, FIRST, EVERY, KEPT = 2, 12, 10, 24
 
-Times = tuple[int, int, int]  # nanoseconds: an action began, had all that it needs, and ended
+# Nanoseconds at which an action began, had all that it needs, and ended.
+Times = tuple[int, int, int]
 
 
 class PipelineProfiler:
     """Measures the stages of one worker.
 
-    `meter` shows its waits; `record` takes what it has done from when to when.
+    `meter` shows its waits. `record` takes spans: a name, begin and end in nanoseconds.
     """
 
     def __init__(self, meter: AxisMeter, record: Callable[[str, int, int], None]) -> None:
@@ -45,8 +47,9 @@ class PipelineProfiler:
         self.begin()
 
     def begin(self) -> None:
-        """Forget what was measured, as the worker has other stages from now on."""
-        self._steps = -1  # the number of the step under way, of those that train
+        """Forget all measurements, as the worker has other stages from now on."""
+        # Number of the step under way; steps without training don't count.
+        self._steps = -1
         self._training = False
         self._actions: list[Times] = []
         self._layer_seconds: dict[int, list[float]] = {}
@@ -55,25 +58,25 @@ class PipelineProfiler:
 
     @contextmanager
     def step(self, micro_batches: int, *, train: bool) -> Iterator[None]:
-        """Measure a step of so many micro-batches inside of the block."""
+        """Measure a step of `micro_batches` micro-batches inside of the block."""
         self._training, self._actions = train, []
         self._steps += train
         yield
-        number = self._steps
-        if train and number >= WARM and (number < FIRST or number % EVERY == 0):
-            self.steps.append((number, micro_batches, self._actions))
+        step_number = self._steps
+        if train and step_number >= WARM and (step_number < FIRST or step_number % EVERY == 0):
+            self.steps.append((step_number, micro_batches, self._actions))
 
     # ---- actions
 
     def wait(self, work: Work[PairMessage], what: str) -> PairMessage:
-        """Wait for a message, and show the wait where there is one."""
+        """Wait for a message, and show the wait if there is one."""
         if work.done():
             return work.wait()
         with self._meter.exchange(what):
             return work.wait()
 
     def acted(self, action: Action, began: int, ready: int, ended: int) -> None:
-        """Note an action that is over, and show it without its wait."""
+        """Note an action that has ended, and show it without its wait."""
         self._record(
             f"{LETTERS[action.kind]}{action.micro_batch} of stage {action.stage}", ready, ended
         )
@@ -89,10 +92,9 @@ class PipelineProfiler:
         model: nn.Module,
         values: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Run a stage.
+        """Run a stage. One step measures the bytes that it keeps, and the next step its layers.
 
-        In one step it is measured what it keeps, in the next what its layers take; `owners`: those
-        of its operations.
+        `owners` has the layer of each of the part's operations.
         """
         if not self._training or self._steps >= WARM:
             return part.run(values)
@@ -100,29 +102,33 @@ class PipelineProfiler:
             return self._run_layers(part, owners, values)
         if stage in self.kept:
             return part.run(values)
-        # by storage: its bytes, and the places in it that are kept
-        found = dict[int, tuple[int, set[tuple[int, int]]]]()
+        # By storage: its bytes, and the ranges in it that are kept.
+        saved = dict[int, tuple[int, set[tuple[int, int]]]]()
 
         def keep(x: Tensor) -> tuple[Tensor, int]:
             if x.layout == torch.strided:
                 place = int(x.storage_offset()) * x.element_size(), x.numel() * x.element_size()
-                found.setdefault(_storage(x), (x.untyped_storage().nbytes(), set()))[1].add(place)
-                # where they lie now: shard() gathers them while they are used
+                saved.setdefault(storage_key(x), (x.untyped_storage().nbytes(), set()))[1].add(
+                    place
+                )
+                # Parameters don't count. Look each time where they are: shard() gathers them for
+                # the time of their use.
                 for _, parameter in part_parameters(model, part):
-                    found.pop(_storage(parameter), None)
+                    saved.pop(storage_key(parameter), None)
             return x, x._version
 
         with saved_tensors_hooks(keep, _unchanged):
             gives = part.run(values)
-        # a micro-batch may be rows of a batch in the memory of all of it
+        # A micro-batch may be some rows in the memory of a whole batch, so count the ranges only.
         self.kept[stage] = sum(
-            min(whole, sum(nbytes for _, nbytes in places)) for whole, places in found.values()
+            min(whole, sum(nbytes for _, nbytes in places)) for whole, places in saved.values()
         )
         return gives
 
     def _run_layers(
         self, part: StagePart, owners: list[int], values: Mapping[str, Any]
     ) -> dict[str, Any]:
+        """Run a stage, and add up the seconds between its operations for each layer."""
         took = dict.fromkeys(owners, 0.0)
         clock = [time.perf_counter()]
 
@@ -138,15 +144,13 @@ class PipelineProfiler:
 
     @property
     def layer_seconds(self) -> dict[int, float]:
-        """The seconds that the forward of each layer of this worker takes, by its number:
-        medians over the micro-batches of one step.
-        """
+        """Seconds of each layer's forward on this worker: medians over one step's micro-batches."""
         return {layer: statistics.median(seconds) for layer, seconds in self._layer_seconds.items()}
 
 
-def _unchanged(kept: tuple[Tensor, int]) -> Tensor:
-    """Return a tensor that was kept for a backward; torch doesn't look at what hooks keep."""
-    x, version = kept
+def _unchanged(saved: tuple[Tensor, int]) -> Tensor:
+    """Return a saved tensor, if it is unchanged: torch doesn't check tensors that hooks saved."""
+    x, version = saved
     if x._version != version:
         raise RuntimeError(
             f"a tensor of shape {list(x.shape)} that is needed for a gradient has been modified by "
@@ -154,8 +158,3 @@ def _unchanged(kept: tuple[Tensor, int]) -> Tensor:
             f"{x._version}, and was kept at {version}"
         )
     return x
-
-
-def _storage(x: Tensor) -> int:
-    found: int = x.untyped_storage()._cdata
-    return found

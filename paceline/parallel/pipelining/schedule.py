@@ -1,11 +1,10 @@
-"""The schedule of a pipeline as plain data: which rank works on which micro-batch of which stage,
-in order. Proved without a process.
+"""The schedule of a pipeline as plain data: the actions of each rank, in order.
 
 1f1b of 2 ranks and 3 micro-batches
 
-        rank 0   F0 F1 .  .  B0 -- F2 B1 -- .  B2 --       F0   forward of micro-batch 0
-        rank 1   .  F0 B0 -- F1 B1 -- F2 B2 -- .  .        B0   its backward, once the next stage
-                                                                has sent the gradient of its input
+        rank 0   F0 F1 .  .  B0 -- F2 B1 -- .  B2 --    F0   forward of micro-batch 0
+        rank 1   .  F0 B0 -- F1 B1 -- F2 B2 -- .  .     B0   its backward, which needs the gradient
+                                                             from the next stage
 """
 
 from __future__ import annotations
@@ -16,18 +15,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["forward", "backward", "input", "weight"]
-"""What is done: `backward` is all of it, `input` and `weight` its two halves: gradients of what
-came in, and of parameters.
-"""
+"""Halves of a `backward` are `input` (gradients of inputs) and `weight` (of parameters)."""
 
 COMPLETES: tuple[Kind, ...] = ("backward", "weight")
-"""After these nothing needs the activations of their forward any more."""
+"""After these, the activations of the forward are needed no more."""
 
 
 @dataclass(frozen=True)
 class Action:
-    """One piece of work: `kind` of it, on one micro-batch, in one of all stages of the model
-    (ranks times chunks), 0 the first.
+    """One piece of work on one micro-batch in one stage.
+
+    Stages are counted over the whole model, from 0 to ranks times chunks.
     """
 
     kind: Kind
@@ -40,11 +38,11 @@ class Action:
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """What each rank along the axis `stage` does, in order.
+    """The actions of each rank along the axis `stage`, in order.
 
-    `placed` has the rank that holds each stage. Within a stage forwards come in ascending order of
-    micro-batches, and so do backwards, inputs and weights: what travels from one stage to the next
-    arrives in the order in which it is needed.
+    `placed` has the rank that holds each stage. `rows` has the actions of each rank. Within a stage
+    forwards are in ascending order of micro-batches, and so are backwards, inputs and weights. So
+    messages from one stage to the next arrive in the order in which they are needed.
     """
 
     name: str
@@ -59,30 +57,26 @@ class PipelineSchedule:
 
     @property
     def split(self) -> bool:
-        """Whether backward is done in two halves, `input` and `weight`."""
+        """Whether backwards are done in two halves, `input` and `weight`."""
         return any(action.kind == "weight" for action in self.rows[0])
 
     def held(self, rank: int) -> tuple[int, ...]:
-        """Return the stages that a rank holds, in ascending order."""
+        """The stages that a rank holds, in ascending order."""
         return tuple(stage for stage, place in enumerate(self.placed) if place == rank)
 
     def last(self, stage: int) -> Action:
-        """Return the action after which the gradients of a stage's parameters are complete."""
+        """The action after which the gradients of a stage's parameters are complete."""
         return Action("weight" if self.split else "backward", stage, self.micro_batches - 1)
 
     def target(self, action: Action) -> int | None:
-        """Return the stage that needs what `action` makes, other than its own; None where no
-        other does.
-        """
+        """The other stage that needs the result of an action; None if no other one does."""
         if action.kind == "weight":
             return None
         stage = action.stage + (1 if action.kind == "forward" else -1)
         return stage if 0 <= stage < self.stages else None
 
     def needs(self, action: Action) -> tuple[Action, ...]:
-        """Return the actions that have to be over before `action` can begin, but for its rank's
-        own order; their ranks may differ.
-        """
+        """Find the actions that `action` needs, apart from the order of its own rank."""
         stage, micro_batch = action.stage, action.micro_batch
         if action.kind == "forward":
             return (Action("forward", stage - 1, micro_batch),) if stage else ()
@@ -97,31 +91,35 @@ class PipelineSchedule:
 
 
 def most_kept(schedule: PipelineSchedule, sizes: Sequence[float] | None = None) -> list[float]:
-    """Return what each rank keeps at once at most: activations are counted, or `sizes` has what
-    those of a micro-batch take in each stage.
+    """Count the activations that each rank keeps at once, at most.
 
-    Activations are kept from the forward to the end of the backward, or of its `weight` half. How
-    long anything takes doesn't matter.
+    Activations are kept from a forward to the end of its backward, or of its `weight` half. The
+    time that actions take doesn't matter.
+
+    Args:
+        schedule: Schedule to go through.
+        sizes: What one micro-batch's activations count in each stage, such as bytes. Default: 1.
     """
     most = []
+    # A row fixes the order of a rank's own actions, so its peak doesn't depend on other ranks.
     for row in schedule.rows:
-        kept = peak = 0.0
+        now = peak = 0.0
         for action in row:
-            kept += ((action.kind == "forward") - (action.kind in COMPLETES)) * (
+            now += ((action.kind == "forward") - (action.kind in COMPLETES)) * (
                 1 if sizes is None else sizes[action.stage]
             )
-            peak = max(peak, kept)
+            peak = max(peak, now)
         most.append(peak)
     return most
 
 
 def in_order(schedule: PipelineSchedule) -> Iterator[tuple[int, Action]]:
-    """Yield all actions, each with its rank, in an order in which everything is made before it is
-    needed.
+    """Yield all actions with their ranks, in an order in which each comes after all that it needs.
 
-    `AssertionError` says who waits for what where there is none: on such a schedule the ranks would
-    wait for each other for ever.
+    Raises `AssertionError` if there is none, and names the waiting ranks: with such a schedule they
+    would wait for each other for ever.
     """
+    # Let each rank in turn go on as far as it can. If a whole turn moves none, there is a deadlock.
     done: set[Action] = set()
     at = [0] * schedule.ranks
     while any(at[rank] < len(row) for rank, row in enumerate(schedule.rows)):
@@ -142,12 +140,12 @@ def in_order(schedule: PipelineSchedule) -> Iterator[tuple[int, Action]]:
 
 
 def prove(schedule: PipelineSchedule) -> None:
-    """Prove that every rank does all of its work once, in an order that can't deadlock;
-    `AssertionError` says where it fails.
+    """Prove that every rank does all of its work once, in an order that can't deadlock.
 
-    A rank sends what it has made at once, into buffers without bound, and waits only for what its
-    next action needs. Then an order in which all actions can be done one after another is all that
-    it takes: whichever rank is fast or slow, it will be gone through.
+    Raises `AssertionError` if that is not so. A rank sends its results at once, into buffers
+    without bound, and waits only for what its next action needs. So it is enough that the actions
+    can be done one after another in some order: then all of them get done, however fast or slow a
+    rank is.
     """
     kinds: tuple[Kind, ...] = (
         ("forward", "input", "weight") if schedule.split else ("forward", "backward")
@@ -156,18 +154,20 @@ def prove(schedule: PipelineSchedule) -> None:
         range(schedule.ranks)
     ), f"placed: {schedule.placed}"
     for rank, row in enumerate(schedule.rows):
-        wanted = [
-            Action(kind, stage, number)
+        work = [
+            Action(kind, stage, micro_batch)
             for kind in kinds
             for stage in schedule.held(rank)
-            for number in range(schedule.micro_batches)
+            for micro_batch in range(schedule.micro_batches)
         ]
+        # Each action of the rank's stages comes exactly once.
         wrong = Counter(row)
-        wrong.subtract(wanted)
+        wrong.subtract(work)
         assert not any(wrong.values()), (
             f"rank {rank}: too often, or (below 0) too seldom: "
             f"{[(str(a), n) for a, n in wrong.items() if n]}"
         )
+        # Messages of one kind between two stages share a lane, and so must keep their order.
         for kind in kinds:
             for stage in schedule.held(rank):
                 numbers = [

@@ -1,14 +1,13 @@
-"""The schedules of pipelines: gpipe, 1f1b, interleaved, zero-bubble and zbv, for any number of
-ranks and micro-batches.
+"""The schedules of pipelines: gpipe, 1f1b, interleaved, zero-bubble and zbv, of any size.
 
-A schedule is known by what it keeps and by its bubble, the part of the time in which ranks have
-nothing to do. Here `p` ranks work on `m` micro-batches, p or more. A forward of all that a rank
-holds takes one unit of time, and so does each half of its backward.
+A schedule is judged by the activations that it keeps and by its bubble, the part of the time in
+which ranks have nothing to do. Here `p` ranks work on `m` micro-batches, p or more. A forward of
+all that a rank holds takes one unit of time, and so does each half of its backward.
 
                  micro-batches kept at once, at most      time until all is done
     gpipe        m                                        3m + 3(p-1)
     1f1b         p                                        3m + 3(p-1)
-    interleaved  p + (p-1)/chunks, where p divides m      3m + 3(p-1)/chunks
+    interleaved  p + (p-1)/chunks, if p divides m         3m + 3(p-1)/chunks
     zero-bubble  p                                        3m + (p-1)
     zbv          p                                        3m + (p-1)/2, from m = 2p-1
 """
@@ -28,9 +27,8 @@ Work = Sequence[tuple[int, int]]  # stages, each with a micro-batch
 def gpipe(ranks: int, micro_batches: int) -> PipelineSchedule:
     """Do all forwards, then all backwards. Huang et al. 2019.
 
-        rank 0   F0 F1 F2 .  .  .  B0 -- B1 -- B2 --       F0   forward of micro-batch 0
-        rank 1   .  F0 F1 F2 B0 -- B1 -- B2 -- .  .        B0   its backward, which takes twice as
-                                                                long
+        rank 0   F0 F1 F2 .  .  .  B0 -- B1 -- B2 --    F0   forward of micro-batch 0
+        rank 1   .  F0 F1 F2 B0 -- B1 -- B2 -- .  .     B0   its backward, which takes twice as long
 
     Every rank keeps the activations of all micro-batches. Backwards begin with the first
     micro-batch, as those of torch do.
@@ -43,33 +41,33 @@ def gpipe(ranks: int, micro_batches: int) -> PipelineSchedule:
 
 
 def one_forward_one_backward(ranks: int, micro_batches: int) -> PipelineSchedule:
-    """Do a backward as soon as there is one to do. Narayanan et al. 2019 (PipeDream-Flush).
+    """Do each backward as soon as possible. Narayanan et al. 2019 (PipeDream-Flush).
 
         rank 0   F0 F1 .  .  B0 -- F2 B1 -- .  B2 --
         rank 1   .  F0 B0 -- F1 B1 -- F2 B2 -- .  .
 
-    Rank r keeps the activations of ranks - r micro-batches at most.
+    Rank r keeps the activations of at most ranks - r micro-batches.
     """
     rows = [_row(*_own(rank, micro_batches), ahead=ranks - 1 - rank) for rank in range(ranks)]
     return _in_a_line("1f1b", micro_batches, rows)
 
 
 def interleaved(ranks: int, micro_batches: int, chunks: int) -> PipelineSchedule:
-    """Have `chunks` stages on each rank, stage s on rank s % ranks: a smaller bubble for more
-    messages. Narayanan et al. 2021.
+    """Put `chunks` stages on each rank, stage s on rank s % ranks. Narayanan et al. 2021.
 
         rank 0   F0 F1 f0 f1 F2 .  b0 -- F3 b1 -- f2 B0 -- f3 B1 -- .  b2 -- .  b3 -- B2 -- B3 --
-                                   stages 0 (F, B) and 2 (f, b)
         rank 1   .  F0 F1 f0 b0 -- f1 b1 -- F2 B0 -- F3 B1 -- f2 b2 -- f3 b3 -- B2 -- B3 -- .  .
-                    stages 1 (F, B) and 3 (f, b)
 
-    Micro-batches go through all stages of a rank in rounds of as many as there are ranks, or more
-    where that leaves some over. Rank r keeps (chunks - 1) * round + 2 * (ranks - 1 - r) + 1
-    activations at most, each of a stage: one of `chunks` parts of what it holds.
+        rank 0 has stages 0 (F, B) and 2 (f, b), rank 1 has stages 1 (F, B) and 3 (f, b)
+
+    The bubble is smaller, and there are more messages. Micro-batches go through all stages of a
+    rank in rounds. A round has as many of them as there are ranks, or more if some would be left
+    over. Rank r keeps at most (chunks - 1) * round + 2 * (ranks - 1 - r) + 1 activations, each of
+    one stage, which is a part of `chunks` of what the rank holds.
     """
     count = max(1, micro_batches // ranks)
     small, larger = divmod(micro_batches, count)
-    # of the rounds; equal ones where that is possible
+    # The micro-batches of each round: equal numbers if that is possible.
     sizes = [small + (number < larger) for number in range(count)]
     starts = [sum(sizes[:number]) for number in range(count)]
     rounds = [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
@@ -88,15 +86,14 @@ def interleaved(ranks: int, micro_batches: int, chunks: int) -> PipelineSchedule
 
 
 def zero_bubble(ranks: int, micro_batches: int) -> PipelineSchedule:
-    """Split backward: only gradients of inputs hold others up, and those of parameters fill the
-    bubble. ZB-H1 of Qi et al. 2023.
+    """Split backward in halves: gradients of parameters fill the bubble. ZB-H1 of Qi et al. 2023.
 
-        rank 0   F0 F1 .  I0 W0 F2 I1 W1 F3 I2 W2 I3 W3       I0   gradients of what came in
-        rank 1   .  F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3       W0   gradients of parameters
+        rank 0   F0 F1 .  I0 W0 F2 I1 W1 F3 I2 W2 I3 W3    I0   gradients of inputs
+        rank 1   .  F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3    W0   gradients of parameters
 
-    Rank r does the `weight` half of a backward r micro-batches after the `input` half. So every
-    rank keeps the activations of as many micro-batches as there are ranks, which is what the first
-    rank keeps under 1f1b.
+    Other ranks wait for gradients of inputs only. Rank r does the `weight` half of a backward r
+    micro-batches after the `input` half. So every rank keeps the activations of as many
+    micro-batches as there are ranks, which is what the first rank keeps under 1f1b.
     """
     rows = [
         _row(*_own(rank, micro_batches), ahead=ranks - 1 - rank, behind=rank)
@@ -106,19 +103,19 @@ def zero_bubble(ranks: int, micro_batches: int) -> PipelineSchedule:
 
 
 def zbv(ranks: int, micro_batches: int) -> PipelineSchedule:
-    """Split backward, and have two stages on each rank, in a V: rank r has stages r and 2 * ranks -
-    1 - r. ZB-V of Qi et al. 2023.
+    """Split backward in halves, with two stages on each rank in a V. ZB-V of Qi et al. 2023.
 
         stage    0 -> 1 -> 2 -> 3
-        rank     0    1    2    3        the first rank begins, and has the loss: its backwards
-                                         begin soon after
+        rank     0    1    2    3        rank r has stages r and 2 * ranks - 1 - r
                  0 <- 1 <- 2 <- 3
         stage    7 <- 6 <- 5 <- 4
 
-    Every rank keeps 2 * ranks activations at most, each of a stage, which is half of what the rank
-    holds: as much as the first rank keeps under 1f1b.
+    The first rank begins, and computes the loss, so its backwards begin early. Every rank keeps at
+    most 2 * ranks activations, each of one stage, which is half of what the rank holds: as much as
+    the first rank keeps under 1f1b.
     """
-    # fewer don't fill the pipeline: what would be done for more is left out
+    # Fewer micro-batches don't fill the pipeline: build rows for more, and leave out the actions of
+    # those.
     whole = max(2 * ranks - 1, micro_batches)
     rows = [
         tuple(
@@ -131,7 +128,7 @@ def zbv(ranks: int, micro_batches: int) -> PipelineSchedule:
 
 
 CHUNKED: dict[str, Callable[[int, int, int], PipelineSchedule]] = {"interleaved": interleaved}
-"""Schedules for which the user says how many stages a rank has."""
+"""Schedules for which the user chooses the number of stages on a rank."""
 
 FIXED: dict[str, tuple[int, Callable[[int, int], PipelineSchedule]]] = {
     "gpipe": (1, gpipe),
@@ -139,34 +136,43 @@ FIXED: dict[str, tuple[int, Callable[[int, int], PipelineSchedule]]] = {
     "zero-bubble": (1, zero_bubble),
     "zbv": (2, zbv),
 }
-"""Schedules that say themselves how many stages a rank has."""
+"""Schedules that have a fixed number of stages on a rank."""
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
 SCHEDULES: Final = get_args(ScheduleName)
 
 
 def check(name: str, ranks: int, micro_batches: int, chunks: int | None = None) -> int:
-    """Return how many stages each rank has under a schedule as a user asks for it; UsageError
-    for what can't be, or is of no use.
+    """Check a schedule that a user has chosen; return the number of stages on each rank.
+
+    Raises `UsageError` for an impossible schedule, and for one that is of no use.
     """
-    found = _chunks(name, ranks, micro_batches, chunks)
+    stages_per_rank = _chunks(name, ranks, micro_batches, chunks)
     if name in CHUNKED and micro_batches < ranks:
         raise UsageError(
             f"{name} with micro_batches={micro_batches} on {ranks} ranks: "
             "ranks would wait for each other in every round; "
             f"give it micro_batches={ranks} or more, or take 1f1b"
         )
-    return found
+    return stages_per_rank
 
 
 def make_schedule(
     name: str, ranks: int, micro_batches: int, chunks: int | None = None
 ) -> PipelineSchedule:
-    """Build a schedule by name, for any number of ranks and micro-batches: a last batch may have
-    fewer rows than there are ranks.
+    """Build a schedule by name.
 
-    `chunks` is the number of stages on each rank: 2 where `interleaved` isn't told, and given by
-    the schedule for the others. UsageError for what can't be.
+    There may be fewer micro-batches than ranks, as the last batch of an epoch may have few rows.
+
+    Args:
+        name: "gpipe", "1f1b", "interleaved", "zero-bubble" or "zbv".
+        ranks: Number of workers along `stage`.
+        micro_batches: Number of micro-batches.
+        chunks: Number of stages on each rank. Default: 2 for "interleaved"; other schedules have a
+            fixed number.
+
+    Raises:
+        UsageError: There is no such schedule.
     """
     chunks = _chunks(name, ranks, micro_batches, chunks)
     return (
@@ -177,12 +183,12 @@ def make_schedule(
 
 
 def _chunks(name: str, ranks: int, micro_batches: int, chunks: int | None) -> int:
-    """Return how many stages each rank has; UsageError for what can't be."""
+    """Find the number of stages on each rank. Raises `UsageError` for an impossible schedule."""
     if wrong := unknown("schedule", name, ScheduleName):
         raise UsageError(wrong)
-    for what, number in (("ranks", ranks), ("micro_batches", micro_batches)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise UsageError(f"{name} with {what}={number!r}: there has to be 1 at least")
+    for what, value in (("ranks", ranks), ("micro_batches", micro_batches)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UsageError(f"{name} with {what}={value!r}: it has to be at least 1")
     if name in CHUNKED:
         chunks = 2 if chunks is None else chunks
         if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 2:
@@ -203,45 +209,42 @@ def _chunks(name: str, ranks: int, micro_batches: int, chunks: int | None) -> in
 def _in_a_line(
     name: str, micro_batches: int, rows: Sequence[tuple[Action, ...]]
 ) -> PipelineSchedule:
-    """Make a schedule of rows whose stages have the numbers of their ranks."""
+    """Make a schedule of rows whose only stage has the number of the rank."""
     return PipelineSchedule(name, len(rows), micro_batches, tuple(range(len(rows))), tuple(rows))
 
 
 def _own(rank: int, micro_batches: int) -> tuple[Work, Work]:
-    """Return the forwards and the backwards of a rank whose only stage has its number."""
-    work = [(rank, number) for number in range(micro_batches)]
+    """List the forwards and the backwards of a rank whose only stage has its number."""
+    work = [(rank, micro_batch) for micro_batch in range(micro_batches)]
     return work, work
 
 
 def _row(
     forwards: Work, backwards: Work, *, ahead: int, behind: int | None = None
 ) -> tuple[Action, ...]:
-    """Lay the work of a rank out: `ahead` forwards, then a forward and a backward in turn, then the
-    backwards that are left.
+    """Lay out the work of a rank: `ahead` forwards, forwards and backwards in turn, more backwards.
 
-    With `behind` backwards are split, and each `weight` comes that many `input`s after its own.
+    With `behind`, backwards are split, and each `weight` comes `behind` inputs after its own
+    `input`.
     """
     row = [Action("forward", *work) for work in forwards[:ahead]]
-    for number, work in enumerate(backwards):
+    for index, work in enumerate(backwards):
         row += [
-            Action("forward", *next_one)
-            for next_one in forwards[ahead + number : ahead + number + 1]
+            Action("forward", *next_one) for next_one in forwards[ahead + index : ahead + index + 1]
         ]
         if behind is None:
             row.append(Action("backward", *work))
             continue
         row.append(Action("input", *work))
-        if number >= behind:
-            row.append(Action("weight", *backwards[number - behind]))
+        if index >= behind:
+            row.append(Action("weight", *backwards[index - behind]))
     if behind:
         row += [Action("weight", *work) for work in backwards[-behind:]]
     return tuple(row)
 
 
 def _row_of_v(ranks: int, micro_batches: int, rank: int) -> list[Action]:
-    """Lay the work of a rank with two stages in a V out, for 2 * ranks - 1 micro-batches or
-    more.
-    """
+    """Lay out the work of a rank with two stages in a V; micro_batches >= 2 * ranks - 1."""
     down, up = rank, 2 * ranks - 1 - rank
     row: list[Action] = []
     done = dict.fromkeys(
@@ -255,18 +258,19 @@ def _row_of_v(ranks: int, micro_batches: int, rank: int) -> list[Action]:
             row.append(Action(kind, stage, done[kind, stage]))  # type: ignore[arg-type]
             done[kind, stage] += 1
 
-    # until the first micro-batch is back from the tip of the V
+    # Until the first micro-batch is back from the tip of the V.
     do(down, "F" * (2 * (ranks - rank) - 1))
     for _ in range(rank):
         do(up, "F")
         do(down, "F")
     for _ in range(ranks - rank):
         do(up, "FIW")
-    # the steady state: three units for each stage, in turn
+    # The steady state: three units for each of the two stages, in turn.
     while done["forward", up] < micro_batches:
         do(down, "FIW" if done["forward", down] < micro_batches else "IW")
         do(up, "FIW")
-    for _ in range(rank):  # no forwards are left: inputs first, as others wait for them
+    # No forwards are left. Inputs come first, as other ranks wait for them.
+    for _ in range(rank):
         do(down, "I")
         do(up, "I")
     for _ in range(ranks - rank):

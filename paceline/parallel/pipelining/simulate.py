@@ -1,8 +1,7 @@
-"""Runs a schedule on given times, without a process: when each action begins and ends, the bubble,
-and what each rank keeps.
+"""Runs a schedule on given times, without a process: begins and ends of actions, bubble, memory.
 
 rank 0   F0 F1 F2 .  .  .  B0 --       a rank does one action at a time, in the order of its row
-           \\           /               what it has made travels while it goes on
+           \\           /               results travel while the rank goes on
 rank 1   .  .  F0 B0 -- F1 B1 --
 """
 
@@ -28,14 +27,20 @@ INSTANT = LinkSpeed(0.0, float("inf"))
 
 @dataclass(frozen=True)
 class StageTimes:
-    """What one micro-batch takes in each stage, and between stages: seconds on a rank of speed 1,
-    and bytes.
+    """What one micro-batch takes in each stage and between stages.
 
-    `input_backwards` and `weight_backwards` are what the halves of a split backward take; without
-    them each is half of it. `kept` are the bytes of activations that a stage keeps for its
-    backward. The others have a value for each boundary between a stage and the next: `sends` are
-    the bytes that go over it, `returns` those of gradients that come back, or as many, and `links`
-    is over what.
+    Seconds are those of a rank of speed 1. `sends`, `returns` and `links` have a value for each
+    boundary between a stage and the next, and all others one for each stage.
+
+    Attributes:
+        forwards: Seconds of the forward.
+        backwards: Seconds of the whole backward.
+        input_backwards: Seconds of its `input` half. Default: half of the backward.
+        weight_backwards: Seconds of its `weight` half. Default: half of the backward.
+        kept: Bytes of activations that the stage keeps for its backward. Default: not computed.
+        sends: Bytes that go over the boundary. Default: none.
+        returns: Bytes of gradients that come back over it. Default: as many as it sends.
+        links: Speed of the link. Default: transfers take no time.
     """
 
     forwards: Sequence[float]
@@ -48,7 +53,7 @@ class StageTimes:
     links: Sequence[LinkSpeed] | None = None
 
     def seconds(self, kind: Kind, stage: int) -> float:
-        """Return what an action takes on a rank of speed 1."""
+        """Seconds of an action on a rank of speed 1."""
         if kind == "forward":
             return self.forwards[stage]
         whole = self.backwards[stage]
@@ -59,14 +64,14 @@ class StageTimes:
         return whole
 
     def nbytes(self, boundary: int, *, back: bool) -> float:
-        """Return how much goes over a boundary for one micro-batch, or comes back over it."""
+        """Bytes that go over a boundary for one micro-batch, or come back over it."""
         chosen = self.returns if back and self.returns is not None else self.sends
         return 0.0 if chosen is None else chosen[boundary]
 
 
 @dataclass(frozen=True)
 class ActionSpan:
-    """An action, and when it begins and ends, in seconds."""
+    """An action with its begin and end, in seconds."""
 
     action: Action
     start: float
@@ -75,8 +80,9 @@ class ActionSpan:
 
 @dataclass(frozen=True)
 class Transfer:
-    """What `action` has made, on its way from the rank `source` to the rank `target`: when it
-    leaves, and when all of it is there.
+    """The result of `action` on its way from rank `source` to rank `target`.
+
+    It leaves at `start`, and all of it has arrived at `end`, in seconds.
     """
 
     action: Action
@@ -89,15 +95,13 @@ class Transfer:
 
 @dataclass(frozen=True)
 class PipelineTimeline:
-    """A schedule with the times of all of its actions, one row for each rank, and of what
-    travels between ranks. Begins at 0.
-    """
+    """The times of all actions of a schedule, a row for each rank, and of all transfers, from 0."""
 
     schedule: PipelineSchedule
     rows: tuple[tuple[ActionSpan, ...], ...]
     transfers: tuple[Transfer, ...]
     kept_bytes: tuple[float, ...]
-    """The bytes of activations that each rank keeps at once at most."""
+    """Bytes of activations that each rank keeps at once, at most."""
 
     @cached_property
     def makespan(self) -> float:
@@ -113,13 +117,14 @@ class PipelineTimeline:
 
     @property
     def bubble(self) -> float:
-        """The part of the time of all ranks in which they have nothing to do, from 0 to 1."""
+        """Fraction of all ranks' time in which they have nothing to do, from 0 to 1."""
         return sum(self.idle) / (self.schedule.ranks * self.makespan) if self.makespan else 0.0
 
     @property
     def kept(self) -> tuple[float, ...]:
-        """The micro-batches whose activations each rank keeps at once at most; one in one of two
-        stages of a rank is half of one.
+        """Number of micro-batches whose activations each rank keeps at once, at most.
+
+        A micro-batch in one of two stages of a rank counts one half.
         """
         schedule = self.schedule
         return tuple(
@@ -130,33 +135,46 @@ class PipelineTimeline:
 def simulate(
     schedule: PipelineSchedule, times: StageTimes, speeds: Sequence[float] | None = None
 ) -> PipelineTimeline:
-    """Run a schedule on given times; `speeds` has for each rank how much faster it computes than a
-    rank of speed 1.
+    """Run a schedule on given times.
 
-    A rank begins an action when it is through with the one before, and all that it needs has come.
-    Transfers run beside computing. Those from one rank to another leave one after another, each
-    once it is made and the link is free; it holds the link for its bytes, and is there a latency
-    later. Nothing travels between two stages of one rank. UsageError where times don't fit the
-    schedule.
+    A rank begins an action when it has finished the one before, and all that the action needs is
+    there. Transfers run beside computing. Those from one rank to another leave one after another,
+    each once its tensor is made and the link is free. A transfer occupies the link for the time of
+    its bytes, and arrives a latency later. Nothing travels between two stages of one rank.
+
+    Args:
+        schedule: Schedule to run.
+        times: Times and sizes of its stages.
+        speeds: How much faster each rank is than a rank of speed 1. Default: all have speed 1.
+
+    Raises:
+        UsageError: Times don't fit the schedule.
     """
     speeds = [1.0] * schedule.ranks if speeds is None else speeds
     _fit(schedule, times, speeds)
-    there: dict[Action, float] = {}  # when the stage that needs what an action makes has it
+    # When the result of an action is where it is needed.
+    available_at: dict[Action, float] = {}
     clock = [0.0] * schedule.ranks
-    free: dict[tuple[int, int], float] = {}  # when the link from one rank to another is free again
+    # When the link from one rank to another is free again.
+    free: dict[tuple[int, int], float] = {}
     rows: list[list[ActionSpan]] = [[] for _ in range(schedule.ranks)]
     transfers = []
-    # what takes a link comes from one rank, in the order of its row: any order of ranks will do
+    # A link is used by one rank, in the order of its row. So ranks can be gone through in any
+    # order.
     for rank, action in in_order(schedule):
         start = max(
             [
                 clock[rank],
-                *(there[need] for need in schedule.needs(action) if need.stage != action.stage),
+                *(
+                    available_at[need]
+                    for need in schedule.needs(action)
+                    if need.stage != action.stage
+                ),
             ]
         )
         clock[rank] = start + times.seconds(action.kind, action.stage) / speeds[rank]
         rows[rank].append(ActionSpan(action, start, clock[rank]))
-        there[action] = clock[rank]
+        available_at[action] = clock[rank]
         stage = schedule.target(action)
         if stage is not None and (way := (rank, schedule.placed[stage])) != (rank, rank):
             boundary = min(stage, action.stage)
@@ -164,57 +182,56 @@ def simulate(
             nbytes = times.nbytes(boundary, back=stage < action.stage)
             leaves = max(clock[rank], free.get(way, 0.0))
             free[way] = leaves + nbytes / link.bytes_per_second
-            there[action] = free[way] + link.latency_seconds
-            transfers.append(Transfer(action, *way, leaves, there[action], nbytes))
-    kept = [0.0] * schedule.ranks if times.kept is None else most_kept(schedule, times.kept)
-    return PipelineTimeline(schedule, tuple(map(tuple, rows)), tuple(transfers), tuple(kept))
+            available_at[action] = free[way] + link.latency_seconds
+            transfers.append(Transfer(action, *way, leaves, available_at[action], nbytes))
+    kept_bytes = [0.0] * schedule.ranks if times.kept is None else most_kept(schedule, times.kept)
+    return PipelineTimeline(schedule, tuple(map(tuple, rows)), tuple(transfers), tuple(kept_bytes))
 
 
 def _fit(schedule: PipelineSchedule, times: StageTimes, speeds: Sequence[float]) -> None:
-    """Raise UsageError where there are too few or too many times, or some can't be."""
+    """Raise `UsageError` if there are too few or too many times, or impossible ones."""
     stages, between = schedule.stages, schedule.stages - 1
-    wanted = dict.fromkeys(
+    lengths = dict.fromkeys(
         ("forwards", "backwards", "input_backwards", "weight_backwards", "kept"), stages
     )
-    wanted |= {"sends": between, "returns": between}
-    given = {name: getattr(times, name) for name in wanted} | {
+    lengths |= {"sends": between, "returns": between}
+    values_by_name = {name: getattr(times, name) for name in lengths} | {
         "links": times.links,
         "speeds": speeds,
     }
-    for name, number in {**wanted, "links": between, "speeds": schedule.ranks}.items():
-        values = given[name]
+    for name, length in {**lengths, "links": between, "speeds": schedule.ranks}.items():
+        values = values_by_name[name]
         if values is None:
             continue
-        if len(values) != number:
+        if len(values) != length:
             raise UsageError(
-                f"{name} has {counted(len(values), 'value')}: for {schedule.name} here it has to "
-                f"have {number}"
+                f"{name} has {counted(len(values), 'value')}: for {schedule.name} here it needs "
+                f"{length}"
             )
         if name != "links" and any(
             not value >= 0 or value == float("inf") or (name == "speeds" and not value)
             for value in values
         ):
             raise UsageError(
-                f"{name} is {list(values)}: "
-                f"a number of them is no {'speed' if name == 'speeds' else 'time or size'}"
+                f"{name} is {list(values)}: each has to be finite, and "
+                f"{'above 0' if name == 'speeds' else '0 or more'}"
             )
     if any(
         not link.latency_seconds >= 0 or not link.bytes_per_second > 0 for link in times.links or ()
     ):
         raise UsageError(
-            f"links is {[tuple(link) for link in times.links or ()]}: a link has a latency of 0 or "
-            "more, and takes bytes"
+            f"links is {[tuple(link) for link in times.links or ()]}: each link needs a latency of "
+            "0 or more, and more than 0 bytes per second"
         )
 
 
 def even_times(
     schedule: PipelineSchedule, forward: float, backward: float, transfer: float = 0.0
 ) -> StageTimes:
-    """Return times for stages that are all alike: `forward` and `backward` of all that a rank
-    holds, and of what travels between stages.
+    """Make times for equal stages; `forward` and `backward` are those of a whole rank, in seconds.
 
-    So schedules with several stages on a rank have as much to do as those with one. But they send
-    as much between any two stages.
+    So schedules with several stages on a rank compute as much as those with one. A message between
+    two stages takes `transfer` seconds in all of them.
     """
     chunks = schedule.stages / schedule.ranks
     count, between = schedule.stages, schedule.stages - 1

@@ -1,17 +1,18 @@
-"""Which layers go to which stage: the slowest of all that works at once decides, and every worker
-has so much memory.
+"""Finds the split of layers into stages with which a pipeline takes least time.
 
     layers     tokens positions | blocks.0 blocks.1 blocks.2 | blocks.3 blocks.4 norm | head
-               counts [2, 3, 3, 1]
-    stages     0                  1                            2                         3
-    workers    0                  1                            0                         1
-                                                               interleaved: schedule.placed
+    counts     2                  3                            3                        1
+    stages     0                  1                            2                        3
+    workers    0                  1                            0                        1
 
-First a dynamic programme finds the split whose slowest stage (or link) is fastest: it goes through
-the stages and keeps, for each number of layers used up, the best partial split, or where workers
-have several stages that share their memory, those of which no other is better in both. Then splits
-are run through the schedule, all of them or those that lie near, and the one that takes least is
-it.
+The slowest of all stages that work at once decides, and every worker has a limit of memory. Here
+each of two workers has two stages (interleaved).
+
+First a dynamic programme finds the split whose slowest stage (or link) is fastest. It goes through
+the stages, and keeps the best partial split for each number of layers used up. If workers have
+several stages that share their memory, it keeps all partial splits that no other one beats in both
+time and memory. Then splits are run through the schedule: all of them, or those close to the first.
+The one that takes least time is chosen.
 """
 
 from __future__ import annotations
@@ -29,23 +30,30 @@ from paceline.formatting import counted, sized
 from paceline.parallel.pipelining.schedule import COMPLETES, PipelineSchedule
 from paceline.parallel.pipelining.simulate import PipelineTimeline, StageTimes, simulate
 
-NARROW, WIDE = 4, 32  # so many partial splits are kept for each number of layers
-GROWING = ("time", "memory")  # loads that are more the more layers a stage has
-# actions of the schedule, run one after the other to find the best of several splits: about a
-# second
+# Number of partial splits that are kept for each number of layers.
+NARROW, WIDE = 4, 32
+# Loads that grow with the number of layers in a stage.
+GROWING = ("time", "memory")
+# Simulated actions in the search for the best of several splits: about a second.
 TRIED = 60_000
 
-# what is loaded: ("time", stage), ("there", stage), ("back", stage) or ("memory", rank, case)
+# ("time", stage), ("there", stage), ("back", stage), ("memory", rank, case).
 Load = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer takes for one micro-batch: seconds on a worker of speed 1, and bytes.
+    """What one layer takes for one micro-batch.
 
-    `trained` are the bytes of those parameters that have gradients, `kept` those of what it makes
-    and keeps for its backward. `sends` would go to the next worker if a stage ended after this
-    layer, and be kept there; `returns` would come back.
+    Attributes:
+        name: Path of the module.
+        forward_seconds: Seconds of its forward on a worker of speed 1.
+        backward_seconds: Seconds of its backward on a worker of speed 1.
+        parameters: Bytes of its parameters.
+        trained: Bytes of those parameters that have gradients.
+        kept: Bytes of activations that it makes and keeps for its backward.
+        sends: Bytes that would go to the next worker, and be kept there, if a stage ended after it.
+        returns: Bytes of gradients that would come back then.
     """
 
     name: str
@@ -60,11 +68,16 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class SplitProblem:
-    """Layers that a schedule's stages are to have, over workers of these `speeds`, each of so many
-    bytes of `memory`.
+    """Layers to be dealt to the stages of a schedule.
 
-    `links` has what each boundary between a stage and the next goes over. An optimizer keeps
-    `remembered` bytes for each byte of a trained parameter: 2 for Adam, 1 for a momentum.
+    Attributes:
+        costs: Costs of all layers, in order.
+        schedule: Schedule of the stages.
+        speeds: How much faster each worker is than one of speed 1.
+        memory: Bytes of each worker. Default: no limits.
+        links: Speed of the link between each stage and the next. Default: transfers take no time.
+        remembered: Bytes that the optimizer keeps for each byte of a trained parameter: 2 for Adam
+            (default), 1 for a momentum.
     """
 
     costs: Sequence[LayerCost]
@@ -81,30 +94,29 @@ class SplitProblem:
                 f"{counted(len(self.costs), 'layer')} can't fill {stages} stages; "
                 "take fewer stages, or name more layers"
             )
-        wanted = {"speeds": ranks, "memory": ranks, "links": stages - 1}
-        given: dict[str, Sequence[object] | None] = {
+        lengths = {"speeds": ranks, "memory": ranks, "links": stages - 1}
+        values_by_name: dict[str, Sequence[object] | None] = {
             "speeds": self.speeds,
             "memory": self.memory,
             "links": self.links,
         }
-        for name, number in wanted.items():
-            values = given[name]
-            if values is not None and len(values) != number:
+        for name, length in lengths.items():
+            values = values_by_name[name]
+            if values is not None and len(values) != length:
                 raise UsageError(
-                    f"{name} has {counted(len(values), 'value')}; here it has to have {number}"
+                    f"{name} has {counted(len(values), 'value')}; here it needs {length}"
                 )
         if not all(0 < speed < float("inf") for speed in self.speeds):
             raise UsageError(f"speeds are {list(self.speeds)}; each has to be above 0")
 
     def sizes(self, start: int, stop: int) -> tuple[float, float, float]:
-        """Return seconds, bytes of state and bytes of activations of the layers from `start` to
-        before `stop`.
-        """
-        seconds, state, kept = [line[stop] - line[start] for line in self._sums]
-        return seconds, state, kept + (self.costs[start - 1].sends if start else 0)
+        """Seconds, bytes of state and bytes of activations of layers `start` to before `stop`."""
+        seconds, state, activations = [line[stop] - line[start] for line in self._sums]
+        return seconds, state, activations + (self.costs[start - 1].sends if start else 0)
 
     @cached_property
     def _sums(self) -> tuple[list[float], list[int], list[int]]:
+        """Seconds, bytes of state and bytes of activations of all layers before each one."""
         seconds = accumulate(
             (cost.forward_seconds + cost.backward_seconds for cost in self.costs), initial=0.0
         )
@@ -116,24 +128,18 @@ class SplitProblem:
         )
 
     def state_bytes(self, cost: LayerCost) -> int:
-        """Return the bytes of a layer's parameters, their gradients, and what the optimizer
-        keeps for them.
-        """
+        """Bytes of a layer's parameters, their gradients, and the optimizer's state for them."""
         return cost.parameters + round(cost.trained * (1 + self.remembered))
 
     @cached_property
     def kept_at_once(self) -> list[list[Mapping[int, int]]]:
-        """How many micro-batches each stage of a worker keeps at once, wherever that is most:
-        for each worker, one or several cases.
-        """
+        """Micro-batches that stages keep at the worst moments, one or several per worker."""
         return [_most_at_once(self.schedule, rank) for rank in range(self.schedule.ranks)]
 
     def loads(self, stage: int, start: int, stop: int) -> Iterator[tuple[Load, float]]:
-        """Yield what a stage of these layers loads: its time, the links after it, and a part of
-        its worker's memory.
-        """
+        """Yield the loads of a stage with these layers: time, links, and its part of a memory."""
         rank = self.schedule.placed[stage]
-        seconds, state, kept = self.sizes(start, stop)
+        seconds, state, activations = self.sizes(start, stop)
         yield ("time", stage), seconds / self.speeds[rank]
         if (
             self.links is not None
@@ -146,11 +152,11 @@ class SplitProblem:
             for case, counts in enumerate(self.kept_at_once[rank]):
                 yield (
                     ("memory", rank, case),
-                    (state + counts.get(stage, 0) * kept) / max(self.memory[rank], 1),
+                    (state + counts.get(stage, 0) * activations) / max(self.memory[rank], 1),
                 )
 
     def times(self, counts: Sequence[int]) -> StageTimes:
-        """Return what a split takes, as a schedule is run on."""
+        """Times and sizes of a split, to simulate a schedule with."""
         bounds = list(pairwise([0, *accumulate(counts)]))
         parts = [self.costs[start:stop] for start, stop in bounds]
         return StageTimes(
@@ -163,16 +169,16 @@ class SplitProblem:
         )
 
     def timeline(self, counts: Sequence[int]) -> PipelineTimeline:
-        """Run the schedule on a split."""
+        """Simulate the schedule on a split."""
         return simulate(self.schedule, self.times(counts), self.speeds)
 
     @cached_property
     def tries(self) -> int:
-        """How many splits can be run through the schedule."""
+        """Number of splits that can be simulated in the time allowed."""
         return max(TRIED // sum(map(len, self.schedule.rows)), 30)
 
     def slowest(self, counts: Sequence[int]) -> float:
-        """Return the seconds that the slowest stage or link takes for one micro-batch."""
+        """Seconds that the slowest stage or link takes for one micro-batch."""
         bounds = enumerate(pairwise([0, *accumulate(counts)]))
         return max(
             load
@@ -182,9 +188,7 @@ class SplitProblem:
         )
 
     def price(self, counts: Sequence[int]) -> tuple[float, float]:
-        """Return what makes one split better than another: the time through the schedule, to a
-        thousandth, and the slowest stage.
-        """
+        """Sort key of a split: simulated time, rounded to a thousandth, then its slowest stage."""
         return float(f"{self.timeline(counts).makespan:.4g}"), self.slowest(counts)
 
     def fits(self, counts: Sequence[int]) -> bool:
@@ -194,9 +198,7 @@ class SplitProblem:
         )
 
     def memory_bytes(self, counts: Sequence[int]) -> list[float]:
-        """Return the bytes that each worker needs at most, for parameters, gradients, the
-        optimizer and activations.
-        """
+        """Bytes that each worker needs at most: parameters, gradients, optimizer, activations."""
         starts = [0, *accumulate(counts)]
         needed = list(self.timeline(counts).kept_bytes)
         for stage, (start, stop) in enumerate(pairwise(starts)):
@@ -205,15 +207,15 @@ class SplitProblem:
 
 
 def best_split(problem: SplitProblem) -> list[int]:
-    """Return how many layers each stage has, so that the schedule takes the least time within the
-    memory of all workers.
+    """Find the number of layers of each stage with which the schedule takes least time.
 
-    Of those that take as long it is the one whose slowest stage is fastest. UsageError where no
-    split fits into the memory.
+    Of splits that take equally long, it is the one whose slowest stage is fastest. Raises
+    `UsageError` if no split fits into the memory of all workers.
     """
     start = fastest_slowest(problem)
     if start is None:
         raise UsageError(_explain_memory(problem, problem.memory or ()))
+    # Few splits are all tried. Of many, go on from the better one of two by moving layers.
     layers, stages = len(problem.costs), problem.schedule.stages
     if comb(layers - 1, stages - 1) <= problem.tries:
         return min(
@@ -254,64 +256,63 @@ def all_splits(layers: int, stages: int) -> Iterator[list[int]]:
 
 
 def even_split(layers: int, stages: int) -> list[int]:
-    """Return how many layers each stage has if all have as many, the first one more where they
-    can't.
-    """
+    """Deal equally many layers to all stages; the first ones get one more if that's impossible."""
     return [layers // stages + (stage < layers % stages) for stage in range(stages)]
 
 
 def check_split(counts: Sequence[int], layers: Sequence[str], stages: int) -> list[int]:
-    """Return a split that somebody has written; UsageError where it is none of these layers and
-    stages.
-    """
-    given = list(counts)
-    if len(given) != stages or sum(given) != len(layers) or min(given) < 1:
+    """Check a split that a user has written. Raises `UsageError` if it doesn't fit."""
+    split = list(counts)
+    if len(split) != stages or sum(split) != len(layers) or min(split) < 1:
         raise UsageError(
-            f"split={given} doesn't deal {counted(len(layers), 'layer')} to "
+            f"split={split} doesn't deal {counted(len(layers), 'layer')} to "
             f"{counted(stages, 'stage')}: "
             f"it needs {stages} numbers above 0 with the sum {len(layers)}, such as "
             f"{even_split(len(layers), stages)}"
         )
-    return given
+    return split
 
 
 def _explain_memory(problem: SplitProblem, memory: Sequence[float]) -> str:
+    """Explain that no split fits, with the split that needs least memory."""
     counts = _Search(problem, minimised=("memory",), bounded=()).best()
     assert counts is not None
     needed = problem.memory_bytes(counts)
     worst = max(range(len(needed)), key=lambda rank: needed[rank] / max(memory[rank], 1))
-    kept = problem.timeline(counts).kept_bytes[worst]
+    activation_bytes = problem.timeline(counts).kept_bytes[worst]
     return (
         f"no split of these {len(problem.costs)} layers fits: the one that needs least, {counts}, "
         f"takes {sized(needed[worst])} on worker "
-        f"{worst}, which has {sized(memory[worst])} ({sized(needed[worst] - kept)} for parameters, "
-        f"gradients and optimizer, {sized(kept)} "
+        f"{worst}, which has {sized(memory[worst])} "
+        f"({sized(needed[worst] - activation_bytes)} for parameters, gradients and optimizer, "
+        f"{sized(activation_bytes)} "
         "for activations); take more stages, smaller micro-batches or activation checkpointing"
     )
 
 
 class _Partial(NamedTuple):
-    """A split of the first layers over the first stages: its largest load so far, and those
-    loads to which later stages may add.
+    """A split of the first layers over the first stages.
+
+    `worst` is its largest load so far. `square` is the sum of squares of the times, so that of
+    equals the more even one comes first. `loads` are those to which later stages may add.
     """
 
     worst: float
-    square: float  # of the times, so that of equals the more even comes first
+    square: float
     loads: tuple[float, ...]
     counts: tuple[int, ...]
 
 
 def fastest_slowest(problem: SplitProblem) -> list[int] | None:
-    """Return the split whose slowest stage or link is fastest within the memory of all workers,
-    None where none fits.
-    """
+    """Find the split whose slowest stage or link is fastest; None if none fits into memory."""
     return _Search(problem, minimised=("time", "there", "back"), bounded=("memory",)).best()
 
 
 @dataclass
 class _Search:
-    """Finds the split whose largest load is least, of those kinds that are `minimised`; none
-    that are `bounded` may be above 1.
+    """Finds the split whose largest load is least.
+
+    Loads of the kinds in `minimised` count. None of the kinds in `bounded` may be above 1.
     """
 
     problem: SplitProblem
@@ -325,11 +326,12 @@ class _Search:
             [key for key, _ in self.problem.loads(stage, stage, stage + 1)]
             for stage in range(stages)
         ]
-        known = dict.fromkeys(key for keys in used for key in keys)
-        self.open = [  # after each stage, the loads that were begun and will grow
+        all_keys = dict.fromkeys(key for keys in used for key in keys)
+        # After each stage: the loads that have begun, and will grow with later stages.
+        self.open = [
             tuple(
                 key
-                for key in known
+                for key in all_keys
                 if any(key in row for row in used[: at + 1])
                 and any(key in row for row in used[at + 1 :])
             )
@@ -337,16 +339,15 @@ class _Search:
         ]
 
     def best(self) -> list[int] | None:
-        """Return the best split, None where none is within the bounds."""
+        """Find the best split; None if none is within the bounds."""
+        # If the narrow search dropped a partial split, a wider one may find something better.
         best, dropped = self._least(NARROW, self._even())
         if dropped:
             best = self._least(WIDE, best.worst if best else self._even())[0] or best
         return list(best.counts) if best else None
 
     def _even(self) -> float:
-        """Return the largest load of the split into as many layers each, which no best one is
-        above; infinite where it is out of bounds.
-        """
+        """Largest load of the even split, a limit for the best one; infinite if out of bounds."""
         loads = dict[Load, float]()
         for stage, part in enumerate(
             pairwise([0, *accumulate(even_split(len(self.problem.costs), self._stages))])
@@ -361,9 +362,8 @@ class _Search:
         )
 
     def _least(self, width: int, limit: float) -> tuple[_Partial | None, bool]:
-        """Return a split whose largest load is least, none above `limit`, and whether there were
-        more partial ones than `width`.
-        """
+        """Find a split whose largest load is least and at most `limit`; whether any was dropped."""
+        # By number of layers used up: partial splits over the stages so far.
         cells, dropped = {0: [_Partial(0.0, 0.0, (), ())]}, False
         keys: tuple[Load, ...] = ()
         for stage in range(self._stages):
@@ -371,13 +371,16 @@ class _Search:
             for start, partials in cells.items():
                 for stop in self._stops(stage, start):
                     added = list(self.problem.loads(stage, start, stop))
+                    # More layers would only add to these loads.
                     if any(
                         load > self._limit(key, limit) for key, load in added if key[0] in GROWING
                     ):
                         break
-                    made = (self._add(one, keys, added, stage, stop - start) for one in partials)
+                    extended = (
+                        self._add(one, keys, added, stage, stop - start) for one in partials
+                    )
                     grown.setdefault(stop, []).extend(
-                        one for one in made if one is not None and one.worst <= limit
+                        one for one in extended if one is not None and one.worst <= limit
                     )
             cells = {stop: _undominated(partials, width) for stop, partials in grown.items()}
             dropped = dropped or any(len(partials) == width for partials in cells.values())
@@ -391,9 +394,7 @@ class _Search:
         )
 
     def _stops(self, stage: int, start: int) -> Sequence[int]:
-        """Return where a stage that begins at the layer `start` can end, so that those after it
-        have layers too.
-        """
+        """Ends of a stage that begins at layer `start`, such that later stages have layers, too."""
         layers = len(self.problem.costs)
         return (
             [layers]
@@ -409,6 +410,7 @@ class _Search:
         stage: int,
         count: int,
     ) -> _Partial | None:
+        """Extend a partial split by a stage of `count` layers; None if it goes out of bounds."""
         loads = dict(zip(keys, one.loads, strict=True))
         worst, square = one.worst, one.square
         for key, load in added:
@@ -429,25 +431,27 @@ class _Search:
 
 
 def _undominated(partials: Sequence[_Partial], width: int) -> list[_Partial]:
-    kept = list[_Partial]()
+    """Keep the `width` best partial splits that no better one beats in all open loads."""
+    best = list[_Partial]()
     for one in sorted(partials):
-        # their worst is no more
+        # Those before it in this order have no larger worst load.
         if not any(
-            all(mine <= its for mine, its in zip(other.loads, one.loads, strict=True))
-            for other in kept
+            all(load <= other for load, other in zip(better.loads, one.loads, strict=True))
+            for better in best
         ):
-            kept.append(one)
-            if len(kept) == width:
+            best.append(one)
+            if len(best) == width:
                 break
-    return kept
+    return best
 
 
 def _most_at_once(schedule: PipelineSchedule, rank: int) -> list[Mapping[int, int]]:
-    """Return how many micro-batches each stage of a rank keeps, at those times that no other
-    time is above in all of them.
+    """Count the micro-batches that stages of a rank keep, at all moments that no other exceeds.
+
+    A moment is left out if at another one all of the rank's stages keep at least as many.
     """
-    held = schedule.held(rank)
-    now, seen = dict.fromkeys(held, 0), set[tuple[int, ...]]()
+    stages = schedule.held(rank)
+    now, seen = dict.fromkeys(stages, 0), set[tuple[int, ...]]()
     for action in schedule.rows[rank]:
         now[action.stage] += (action.kind == "forward") - (action.kind in COMPLETES)
         seen.add(tuple(now.values()))
@@ -458,4 +462,4 @@ def _most_at_once(schedule: PipelineSchedule, rank: int) -> list[Mapping[int, in
             other != one and all(a >= b for a, b in zip(other, one, strict=True)) for other in seen
         )
     ]
-    return [dict(zip(held, one, strict=True)) for one in sorted(most)]
+    return [dict(zip(stages, one, strict=True)) for one in sorted(most)]

@@ -1,6 +1,4 @@
-"""A split as a table for people: what each stage has, how long it takes and what it needs, and
-what a step would take in another split.
-"""
+"""A split of layers into stages as a table, with times, memory and the predicted step."""
 
 from __future__ import annotations
 
@@ -14,8 +12,9 @@ HEAD = ("stage", "worker", "layers", "time", "share", "parameters")
 
 
 def describe_split(problem: SplitProblem, counts: Sequence[int]) -> str:
-    """Return a table of the stages of a split, what each worker needs in memory, and the time of
-    a step beside that of the even split.
+    """Write a split as a table of its stages, with each worker's memory and the time of a step.
+
+    The time is compared with that of the even split.
     """
     times, placed, speeds = problem.times(counts), problem.schedule.placed, problem.speeds
     busy = [
@@ -61,6 +60,7 @@ def _memory(problem: SplitProblem, counts: Sequence[int]) -> Iterator[str]:
 
 
 def _steps(problem: SplitProblem, counts: Sequence[int]) -> Iterator[str]:
+    """Write the predicted time of a step, and how much longer the even split would take."""
     timeline, schedule = problem.timeline(counts), problem.schedule
     text = (
         f"predicted: {_time(timeline.makespan)} for a step of {schedule.micro_batches} "

@@ -1,7 +1,6 @@
-"""The forward of a model as operations, by torch.fx: layers are called whole, and what lies between
-them is taken down call by call.
+"""Traces the forward of a model with torch.fx: layers are called whole, all else is recorded.
 
-It is traced in training and in evaluation; an argument that differs, such as the probability of a
+It is traced in training and in evaluation. An argument that differs, such as the probability of a
 dropout, is kept for both.
 """
 
@@ -25,10 +24,10 @@ from torch import Tensor, nn
 from torch.fx import Node, Proxy, Tracer
 from torch.fx.proxy import TraceError
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_leaves
 
 from paceline.errors import UsageError
 from paceline.parallel.pipelining.operations import OUTPUT, Attribute, Operation, Ref, substitute
+from paceline.parallel.torch_pytree import tree_leaves
 
 INSTEAD = (
     "name the module that does this as one layer, or say trace=False if the layers simply follow "
@@ -37,16 +36,18 @@ INSTEAD = (
 RANDOM = (torch.rand, torch.randint, torch.randn, torch.randperm)
 FILLED = (torch.empty, torch.eye, torch.full, torch.ones, torch.zeros)
 RANGES = (torch.arange, torch.linspace, torch.logspace)
-FACTORIES = (*RANDOM, *FILLED, *RANGES, torch.tensor)  # torch.fx sees no tensor in their arguments
-# bytecode between a value and the jump by its truth
+# torch.fx overlooks them: no argument is a tensor.
+FACTORIES = (*RANDOM, *FILLED, *RANGES, torch.tensor)
+# Bytecode that may lie between a value and the jump that depends on its truth.
 SILENT = ("CACHE", "TO_BOOL", "NOT_TAKEN", "COPY", "EXTENDED_ARG")
 FX = str(Path(torch.__file__).parent / "fx")
 OURS = (str(Path(torch.__file__).parent), __file__)
-TRACING = threading.RLock()  # torch.fx patches nn.Module while it traces
+# One thread at a time, as torch.fx patches nn.Module while it traces.
+TRACING = threading.RLock()
 
 
 class Untraceable(UsageError):
-    """A forward does what can't be taken down, for this reason."""
+    """A forward that can't be traced, with the reason."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"{reason}; {INSTEAD}")
@@ -56,11 +57,10 @@ class Untraceable(UsageError):
 def trace_operations(
     model: nn.Module, layers: Sequence[str], inputs: Sequence[str]
 ) -> list[Operation]:
-    """Take down what the forward of a model does, given these of its arguments; `layers` are
-    called whole.
-    """
+    """Trace the forward of a model for these of its arguments; `layers` are called whole."""
     refuse_hooks(model, layers)
     with TRACING:
+        # The third trace shows what differs between two traces of the same mode.
         training, evaluation, again = (
             _trace(model, layers, inputs, training=mode) for mode in (True, False, True)
         )
@@ -71,6 +71,7 @@ def trace_operations(
 def _merge(
     model: nn.Module, training: Sequence[Operation], evaluation: Sequence[Operation]
 ) -> list[Operation]:
+    """Merge the traces of two modes, which may differ in arguments alone."""
     pairs = zip(training, evaluation, strict=False)
     other = next(
         (
@@ -92,7 +93,7 @@ def _merge(
 def _refuse_changes(
     model: nn.Module, first: Sequence[Operation], again: Sequence[Operation]
 ) -> None:
-    """Refuse a forward that does something else each time: it would do the same ever after."""
+    """Raise `UsageError` for a forward that does something else each time."""
     alike = [
         one.merged(two) for one, two in zip(first, again, strict=False) if one.target == two.target
     ]
@@ -101,14 +102,15 @@ def _refuse_changes(
         at = f" (at {changed})" if changed else ""
         kind = type(model).__name__
         raise UsageError(
-            f"the forward of {kind} does other things each time{at}, as if it drew random numbers "
-            f"by itself; {INSTEAD}"
+            f"the forward of {kind} does other things each time{at}, such as drawing random "
+            f"numbers in Python; {INSTEAD}"
         )
 
 
 def _trace(
     model: nn.Module, layers: Sequence[str], inputs: Sequence[str], *, training: bool
 ) -> list[Operation]:
+    """Trace a forward once, and set back whatever it changes in modules around the layers."""
     through = {name: module for name, module in model.named_modules() if not is_whole(name, layers)}
     before = {name: dict(vars(module)) for name, module in through.items()}
     tracer = LayerTracer(layers, inputs)
@@ -127,28 +129,34 @@ def _trace(
             vars(module).clear()
             vars(module).update(before[name])
     _refuse_assignments(before, after)
-    kept = {
+    # Nodes that only look something up are no operations: put it into the arguments of others.
+    replacements = {
         node: place
         for node in graph.nodes
         if node.op == "get_attr"
         for place in [tracer.constants.get(node.target, Attribute(node.target))]
     }
     return [
-        tracer.operation(node, kept)
+        tracer.operation(node, replacements)
         for node in graph.nodes
         if node.op not in ("get_attr", "placeholder")
     ]
 
 
 def is_whole(name: str, layers: Sequence[str]) -> bool:
-    """Whether a module is called whole: it is a layer or has none inside."""
+    """Whether a module is called whole: it is a layer, or has no layer inside."""
     return bool(name) and (
         name in layers or not any(layer.startswith(f"{name}.") for layer in layers)
     )
 
 
 class LayerTracer(Tracer):
-    """Records calls of layers, and of modules without layers inside, as one operation each."""
+    """Records calls of layers, and of modules without layers inside, as one operation each.
+
+    Names and signatures of overridden methods are those of torch.fx. While it traces, torch.fx
+    patches nn.Module, and `record_functions` patches torch, for all threads. So calls of
+    other threads (`_is_other_thread`) are passed on.
+    """
 
     def __init__(self, layers: Sequence[str], inputs: Sequence[str]) -> None:
         super().__init__(
@@ -167,15 +175,14 @@ class LayerTracer(Tracer):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record functions of torch too that torch.fx doesn't see, as their arguments are no
-        tensors.
-        """
+        """Record functions of torch that torch.fx overlooks, inside of the block."""
         places: list[tuple[Any, str, Any]] = [
             (torch, function.__name__, function) for function in FACTORIES
         ]
         places.append((checkpoint, "checkpoint", checkpoint.checkpoint))
-        # private: what torch passes the arguments of each call of an autograd.Function to, however
-        # that is called
+        # Private to torch: every call of an autograd.Function passes its arguments through this
+        # function. If it is renamed, this raises; if it isn't called any more, such functions are
+        # traced through, and their own backward is lost.
         functions = torch._functorch.utils
         unwrap = functions.unwrap_dead_wrappers
         try:
@@ -191,7 +198,8 @@ class LayerTracer(Tracer):
     def _recorder(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def record(*args: Any, **kwargs: Any) -> Any:
-            # without arguments from the batch too, or the same numbers would be used ever after
+            # Random numbers are recorded without arguments from the batch, too: the values drawn
+            # now would be used for ever.
             drawn = function in RANDOM
             if self._elsewhere or not (
                 drawn or any(isinstance(leaf, Proxy) for leaf in tree_leaves((args, kwargs)))
@@ -208,7 +216,7 @@ class LayerTracer(Tracer):
 
     @property
     def _elsewhere(self) -> bool:
-        """Whether another thread calls, whose modules torch.fx has patched too."""
+        """Whether another thread is calling."""
         return threading.get_ident() != self._thread
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -230,8 +238,8 @@ class LayerTracer(Tracer):
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Proxy]) -> Any:
         if self._elsewhere:
             return attr_val
+        # torch.fx would keep the buffer's value of this moment.
         buffers = self.root.named_buffers() if isinstance(attr_val, Tensor) else ()
-        # else torch.fx keeps its value of this moment
         if path := next((name for name, buffer in buffers if buffer is attr_val), None):
             if path not in parameter_proxy_cache:
                 parameter_proxy_cache[path] = self.create_proxy("get_attr", path, (), {})
@@ -241,19 +249,20 @@ class LayerTracer(Tracer):
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
-        given = {name: self.create_proxy("placeholder", name, (), {}) for name in self._inputs}
+        proxies = {name: self.create_proxy("placeholder", name, (), {}) for name in self._inputs}
 
         def forward(root: nn.Module) -> Any:
-            return root_fn(root, **given)
+            return root_fn(root, **proxies)
 
         return forward, [self.root]
 
     def create_arg(self, a: Any) -> Any:
+        # Tensors that the forward has made or found elsewhere are constants.
         if isinstance(a, Tensor) and a not in self.tensor_attrs and not _is_state(a, self.root):
             name = f"constant {len(self.constants)}"
             self.constants[name] = a
             return self.create_node("get_attr", name, (), {})
-        # made again in each forward, as dicts of the script's own are
+        # Dataclasses, and mappings of the script's own classes, are made again in each forward.
         if dataclasses.is_dataclass(a) and not isinstance(a, type):
             fields = {
                 field.name: self.create_arg(getattr(a, field.name))
@@ -278,22 +287,22 @@ class LayerTracer(Tracer):
         return node
 
     def to_bool(self, obj: Proxy) -> bool:
-        """Record an assertion, which leads the forward nowhere else; refuse any other branch."""
+        """Record an assertion, and go on as if it held; refuse any other branch."""
         place = _assertion()
         if place is None:
             return super().to_bool(obj)
         self.create_proxy("call_function", _hold, (obj, place), {})
         return True
 
-    def operation(self, node: Node, kept: dict[Node, Any]) -> Operation:
-        """Make the operation of a node; `kept`: what stands for nodes that only look something
-        up.
-        """
+    def operation(self, node: Node, replacements: dict[Node, Any]) -> Operation:
+        """Make the operation of a node; `replacements` is for look-up nodes."""
 
         def named(leaf: Any) -> Any:
             if not isinstance(leaf, Node):
                 return leaf
-            return kept.get(leaf, Ref(str(leaf.target) if leaf.op == "placeholder" else leaf.name))
+            return replacements.get(
+                leaf, Ref(str(leaf.target) if leaf.op == "placeholder" else leaf.name)
+            )
 
         kinds = {
             "call_module": "module",
@@ -308,13 +317,15 @@ class LayerTracer(Tracer):
 
 
 def _hold(condition: Any, place: str) -> None:
+    """Check an assertion of the forward, when the trace runs."""
     if not condition:
         raise AssertionError(f"the assertion at {place} doesn't hold")
 
 
 def _assertion() -> str | None:
-    """Return file and line of an `assert` that asks for the truth of a proxy at this moment;
-    None if something else asks.
+    """File and line of an `assert` that tests a proxy at this moment; None if something else does.
+
+    The bytecode after the test tells: a jump if it is true, over the loading of AssertionError.
     """
     stack = inspect.stack(context=0)
     frame = next(one.frame for one in stack if not one.filename.startswith(OURS))
@@ -324,7 +335,7 @@ def _assertion() -> str | None:
         if one.offset >= frame.f_lasti and one.opname not in SILENT
     ]
     jump, raised = following[0].opname, f"{following[1].opname} {following[1].argval}"
-    # the latter from Python 3.14 on
+    # From Python 3.14 on, AssertionError is a common constant.
     asserts = "LOAD_ASSERTION_ERROR" in raised or raised == "LOAD_COMMON_CONSTANT AssertionError"
     if asserts and jump.startswith("POP_JUMP") and jump.endswith("IF_TRUE"):
         return f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -346,6 +357,7 @@ def _modes() -> tuple[bool, tuple[Any, ...]]:
 def _refuse_assignments(
     before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]]
 ) -> None:
+    """Raise `UsageError` if a forward has set an attribute, which other workers wouldn't see."""
     for name, attributes in after.items():
         for key, value in attributes.items():
             if key != "training" and before[name].get(key, before) is not value:
@@ -357,16 +369,15 @@ def _refuse_assignments(
 
 
 def refuse_hooks(model: nn.Module, layers: Sequence[str]) -> None:
-    """Raise `UsageError` for what would be called in the place of, or beside, forwards that
-    stages run a part of.
-    """
+    """Raise `UsageError` for hooks and replaced forwards that stages would pass over."""
     if "forward" in vars(model):
         raise UsageError(
-            f"the forward of this {type(model).__name__} was set on the object, over that of its "
-            "class, which is what stages run: "
-            "a model is cut into layers once, before anything else takes its forward's place"
+            f"the forward of this {type(model).__name__} was set on the object, and stages run the "
+            "forward of its class: "
+            "cut a model into layers once, and before anything else replaces its forward"
         )
     for name, module in model.named_modules():
+        # Private to torch: dicts of hooks by handle. If they are renamed, this raises.
         hooks = [
             *module._forward_hooks.values(),
             *module._forward_pre_hooks.values(),
@@ -379,12 +390,13 @@ def refuse_hooks(model: nn.Module, layers: Sequence[str]) -> None:
         ]
         if name and not is_whole(name, layers) and of_scripts:
             raise UsageError(
-                f"{name} has a hook, but isn't called where layers inside of it are; "
-                f"put the hook on these, or name {name} itself"
+                f"{name} has a hook, but isn't called itself, as layers inside of it are; put the "
+                f"hook on them, or name {name} as a layer"
             )
 
 
 def _explain(model: nn.Module, error: Exception) -> str:
+    """Explain why and where a forward can't be traced, from the error that torch.fx has raised."""
     every = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

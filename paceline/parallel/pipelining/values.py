@@ -1,8 +1,9 @@
-"""Values that go from one stage of a pipeline to the next, as messages: nested tensors, numbers and
-Nones under their names.
+"""Values between stages of a pipeline as messages: nested tensors, numbers, strings, Nones.
 
 {"x": Tensor, "skip": (Tensor, None), "length": 7}
   head      the nesting, 7, and which tensors need gradients        tensors   two
+
+Both ends of a message have the same version of torch, which writes trees as text in its own way.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import (
+
+from paceline.errors import UsageError
+from paceline.parallel.torch_pytree import (
     TreeSpec,
     tree_flatten,
     tree_unflatten,
@@ -21,16 +24,14 @@ from torch.utils._pytree import (
     treespec_loads,
 )
 
-from paceline.errors import UsageError
-
 Values = dict[str, Any]
 PLAIN = (bool, int, float, str)
 
 
 def pack(values: Mapping[str, Any], what: str) -> tuple[dict[str, Any], list[Tensor]]:
-    """Return the head and the tensors of a message with these values.
+    """Make the head and tensors of a message. Raises `UsageError` for values that can't be sent.
 
-    Raises `UsageError` for one that can't travel; `what` made it.
+    `what` has made the values, for the error.
     """
     leaves, spec = tree_flatten(dict(values))
     tensors, plain, needing = list[Tensor](), list[Any](), list[int]()
@@ -38,7 +39,7 @@ def pack(values: Mapping[str, Any], what: str) -> tuple[dict[str, Any], list[Ten
         if isinstance(leaf, Tensor):
             if leaf.requires_grad:
                 needing.append(len(tensors))
-            plain.append({})  # in its place
+            plain.append({})  # stands for a tensor
             tensors.append(leaf.detach())
         elif leaf is None or isinstance(leaf, PLAIN):
             plain.append(leaf)
@@ -52,31 +53,30 @@ def pack(values: Mapping[str, Any], what: str) -> tuple[dict[str, Any], list[Ten
 
 
 def unpack(head: Mapping[str, Any], tensors: Sequence[Tensor]) -> tuple[Values, list[Tensor]]:
-    """Return the values of a message, and those of its tensors that need gradients: leaves of
-    the graph, where gradients are on.
+    """Read the values of a message, and list its tensors that need gradients.
+
+    These are leaves of this stage's graph. Without gradients, there are none.
     """
     needing, coming = (
         set(head["needing"]) if torch.is_grad_enabled() else set[int](),
         iter(enumerate(tensors)),
     )
-    found, entries = list[Any](), list[Tensor]()
+    leaves, entries = list[Any](), list[Tensor]()
     for value in head["plain"]:
         if value != {}:
-            found.append(value)
+            leaves.append(value)
             continue
-        number, tensor = next(coming)
-        if number in needing:
+        index, tensor = next(coming)
+        if index in needing:
             tensor = tensor.detach().requires_grad_()
             entries.append(tensor)
-        found.append(tensor)
-    values: Values = tree_unflatten(found, _spec(head["tree"]))
+        leaves.append(tensor)
+    values: Values = tree_unflatten(leaves, _spec(head["tree"]))
     return values, entries
 
 
 def tensors_needing(values: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors among values that need gradients, in the order in which the stage that
-    gets them has them.
-    """
+    """List tensors that need gradients, in the order of `unpack_values` on the other side."""
     return [
         leaf
         for leaf in tree_flatten(dict(values))[0]
@@ -90,13 +90,13 @@ def _spec(text: str) -> TreeSpec:
 
 
 def pack_gradients(grads: Sequence[Tensor | None]) -> tuple[dict[str, Any], list[Tensor]]:
-    """Return the head and the tensors of a message with gradients, some of which are None."""
+    """Make the head and the tensors of a message with gradients; None for missing ones."""
     return {"there": [grad is not None for grad in grads]}, [
         grad for grad in grads if grad is not None
     ]
 
 
 def unpack_gradients(head: Mapping[str, Any], tensors: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return the gradients of a message."""
+    """Read the gradients of a message."""
     coming = iter(tensors)
-    return [next(coming) if there else None for there in head["there"]]
+    return [next(coming) if is_present else None for is_present in head["there"]]

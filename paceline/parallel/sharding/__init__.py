@@ -1,3 +1,1 @@
-"""The state of a model shared out among workers: flat memory, its gradients, and when it is
-whole.
-"""
+"""A model's state shared out among workers (ZeRO): flat memory, gradients, and gathering."""

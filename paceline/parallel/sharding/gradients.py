@@ -1,20 +1,16 @@
-"""Gradients of parameters whose sums are cut: in flat buckets, one for each `FlatMemory`, that
-leave while backward runs.
+"""Gradients whose sums are cut (ZeRO): flat buckets, one per `FlatMemory`, leave during backward.
 
-    gradient of a whole parameter  ->  its place in the bucket, times what this worker's batch
-                                       counts
-    the bucket is full             ->  summed over the workers of the group; each keeps the sum of
-                                       its part
-    the sum has come               ->  cut into pieces, which go where gradients of plain parameters
-                                       go
+    gradient of a parameter    ->  its place in the bucket, times the weight of this worker's batch
+    the bucket is full         ->  summed over the workers of the group; each keeps its part
+    the sum has come           ->  cut into pieces, which go where plain parameters' gradients go
 
-Buckets leave in one order everywhere, that of the units backwards, and their sums are handed on in
-it. A worker in whose pass a parameter has no gradient keeps its bucket, and all later ones, to the
-end of the pass, when all workers say what they have used.
+Buckets leave in the same order on all workers: that of the units, backwards. Their sums are
+delivered in that order, too. A worker whose pass gives a parameter no gradient keeps that bucket,
+and all later ones, to the end of the pass. There all workers say which parameters they have used.
 
-A worker that is ahead waits until few buckets are on their way: each has the memory of a unit, and
-it would fill the memory of all. Before it copies a gradient that is most of a unit, it waits for
-those that are: that gradient and its copy are two more.
+Each bucket on its way has the memory of a unit. So a worker that is ahead waits until only few are,
+or else it would need the memory of all of them. Before it copies a gradient that is most of a unit,
+it waits for all of them: that gradient and its copy are as large as two more buckets.
 """
 
 from __future__ import annotations
@@ -35,29 +31,32 @@ from paceline.errors import DeadlineExceeded, UsageError
 from paceline.parallel.cut import GradientSink
 from paceline.parallel.sharding.memory import FlatMemory
 
-ON_THE_WAY = 1  # buckets, while the next one fills
-# seconds for others to send theirs, in a pass; half of it after each pass in which that was in vain
+# Number of buckets on their way while the next one fills.
+ON_THE_WAY = 1
+# Seconds to wait for other workers' buckets in a pass. Halved after each pass that waits in vain.
 LONGEST_WAIT = 3.0
-# seconds, well below those after which a group looks whether workers wait for each other
+# Seconds of one wait: well below the time after which a group suspects workers of waiting for each
+# other.
 SHORT_WAIT = 0.1
 
 
 class GradientBucket:
     """The gradients of one `FlatMemory` in one pass.
 
-    `keeps`: the memory is kept from pass to pass.
+    With `keeps`, the bucket's memory stays from pass to pass. `has_gradient` says which gradients
+    are there.
     """
 
     def __init__(self, memory: FlatMemory, dtype: torch.dtype | None, *, keeps: bool) -> None:
         self.memory, self.dtype, self.keeps = memory, dtype or memory.dtype, keeps
         self._flat: Tensor | None = None
         self._work: Work[Tensor] | None = None
-        self._begun = 0  # nanoseconds
+        self._begun = 0  # when it left, in nanoseconds
         self.came = [False] * len(memory.held)
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the bucket takes at this moment."""
+        """Bytes that the bucket takes at this moment."""
         return 0 if self._flat is None else self._flat.numel() * self._flat.element_size()
 
     @property
@@ -71,9 +70,7 @@ class GradientBucket:
         return self._work is not None
 
     def put(self, index: int, grad: Tensor, scale: float) -> None:
-        """Take the gradient of one parameter, which may come more than once before the bucket
-        leaves.
-        """
+        """Take a parameter's gradient, times `scale`; more may come before the bucket leaves."""
         held, (start, stop) = self.memory.held[index], self.memory.spans[index]
         if grad.layout != torch.strided:
             raise UsageError(
@@ -82,15 +79,15 @@ class GradientBucket:
             )
         if self.sent:
             raise UsageError(
-                f"{held.name} has come to a gradient twice in one backward pass (checkpoints with "
-                "use_reentrant=True that share it), when "
-                "the first was on its way; say use_reentrant=False"
+                f"{held.name} got a second gradient in one backward pass when the first had left "
+                "already (checkpoints with "
+                "use_reentrant=True share it); say use_reentrant=False"
             )
         if self._flat is None:
             self._flat = torch.empty(
                 self.memory.layout.padded, dtype=self.dtype, device=grad.device
             )
-            self._flat[sum(self.memory.layout.numels) :].zero_()
+            self._flat[sum(self.memory.layout.numels) :].zero_()  # the padding
         view = self._flat[start:stop].view(grad.shape)
         if self.came[index]:
             view.add_(grad, alpha=scale) if scale else None
@@ -99,7 +96,7 @@ class GradientBucket:
         self.came[index] = True
 
     def send(self, group: Group) -> None:
-        """Begin to sum over the workers; gradients that haven't come count as zeros."""
+        """Begin the sum over the workers; gradients that haven't come count as zeros."""
         layout = self.memory.layout
         if self._flat is None:
             self._flat = torch.zeros(
@@ -109,7 +106,9 @@ class GradientBucket:
             if not came:
                 self._flat[start:stop].zero_()
         self._begun = time.perf_counter_ns()
-        # a worker that keeps its bucket must not be waited for, as it waits at the end
+        # An agreed reduce-scatter doesn't wait until all workers have called it. A worker that
+        # lacks a gradient sends this bucket at the end of its pass only, and may need us to get
+        # there.
         if isinstance(group, UncheckedReduceScatter):
             self._work = group.reduce_scatter_agreed(self._flat)
         elif isinstance(group, WritesResults):
@@ -124,14 +123,14 @@ class GradientBucket:
 
     @property
     def arrived(self) -> bool:
-        """Whether the sum is there; asking pushes it forward."""
+        """Whether the sum is there; reading this drives the exchange on."""
         return self._work is not None and self._work.done()
 
     def arrives(self, seconds: float, meter: AxisMeter) -> bool:
-        """Wait at most `seconds` for the sum, as `meter` measures, and return whether it is there.
+        """Wait for the sum, `seconds` at most, as `meter` measures; return whether it is there.
 
-        These are short waits, which the group doesn't take for workers that wait for each other.
-        What others need goes on meanwhile.
+        The wait is made of short ones, so that the group doesn't take it for workers that wait for
+        each other. Meanwhile other workers get what they need from this one.
         """
         assert self._work is not None
         end = time.monotonic() + seconds
@@ -142,10 +141,7 @@ class GradientBucket:
         return self.arrived
 
     def sums(self, meter: AxisMeter) -> list[Tensor]:
-        """Wait for the sum, as `meter` measures, and return it cut into pieces.
-
-        The bucket is as before the pass.
-        """
+        """Wait for the sum, and cut it into pieces. Then the bucket is as before the pass."""
         assert self._work is not None
         part = meter.wait(self._work, self._named, self._begun)
         self.reset()
@@ -161,27 +157,35 @@ class GradientBucket:
 
 
 class PassWatcher(Protocol):
-    """Whatever follows the backward passes over a cut model."""
+    """Follows the backward passes over a cut model."""
 
     def gradient_came(self, memory: FlatMemory) -> None:
-        """Take note that a parameter has its gradient."""
+        """Note that a parameter in `memory` has its gradient."""
         ...
 
     def gather_for(self, parameters: Set[int]) -> None:
-        """Make the unit whole where it has one of these whole parameters, given by their ids."""
+        """Make the unit whole if it has one of these whole parameters, given by their ids."""
         ...
 
     def pass_ended(self) -> None:
-        """Take note that all workers have ended the pass."""
+        """Note that all workers have ended the pass."""
         ...
 
 
 class ShardGradients:
-    """Takes the gradients of whole parameters and hands those of pieces to a `GradientSink`, in
-    every backward pass.
+    """Takes gradients of whole parameters, and hands those of pieces to a `GradientSink`.
 
-    `group`: one that nothing else uses. `keeps`: the memory of buckets is kept from pass to pass.
-    `meter` measures the exchanges.
+    During backward, buckets go through three states in order. Those before `_delivered` are
+    delivered, those from there to before `_next_to_send` are on their way, and those from
+    `_next_to_send` on are filling: 0 <= _delivered <= _next_to_send <= number of buckets. Outside
+    of a pass, both are 0, and `_used` is all zeros. Once false, `_same_parameters` stays so.
+
+    Args:
+        memories: Memories of trained parameters, in the order of the forward.
+        group: Workers that have parts. Nothing else may use it.
+        keeps: Whether the memory of buckets stays from pass to pass.
+        dtype: dtype of the sums. Default (None): that of the memory.
+        meter: Measures the exchanges.
     """
 
     def __init__(
@@ -194,29 +198,30 @@ class ShardGradients:
         meter: AxisMeter | None = None,
     ) -> None:
         self._group, self._meter = group, AxisMeter("shard") if meter is None else meter
-        if isinstance(group, ConnectsAhead):  # no bucket waits for all workers
+        # As sending a bucket doesn't wait for all workers.
+        if isinstance(group, ConnectsAhead):
             group.connect()
         self.buckets = [GradientBucket(memory, dtype, keeps=keeps) for memory in reversed(memories)]
         self._used = [bytearray(len(bucket.came)) for bucket in self.buckets]
         self._next = self._handed = 0
-        self._even = True  # all workers have used the same parameters in each pass
+        # In all passes so far, all workers have used the same parameters.
+        self._even = True
         self._patience = LONGEST_WAIT
-        self._waits = True  # in this pass
+        # Whether waits in this pass have all been successful.
+        self._waits = True
         self._sink: GradientSink | None = None
         self._watchers: list[PassWatcher] = []
-        self._watching: dict[int, PassWatcher] = {}  # each memory, by its id
-        for number, bucket in enumerate(self.buckets):
+        self._watching: dict[int, PassWatcher] = {}  # by id of a memory
+        for bucket_index, bucket in enumerate(self.buckets):
             for index, whole in enumerate(bucket.memory.wholes):
-                whole.register_post_accumulate_grad_hook(partial(self._came, number, index))
+                whole.register_post_accumulate_grad_hook(partial(self._came, bucket_index, index))
 
     def deliver_to(self, sink: GradientSink) -> None:
         """Hand gradients to `sink` from now on."""
         self._sink = sink
 
     def observe(self, watcher: PassWatcher, memories: Iterable[FlatMemory]) -> None:
-        """Tell `watcher` of the gradients of parameters in these memories, and of the ends of
-        passes, from now on.
-        """
+        """Tell `watcher` of gradients of these memories' parameters, and of the ends of passes."""
         self._watchers.append(watcher)
         self._watching |= {id(memory): watcher for memory in memories}
 
@@ -227,7 +232,7 @@ class ShardGradients:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that buckets take at this moment."""
+        """Bytes that buckets take at this moment."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
     @property
@@ -238,11 +243,14 @@ class ShardGradients:
             if bucket.keeps
         )
 
-    def _came(self, number: int, index: int, whole: Tensor) -> None:
+    # ---- during a pass
+
+    def _came(self, bucket_index: int, index: int, whole: Tensor) -> None:
+        """Take the gradient of parameter `index` in bucket `bucket_index`; send what is ready."""
         grad, whole.grad = whole.grad, None
         if grad is None:
             return
-        bucket = self.buckets[number]
+        bucket = self.buckets[bucket_index]
         name = bucket.memory.held[index].name
         if grad.requires_grad:
             raise UsageError(
@@ -255,13 +263,16 @@ class ShardGradients:
                 f"backward reached the parameter {name}, which no run follows; "
                 "give its model and optimizer to run.prepare"
             )
+        # A large gradient and its copy in the bucket need room for two buckets.
         if 2 * grad.numel() > bucket.memory.layout.padded:
             self._make_room(0)
         bucket.put(index, grad, self._sink.weigh())
-        del grad  # its memory is free while others are waited for
-        self._used[number][index] = True
+        # Frees its memory before this worker waits for others.
+        del grad
+        self._used[bucket_index][index] = True
         if (watcher := self._watching.get(id(bucket.memory))) is not None:
             watcher.gradient_came(bucket.memory)
+        # A later bucket that is full waits for earlier ones: the order is the same on all workers.
         while self._next < len(self.buckets) and self.buckets[self._next].full:
             self.buckets[self._next].send(self._group)
             self._next += 1
@@ -270,11 +281,11 @@ class ShardGradients:
             self._hand_on(self._used[self._handed])
 
     def _make_room(self, most: int) -> None:
-        """Wait until at most so many buckets are on their way, and hand on those that have arrived.
+        """Wait until at most `most` buckets are on their way; deliver those that have arrived.
 
-        A worker that doesn't use a parameter keeps its buckets to the end of the pass, and may need
-        this worker to get there (zero=3): so no wait is long, and there are none once workers have
-        used different parameters.
+        A worker that doesn't use a parameter keeps its buckets to the end of the pass. With zero=3
+        it may need this worker to get there. So no wait is long, and there are none once workers
+        have used different parameters.
         """
         while (
             self._even
@@ -289,9 +300,7 @@ class ShardGradients:
             self._hand_on(self._used[self._handed])
 
     def _hand_on(self, used: Sequence[int]) -> None:
-        """Hand on the next sum, where there is one: the pieces of the parameters that some
-        worker has used.
-        """
+        """Deliver the next sum, if there is one: pieces of parameters that some worker has used."""
         bucket = self.buckets[self._handed]
         self._handed += 1
         if bucket.sent and self._sink is not None:
@@ -308,20 +317,19 @@ class ShardGradients:
             watcher.gather_for(ids)
 
     def end_pass(self) -> None:
-        """End a backward pass, or take part in one in which others have used parameters.
-
-        Collective.
-        """
+        """End a pass, or take part in one in which only others have used parameters. Collective."""
         with self._meter.exchange("the parameters that were used"):
-            everyones = self._group.agree(b"".join(self._used))
-        self._even = self._even and len(set(everyones)) == 1
-        union, used = bytes(any(flags) for flags in zip(*everyones, strict=True)), list[bytes]()
+            flags_of_all = self._group.agree(b"".join(self._used))
+        self._even = self._even and len(set(flags_of_all)) == 1
+        # A byte for each parameter, in the order of buckets: whether any worker has used it.
+        union, used = bytes(any(flags) for flags in zip(*flags_of_all, strict=True)), list[bytes]()
         for bucket in self.buckets:
             used.append(union[: len(bucket.came)])
             union = union[len(bucket.came) :]
-        for number in range(self._next, len(self.buckets)):
-            if any(used[number]):
-                self.buckets[number].send(self._group)
+        # Send the rest: a bucket that no worker has put anything into stays here on all of them.
+        for bucket_index in range(self._next, len(self.buckets)):
+            if any(used[bucket_index]):
+                self.buckets[bucket_index].send(self._group)
         while self._handed < len(self.buckets):
             self._hand_on(used[self._handed])
         self._reset()

@@ -1,14 +1,13 @@
-"""The memory of parameters that are gathered together: flat, each worker keeps one part of it, and
-all of it only when it is used.
+"""Flat memory of parameters that are gathered together. Each worker always keeps one part of it.
 
-               memory (all workers' parts)       part (this worker's)        what the script sees
-zero=1, 2      stays                             within the memory           whole parameters;
-                                                 optimizers step pieces
-zero=3         while the unit is used            stays by itself             pieces; whole
-                                                 parameters while the unit is used
+             memory (all workers' parts)     part (this worker's)    what the script sees
+zero=1, 2    stays                           within the memory       whole parameters; optimizers
+                                                                     step pieces
+zero=3       while the unit is used          stays by itself         pieces; whole parameters while
+                                                                     the unit is used
 
-A whole parameter is a view of the memory, and its piece a view of the part: nothing is copied
-between them but by the gathering itself.
+A whole parameter is a view of the memory, and its piece is a view of the part. So only gathering
+copies between them.
 """
 
 from __future__ import annotations
@@ -27,10 +26,11 @@ from paceline.comm.group import Group, Work, gather_into
 from paceline.errors import UsageError
 from paceline.parallel.meta import CPU
 from paceline.parallel.sharding.layout import FlatLayout
+from paceline.parallel.torch_tensor import set_version
 
 
 class Held(NamedTuple):
-    """A parameter as a model has it: its name, and each module with the name that it has there."""
+    """A parameter of a model: its name, and each module that has it, with its name there."""
 
     name: str
     parameter: Parameter
@@ -38,13 +38,25 @@ class Held(NamedTuple):
 
 
 class FlatMemory:
-    """Parameters of one unit, dtype and need of gradients.
+    """Parameters of one unit that have the same dtype, device and `requires_grad`.
 
-    `group`: the workers that have parts; to gather is collective.
+    Invariants:
+        `parameters`, `wholes`, `pieces`, `ranges` and `part_ranges` have an entry for each
+        parameter, in one order. `_memory` and `_raw` are the same storage with two version
+        counters. Writes to `_raw`, and to its `_chunks`, one for each rank, don't count as changes
+        of whole parameters. Without `frees`: `own_part` is the chunk of this rank, and `is_whole`
+        is always true. With `frees`: `own_part` is memory of its own. If `is_whole` is false, the
+        storage has no bytes, whole parameters are empty, and `_version` is the counter to go on
+        from.
 
-    `dtype`: what whole parameters are gathered in; None for that of the pieces. `frees`: the memory
-    is released between uses. `meter` measures the gathering. `home` is the device of parameters
-    that have no memory yet.
+    Args:
+        unit: Name of the unit; "" for the root.
+        held: Parameters, at least one.
+        group: Workers that have parts. To gather is collective.
+        frees: Whether the memory is released between uses (zero=3).
+        dtype: dtype in which whole parameters are gathered. Default (None): that of the pieces.
+        meter: Measures the gathering.
+        home: Device of parameters that have no memory yet.
     """
 
     def __init__(
@@ -68,7 +80,7 @@ class FlatMemory:
         self._meter, self._begun = AxisMeter("shard") if meter is None else meter, 0
         first = held[0].parameter
         self.layout = FlatLayout(tuple(one.parameter.numel() for one in held), group.size)
-        # in the memory, and in this worker's part
+        # Ranges of the parameters in the memory, and of their pieces in this worker's part.
         self.spans, self.places = self.layout.spans(), self.layout.within(group.rank)
         self.trained, self.kept_dtype, self.dtype = (
             first.requires_grad,
@@ -79,12 +91,13 @@ class FlatMemory:
         self._memory = torch.zeros(
             self.layout.padded, dtype=self.dtype if frees else self.kept_dtype, device=device
         )
-        # what is written there doesn't count as a change of the whole parameters
         self._raw = self._memory.data
         chunks = list(self._raw.chunk(group.size))
-        self._chunks, mine = chunks, chunks[group.rank]
+        self._chunks, own_chunk = chunks, chunks[group.rank]
         self.part = (
-            torch.zeros(self.layout.part, dtype=self.kept_dtype, device=device) if frees else mine
+            torch.zeros(self.layout.part, dtype=self.kept_dtype, device=device)
+            if frees
+            else own_chunk
         )
         self._fill()
         views = [
@@ -92,6 +105,7 @@ class FlatMemory:
             for one, (start, stop) in zip(held, self.spans, strict=True)
         ]
         places = [self.part[start:stop] for start, stop in self.places]
+        # The model keeps its own parameter objects: with `frees` they become pieces, else wholes.
         if frees:
             self.wholes = [Parameter(view, requires_grad=self.trained) for view in views]
             self._views, self._nothing = (
@@ -109,9 +123,15 @@ class FlatMemory:
                 _become(one.parameter, view) for one, view in zip(held, views, strict=True)
             ]
             self.pieces = [Parameter(place, requires_grad=self.trained) for place in places]
-        given = zip(held, *((self.pieces,) if frees else (self.wholes, self.pieces)), strict=True)
+        # Parameters whose memory must stay the one given to them here.
+        given_parameters = zip(
+            held, *((self.pieces,) if frees else (self.wholes, self.pieces)), strict=True
+        )
         self._given = [
-            (one.name, p, p.data_ptr()) for one, *found in given for p in found if p.numel()
+            (one.name, p, p.data_ptr())
+            for one, *both in given_parameters
+            for p in both
+            if p.numel()
         ]
         self._nbytes = self._memory.untyped_storage().nbytes()
         self.whole = True
@@ -119,7 +139,7 @@ class FlatMemory:
             self.release()
 
     def _fill(self) -> None:
-        """Take the parameters' values, as far as they have some; all workers have the same."""
+        """Copy the parameters' values, if they have memory; they are the same on all workers."""
         pieces = zip(self.layout.pieces(self.rank), self.places, strict=True)
         for one, (start, stop), (piece, place) in zip(self.held, self.spans, pieces, strict=True):
             if one.parameter.is_meta:
@@ -135,68 +155,62 @@ class FlatMemory:
         return f"the parameters of {self.unit or 'the root'}"
 
     def begin_gather(self, why: str = "") -> Work[list[Tensor]]:
-        """Begin to make the memory whole from the parts of all workers; `why` is compared
-        between them.
-        """
+        """Begin to gather the parts of all workers; workers compare `why`."""
         if self.frees and not self.whole:
             self._memory.untyped_storage().resize_(self._nbytes)
-        mine = self._chunks[self._group.rank]
+        own_chunk = self._chunks[self._group.rank]
         if self.frees:
-            mine.copy_(self.part)
+            own_chunk.copy_(self.part)
         self._begun = time.perf_counter_ns()
-        return gather_into(self._group, mine, self._chunks, name=self._named + why)
+        return gather_into(self._group, own_chunk, self._chunks, name=self._named + why)
 
     def end_gather(self, work: Work[list[Tensor]]) -> None:
         """Wait until the memory is whole."""
         gathered = self._meter.wait(work, self._named, self._begun)
-        for rank, (chunk, found) in enumerate(zip(self._chunks, gathered, strict=True)):
-            if rank != self.rank and found is not chunk:
-                chunk.copy_(found)
+        # A group that can't write into the chunks returns tensors of its own.
+        for rank, (chunk, result) in enumerate(zip(self._chunks, gathered, strict=True)):
+            if rank != self.rank and result is not chunk:
+                chunk.copy_(result)
         self.whole = True
         if self.frees:
-            torch._C._autograd._unsafe_set_version_counter((self._memory,), (self._version,))
+            # These are the values that autograd has saved in forward: let it see no change.
+            set_version(self._memory, self._version)
             for whole, view in zip(self.wholes, self._views, strict=True):
                 whole.data = view
 
     def gather(self) -> None:
-        """Make the memory whole, unless it is."""
+        """Make the memory whole, if it isn't."""
         if not self.whole:
             self.check()
             self.end_gather(self.begin_gather())
 
     def release(self) -> None:
-        """Free the memory, of which this worker's part stays."""
+        """Free the memory but for this worker's part."""
         if self.frees:
-            # until it is whole again, autograd takes what it has saved of it for changed, and
-            # nobody reads freed memory
             if self.whole:
+                # Until the memory is whole again, let autograd take what it has saved of it for
+                # changed. It then raises, and doesn't read freed memory.
                 self._version = self._memory._version
-                torch._C._autograd._unsafe_set_version_counter(
-                    (self._memory,), (self._version + 1,)
-                )
+                set_version(self._memory, self._version + 1)
                 for whole in self.wholes:
                     whole.data = self._nothing
             self.whole = False
             self._memory.untyped_storage().resize_(0)
 
     def check(self) -> None:
-        """Raise `UsageError` where a script has changed what needs gradients, which the layout
-        goes by.
-        """
+        """Raise `UsageError` if a script has changed `requires_grad`: the layout depends on it."""
         for one, piece in zip(self.held, self.pieces, strict=True):
-            wanted = piece.requires_grad if self.frees else one.parameter.requires_grad
-            if wanted != self.trained:
+            trained_now = piece.requires_grad if self.frees else one.parameter.requires_grad
+            if trained_now != self.trained:
                 refuse_change(one.name, trained=self.trained)
 
     def check_memory(self) -> None:
-        """Raise `UsageError` where a script has given a parameter other memory, or a hook that
-        nothing calls.
-        """
+        """Raise `UsageError` if a script gave a parameter other memory, or a hook never called."""
         for name, parameter, place in self._given:
             if parameter.data_ptr() != place:
                 raise UsageError(
-                    f"{name} is {parameter.dtype} in other memory than shard() gave it "
-                    f"({self.kept_dtype}), which optimizers don't step: "
+                    f"{name} was moved out of the memory that shard() gave it (it is "
+                    f"{parameter.dtype}, and was {self.kept_dtype}), so optimizers don't step it: "
                     "call model.float() and the like before run.prepare, and write values in place "
                     "(p.data.copy_(x)), or by run.whole(p)"
                 )
@@ -204,9 +218,7 @@ class FlatMemory:
                 refuse_hook(name)
 
     def check_gradients(self) -> None:
-        """Raise `UsageError` where a script has set the gradient of a whole parameter, by which
-        nothing steps.
-        """
+        """Raise `UsageError` if a script has set the gradient of a whole parameter."""
         for one, whole in zip(self.held, self.wholes, strict=True) if not self.frees else ():
             if whole.grad is not None and bool(whole.grad.any()):
                 raise UsageError(
@@ -216,16 +228,16 @@ class FlatMemory:
                 )
 
     def show(self, *, whole: bool) -> None:
-        """Put the whole parameters into the modules that use them, or the pieces again.
+        """Put the whole parameters, or the pieces, into the modules that use them.
 
-        Raises `UsageError` where a script has put others there, which would not be used.
+        Raises `UsageError` if a script has put other parameters there, which would be lost.
         """
         for one, *both in zip(self.held, self.wholes, self.pieces, strict=True) if whole else ():
             for module, name in one.places:
-                if all(module._parameters.get(name) is not known for known in both):
+                if all(module._parameters.get(name) is not own for own in both):
                     raise UsageError(
-                        f"{one.name} is another parameter than the one that shard(zero=3) has cut, "
-                        "and would be replaced "
+                        f"{one.name} is not the parameter that shard(zero=3) has cut, and would be "
+                        "replaced by it "
                         "(functional_call, a new parameter): say zero=2, where functional_call "
                         "takes what it is given, or change "
                         "values by run.whole(p)"
@@ -234,16 +246,15 @@ class FlatMemory:
             for module, name in one.places:
                 if type(module).__setattr__ is nn.Module.__setattr__:
                     module._parameters[name] = parameter
-                else:  # it keeps its parameters elsewhere too, as nn.LSTM does
+                # It keeps its parameters elsewhere too, as nn.LSTM does.
+                else:
                     setattr(module, name, parameter)
 
 
 def _refuse_piece(name: str, _: Tensor) -> NoReturn:
-    """Raise `UsageError` for a gradient that autograd gives to a piece, as only those of whole
-    parameters are summed over workers.
-    """
+    """Raise `UsageError` for a gradient of a piece: only those of whole parameters are summed."""
     raise UsageError(
-        f"the loss uses {name} itself, of which each worker has a piece while its unit isn't "
+        f"the loss uses {name} itself, and each worker has a piece of it while its unit isn't "
         "running (shard(zero=3)), so losses would "
         "differ: say zero=2, where parameters are whole, or let the optimizer do a penalty "
         "(weight_decay)"
@@ -251,9 +262,9 @@ def _refuse_piece(name: str, _: Tensor) -> NoReturn:
 
 
 def has_script_hook(piece: Parameter) -> bool:
-    """Whether a script has registered a hook for the gradient of a piece, beside those of
-    paceline.
-    """
+    """Whether a script has registered a hook for the gradient of a piece, besides paceline's."""
+    # Both attributes are private to torch: dicts of hooks by handle, or None. `func` unwraps a
+    # partial.
     hooks = [
         getattr(hook, "func", hook) for hook in (piece._post_accumulate_grad_hooks or {}).values()
     ]
@@ -264,26 +275,24 @@ def has_script_hook(piece: Parameter) -> bool:
 def refuse_hook(name: str) -> NoReturn:
     """Raise `UsageError` for a hook on the gradient of a piece."""
     raise UsageError(
-        f"{name} has a hook of the script for its gradient, which is not called: "
-        "zero=3 makes the whole parameter anew "
-        "each time; take the hook out, or say zero=2, where it sees this worker's gradient"
+        f"{name} has a gradient hook of the script, which would never be called, as zero=3 makes a "
+        "new whole parameter "
+        "each time; remove the hook, or say zero=2, where it gets this worker's gradient"
     )
 
 
 def refuse_change(name: str, *, trained: bool) -> NoReturn:
-    """Raise `UsageError` for a parameter that was `trained` when it was cut, and is frozen now,
-    or the other way round.
-    """
+    """Raise `UsageError` for a parameter that was frozen or unfrozen after the cut."""
     raise UsageError(
         f"{name} was {'trained' if trained else 'frozen'} when the model was cut by shard(), and "
-        "is not any more; set requires_grad before "
+        f"is {'frozen' if trained else 'trained'} now; set requires_grad before "
         "run.prepare"
     )
 
 
 def _become(parameter: Parameter, memory: Tensor) -> Parameter:
-    """Let a parameter be the one that it was, in other memory."""
-    if parameter.is_meta:  # no other memory can be given to it
+    """Give a parameter other memory. It stays the same object."""
+    if parameter.is_meta:  # `set_` can't change its device
         torch.utils.swap_tensors(
             parameter, Parameter(memory, requires_grad=parameter.requires_grad)
         )

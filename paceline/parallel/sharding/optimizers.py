@@ -1,8 +1,7 @@
-"""Optimizers and flat pieces: which take one number over all parameters, and what clips and clears
-gradients that pieces have.
+"""Optimizers over flat pieces: which ones need whole parameters, and how gradients are cleared.
 
-Clipping by torch's own norm is refused for pieces where no run clips in its place, as a worker has
-a part of each gradient alone.
+torch's own clipping of pieces is refused if no run clips in its place: a worker has a part of each
+gradient alone, and would clip by the norm of that part.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from paceline.errors import UsageError
 from paceline.parallel.elementwise import is_elementwise
 
-# in lower case: optimizers of any library that take a norm, a product or a step size over all
-# parameters together
+# Optimizers of any library that need a norm, a product or a step size over all parameters together,
+# in lower case.
 ONE_NUMBER = (
     *(
         "adai",
@@ -53,51 +52,47 @@ ONE_NUMBER = (
 
 
 def takes_one_number(optimizer: Optimizer) -> bool:
-    """Whether an optimizer takes one number over all parameters, by the names of its class and
-    of those that it is made of.
-    """
+    """Whether an optimizer needs a number over all parameters, by the names of its base classes."""
     return not is_elementwise(optimizer) and any(
         kind.__name__.lower() in ONE_NUMBER for kind in type(optimizer).__mro__
     )
 
 
 class ClipGuard:
-    """Stands before torch's own clipping by norm, which would take the norm of this worker's
-    part for that of the gradient.
-    """
+    """Replaces a function of torch that clips by norm, and refuses parameters that are cut."""
 
     def __init__(self, before: Callable[..., Any]) -> None:
         self.before = before
-        self.names = WeakIdKeyDictionary()  # of parameters that are cut
+        self.names = WeakIdKeyDictionary()  # names of cut parameters, by parameter
 
     def __call__(self, parameters: Any, *args: Any, **options: Any) -> Any:
-        asked = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        for parameter in asked:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for parameter in given:
             if parameter in self.names:
                 raise UsageError(
                     f"torch's clip_grad_norm_ would clip {self.names[parameter]} by the norm of "
                     "this worker's part, as it is cut by "
                     "shard(); call run.clip(model, max_norm), which takes the norm over all workers"
                 )
-        return self.before(asked, *args, **options)
+        return self.before(given, *args, **options)
 
 
 def refuse_partial_norms(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
-    """Have torch's clip_grad_norm_ raise for these parameters from now on, wherever a script has
-    imported it from.
-    """
+    """Let torch's clip_grad_norm_ raise for these parameters, wherever it was imported from."""
+    # Private to torch: clip_grad_norm_ looks this function up in its module. If that changes, the
+    # guard is never called, and clip_grad_norm_ clips pieces by the norm of this worker's part.
     guard = clip_grad._clip_grads_with_norm_
     if not isinstance(guard, ClipGuard):
         guard = ClipGuard(guard)
-        # clip_grad_norm_ looks it up there
         setattr(clip_grad, "_clip_grads_with_norm_", guard)  # noqa: B010
     for name, parameter in parameters:
         guard.names[parameter] = name
 
 
 class ValueGuard:
-    """Stands before torch's own clipping by value, which finds no gradients at whole parameters
-    whose pieces have them.
+    """Replaces a function in torch's clipping by value, which would find no gradients to clip.
+
+    With zero=1 and zero=2 pieces have the gradients, and whole parameters have none.
     """
 
     def __init__(self, before: Callable[..., Any]) -> None:
@@ -116,10 +111,9 @@ class ValueGuard:
 
 
 def refuse_idle_clipping(wholes: Iterable[torch.nn.Parameter]) -> None:
-    """Have torch's clip_grad_value_ raise where it would do nothing, as long as these parameters
-    live.
-    """
-    # clip_grad_value_ alone gives it empty lists
+    """Let torch's clip_grad_value_ raise if it would do nothing, as long as `wholes` are alive."""
+    # Private to torch, and found in its module, as above. Of its callers only clip_grad_value_
+    # passes on empty lists.
     guard: Any = vars(clip_grad)["_group_tensors_by_device_and_dtype"]
     if not isinstance(guard, ValueGuard):
         guard = ValueGuard(guard)
@@ -129,8 +123,10 @@ def refuse_idle_clipping(wholes: Iterable[torch.nn.Parameter]) -> None:
 
 
 def clear_pieces_too(model: torch.nn.Module, pieces: dict[int, torch.nn.Parameter]) -> None:
-    """Let `zero_grad` of a model and its modules clear the gradients of pieces, by the ids of
-    their whole parameters; copies stay plain.
+    """Let `zero_grad` of a model and its modules clear the gradients of pieces, too.
+
+    `pieces` are by the ids of their whole parameters. Copies of the model keep the plain
+    `zero_grad`.
     """
 
     def zero_grad(self: torch.nn.Module, set_to_none: bool = True) -> None:

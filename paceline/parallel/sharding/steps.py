@@ -1,6 +1,4 @@
-"""What happens around the steps of optimizers whose parameters are pieces: whole parameters
-follow them.
-"""
+"""What happens around steps of optimizers on pieces: whole parameters are gathered after each."""
 
 from __future__ import annotations
 
@@ -20,15 +18,15 @@ from paceline.errors import UsageError
 from paceline.parallel.elementwise import check_elementwise
 from paceline.parallel.sharding.memory import FlatMemory
 
-_REGISTRY: Final = threading.Lock()  # of announcers
+# Guards the announcers among torch's global hooks.
+_REGISTRY: Final = threading.Lock()
 
 
 class ShardSteps:
-    """Gathers whole parameters after each step of an optimizer that has pieces of them, so that
-    whatever reads them finds the new values.
+    """Gathers whole parameters after each step of an optimizer that has pieces of them.
 
-    A step of the whole parameters themselves is refused: they have no gradients, and it would do
-    nothing.
+    So whatever reads them finds the new values. A step of the whole parameters themselves is
+    refused: they have no gradients, and it would do nothing.
     """
 
     def __init__(self, memories: Sequence[FlatMemory]) -> None:
@@ -39,15 +37,17 @@ class ShardSteps:
             if not memory.frees
             for one, whole in zip(memory.held, memory.wholes, strict=True)
         }
-        # by each optimizer: how many parameters it had, and the memories of those that are pieces
+        # By optimizer: its number of parameters when it was looked at, and the memories of its
+        # pieces.
         self._stepped = weakref.WeakKeyDictionary[Optimizer, tuple[int, list[FlatMemory]]]()
         _announce_to(self)
 
     def before(self, optimizer: Optimizer) -> None:
-        """Raise `UsageError` for an optimizer that can't step what this worker has."""
+        """Raise `UsageError` for an optimizer that can't step this worker's pieces."""
         count = sum(len(group["params"]) for group in optimizer.param_groups)
-        known, memories = self._stepped.get(optimizer, (-1, []))
-        if known != count:
+        # Look at the optimizer again if it was given more parameters since.
+        seen_count, memories = self._stepped.get(optimizer, (-1, []))
+        if seen_count != count:
             memories = self._meet(optimizer)
             self._stepped[optimizer] = count, memories
         for memory in memories:
@@ -55,15 +55,15 @@ class ShardSteps:
             memory.check_gradients()
 
     def _meet(self, optimizer: Optimizer) -> list[FlatMemory]:
-        """Return the memories of which an optimizer has pieces."""
+        """Find the memories that an optimizer has pieces of."""
         ids = {
             id(parameter): True for group in optimizer.param_groups for parameter in group["params"]
         }
-        name = next((self._wholes[found] for found in ids if found in self._wholes), None)
+        name = next((self._wholes[key] for key in ids if key in self._wholes), None)
         if name is not None:
             raise UsageError(
-                f"a {type(optimizer).__qualname__} steps {name}, of which this worker has a piece "
-                "to step; make the optimizer before "
+                f"a {type(optimizer).__qualname__} has the whole parameter {name}, and each worker "
+                "steps a piece of it; make the optimizer before "
                 "run.prepare, and give it to the call that cuts the model"
             )
         memories = [
@@ -74,25 +74,24 @@ class ShardSteps:
         return memories
 
     def after(self, optimizer: Optimizer) -> None:
-        """Gather the whole parameters of the pieces that an optimizer has stepped. Collective."""
+        """Gather the whole parameters whose pieces an optimizer has stepped. Collective."""
         _, memories = self._stepped.get(optimizer, (0, []))
         follow([memory for memory in memories if not memory.frees])
 
     def refresh(self) -> None:
-        """Make whole parameters what their pieces are, as these were changed otherwise than by a
-        step. Collective.
-        """
+        """Gather all whole parameters, as pieces have changed without a step. Collective."""
         follow([memory for memory in self._memories if not memory.frees])
 
     def close(self) -> None:
-        """Follow no more steps, as the run is over."""
+        """Follow no more steps, as the run has ended."""
+        # Private to torch: the dicts of global hooks, by handle. If they are renamed, this raises.
         with _REGISTRY:
-            for known in (
+            for hooks in (
                 torch_optimizer._global_optimizer_pre_hooks,
                 torch_optimizer._global_optimizer_post_hooks,
             ):
                 for announcer in [
-                    hook for hook in known.values() if isinstance(hook, StepAnnouncer)
+                    hook for hook in hooks.values() if isinstance(hook, StepAnnouncer)
                 ]:
                     announcer.leave_out(self)
 
@@ -104,11 +103,10 @@ def follow(memories: Sequence[FlatMemory]) -> None:
 
 
 class StepAnnouncer:
-    """A hook of all optimizers of this process, which tells those `ShardSteps` that live of a step,
-    before or after it.
+    """A hook on all optimizers of this process. It tells every live `ShardSteps` of each step.
 
-    It stays when they are over: torch fails where its list of hooks changes while another thread's
-    step goes through it.
+    It stays registered when they are gone. torch would fail if its dict of hooks changed while
+    another thread's step goes through it.
     """
 
     def __init__(self, when: Callable[[ShardSteps, Optimizer], None]) -> None:
@@ -121,7 +119,7 @@ class StepAnnouncer:
                 self._when(steps, optimizer)
 
     def add(self, steps: ShardSteps) -> None:
-        """Tell `steps` too, as long as it lives."""
+        """Tell `steps` of steps, too, as long as it is alive."""
         self._steps = (*(ref for ref in self._steps if ref() is not None), weakref.ref(steps))
 
     def leave_out(self, steps: ShardSteps) -> None:
@@ -130,11 +128,9 @@ class StepAnnouncer:
 
 
 def _announce_to(steps: ShardSteps) -> None:
-    """Tell `steps` of all steps; torch's hooks are there once, as threads may step while others
-    begin.
-    """
+    """Tell `steps` of all steps from now on; register the announcers the first time."""
     with _REGISTRY:
-        for known, register, when in (
+        for hooks, register, when in (
             (
                 torch_optimizer._global_optimizer_pre_hooks,
                 register_optimizer_step_pre_hook,
@@ -147,7 +143,7 @@ def _announce_to(steps: ShardSteps) -> None:
             ),
         ):
             announcer = next(
-                (hook for hook in known.values() if isinstance(hook, StepAnnouncer)), None
+                (hook for hook in hooks.values() if isinstance(hook, StepAnnouncer)), None
             )
             if announcer is None:
                 announcer = StepAnnouncer(when)

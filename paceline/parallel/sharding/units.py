@@ -1,19 +1,18 @@
 """Units of a model whose parameters are whole only while they are used (zero=3).
 
-    forward     gather, run, release                      the root unit stays whole until the
-                                                          backward pass has ended
-    backward    the gradient of an output comes: gather   all of the unit's gradients and those of
-                                                          its inputs have come: release
-    the end     all that is still whole is released
+    forward     gather, run, release                   the root unit stays whole until the pass ends
+    backward    an output gets its gradient: gather    release once all parameters of the unit, and
+                                                       all its inputs, have their gradients
+    the end     release all units that are still whole
 
-While a unit runs, the one that came after it in the forward before is on its way; in backward, the
-one that came before it.
+While a unit runs, the next one is gathered: the unit that followed in the forward before, or, in
+backward, the unit that preceded in forward.
 
-A backward in two halves (pipelines) leaves units whole after the first, as no gradient of theirs
-has come, and gathers them again for the second where a forward has released them meanwhile.
+A backward in two halves (pipelines) leaves units whole after the first half, in which no parameter
+gets a gradient. If a forward releases them meanwhile, the second half gathers them again.
 
-A forward in the middle of a backward pass (activation checkpoints) finds the unit whole, or makes
-it so until the pass ends.
+A forward inside of a backward pass (activation checkpoints) finds the unit whole. Or else it makes
+the unit whole, until the pass ends.
 """
 
 from __future__ import annotations
@@ -35,9 +34,10 @@ from paceline.parallel.sharding.memory import FlatMemory
 
 
 class UnitCall:
-    """One forward of a unit: how many of its inputs have no gradient yet.
+    """One forward of a unit.
 
-    `entered`: the last backward pass that came to it.
+    `input_count` counts the inputs that need gradients, and `missing_inputs` those of them without
+    one in this pass. `last_pass` is the number of the last backward pass that came to this call.
     """
 
     def __init__(self) -> None:
@@ -45,9 +45,17 @@ class UnitCall:
 
 
 class GatheredUnit:
-    """A module whose parameters lie in `memories`, gathered before it runs.
+    """A module that is gathered before it runs. Its parameters lie in `memories`.
 
-    The root unit, which has no name, is the `model` itself.
+    The root unit has the name "", and is the model itself.
+
+    Invariants:
+        `_gathers` has the gathers that have begun and are not awaited yet.
+        `_calls` has the forwards under way. A module that calls itself has several.
+        `_active_calls` has the calls that this backward pass is inside of.
+        `_missing_gradients` counts the missing gradients of this pass, for each trained memory.
+        In backward the unit is released when there are no active calls and no missing gradients,
+        unless it is the root or `_stays_whole`.
     """
 
     def __init__(
@@ -56,11 +64,11 @@ class GatheredUnit:
         self.module, self.memories, self.name, self.model = module, list(memories), name, model
         self._is_root = not name
         self._coming: list[tuple[FlatMemory, Work[list[Tensor]]]] = []
-        # of each memory: gradients that haven't come in the pass under way
-        self._waits: dict[int, int] = {}
+        self._waits: dict[int, int] = {}  # by id of a memory
         self._entered: set[UnitCall] = set()
-        self._stays = False  # until the end of the pass
-        self._pass = 0
+        # Whether the unit stays whole until the pass ends.
+        self._stays = False
+        self._pass = 0  # number of the pass
         self._rewind()
         module.register_forward_pre_hook(uncompiled(self._before), prepend=True, with_kwargs=True)
         module.register_forward_hook(uncompiled(self._after), with_kwargs=True, always_call=True)
@@ -70,16 +78,18 @@ class GatheredUnit:
             for one in memory.held
             for owner, _ in one.places
         }
-        for owner in owners.values() if name else ():  # the root stays whole
+        for owner in owners.values() if name else ():  # the root stays whole in backward anyway
             if owner is not module:
                 owner.register_forward_hook(self._kept)
-        self._calls: list[UnitCall] = []  # under way; a module that calls itself has several
+        self._calls: list[UnitCall] = []
         self._handles: list[Any] = []
 
     def __deepcopy__(self, memo: Any) -> GatheredUnit:
-        return self  # of the copied module, which is refused when it is called
+        # The hooks of a copied module stay those of the original, and refuse calls of the copy.
+        return self
 
     def _rewind(self) -> None:
+        """Get ready for the next backward pass."""
         self._waits = {id(memory): len(memory.held) for memory in self.memories if memory.trained}
         self._entered.clear()
         self._stays = False
@@ -90,45 +100,55 @@ class GatheredUnit:
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[Any, Any]:
+        """Gather the unit, and show its whole parameters to the module, before its forward."""
         if module is not self.module:
             raise UsageError(
                 "a copy of the model that shard(zero=3) has cut was called (its module "
                 f"{self.name or 'at the root'}), which has parts of "
                 "parameters alone; call the model itself"
             )
+        # Inside of backward, this is an activation checkpoint that computes the unit again.
         inside = in_backward()
         if self._is_root and not inside and not self._calls:
             self.model.forward_begins()
         self.gather()
         if not inside:
             self.model.ran(self)
+        # Nothing would release it: the pass doesn't come to the outputs of this call.
         if inside and not self._entered:
             self._stays = True
         self._show(whole=True)
         args, options = self._cast(args), self._cast(options)
         call = UnitCall()
         self._calls.append(call)
+        # Count the inputs that get gradients: with the last one, backward through this call is
+        # over.
         if torch.is_grad_enabled() and not inside:
             for tensor in _with_gradients((args, options)):
                 call.inputs += 1
                 handle = tensor.register_hook(partial(self._left, call))
-                if tensor.is_leaf:  # it outlives the graph
+                # A leaf outlives the graph, and with it the hook would.
+                if tensor.is_leaf:
                     self._handles.append(handle)
         return args, options
 
     def _after(self, module: nn.Module, args: Any, options: Any, output: Any) -> Any:
-        if not self._calls:  # what came before has raised
+        """Show the pieces again, hook the outputs' gradients, and release, after a forward."""
+        if not self._calls:  # `_begin_forward` has raised
             return output
         call = self._calls.pop()
+        # A hook that is always called gets None for the output if the forward has raised.
         if self._is_root and output is None and (error := sys.exc_info()[1]) is not None:
             self.model.explain(error)
         if not self._calls:
             self._show(whole=False)
         if in_backward():
             return output
-        kept = False
+        hooked = False
         if torch.is_grad_enabled():
-            # a hook on a view is lost where the view is written to
+            # A hook on a view is lost if the view is written to, so a view becomes a tensor of its
+            # own. `_base` is private to torch, and what its own FSDP looks at: None for what is no
+            # view.
             output = tree_map_only(
                 Tensor,
                 lambda leaf: (
@@ -141,14 +161,17 @@ class GatheredUnit:
                 *(x for x in hidden_tensors(output) if x.requires_grad),
             ):
                 leaf.register_hook(partial(self._entering, call))
-                kept = True
-        if not self._calls and not (kept and self._is_root):
+                hooked = True
+        # The root stays whole for the backward pass, if there will be one.
+        if not self._calls and not (hooked and self._is_root):
             self.release()
         return output
 
     def _kept(self, owner: nn.Module, args: Any, output: Any) -> None:
-        """Have a gradient gather that comes to a layer inside of the unit, as the script may
-        keep what is made of its output.
+        """Let the output's gradient gather the unit; a hook after the forward of each inner layer.
+
+        A script may compute a loss of an inner output. No gradient of the unit's own outputs comes
+        then.
         """
         if (
             torch.compiler.is_compiling()
@@ -162,6 +185,7 @@ class GatheredUnit:
                 leaf.register_hook(partial(self._reached, self._calls[-1]))
 
     def _cast(self, values: Any) -> Any:
+        # Inputs get the dtype of gathered parameters, such as bfloat16.
         dtypes = {memory.dtype for memory in self.memories if memory.dtype != memory.kept_dtype}
         if not dtypes:
             return values
@@ -173,7 +197,7 @@ class GatheredUnit:
     # ---- backward
 
     def _entering(self, call: UnitCall, _: Tensor) -> None:
-        """Gather before the backward of a call, whose first gradient has come."""
+        """Gather before the backward of a call, as the gradient of an output has come."""
         if call not in self._entered:
             call.missing, call.entered = call.inputs, self._pass
             self._entered.add(call)
@@ -181,21 +205,21 @@ class GatheredUnit:
         self.model.entered(self)
 
     def _reached(self, call: UnitCall, grad: Tensor) -> None:
-        """Gather before the backward of a layer, whether the gradient of an output of the unit
-        comes, too, or never does.
-        """
+        """Gather before an inner layer's backward: maybe no output of the unit has a gradient."""
         if call.entered != self._pass:
             self._entering(call, grad)
         else:
             self.gather()
 
     def _left(self, call: UnitCall, _: Tensor) -> None:
+        """Count the gradient of an input; with the last one, the call is done."""
         call.missing -= 1
         if call.missing == 0:
             self._entered.discard(call)
             self._release_used()
 
     def gradient_came(self, memory: FlatMemory) -> None:
+        """Count a gradient of a parameter; with the last one, calls without inputs are done."""
         if id(memory) in self._waits:
             self._waits[id(memory)] -= 1
             if not self._waits[id(memory)]:
@@ -203,9 +227,7 @@ class GatheredUnit:
                 self._release_used()
 
     def gather_for(self, parameters: Set[int]) -> None:
-        """Make the unit whole, unless it has none of these whole parameters (ids), until their
-        gradients have come.
-        """
+        """Make the unit whole if it has one of these whole parameters, given by their ids."""
         if any(id(whole) in parameters for memory in self.memories for whole in memory.wholes):
             self.gather()
 
@@ -230,7 +252,7 @@ class GatheredUnit:
     # ---- memory
 
     def begin(self) -> None:
-        """Begin to gather all parameters that are not whole; they travel at once."""
+        """Begin to gather all memories that aren't whole; they travel at once."""
         if not self._coming:
             absent = [memory for memory in self.memories if not memory.whole]
             for memory in absent:
@@ -238,14 +260,14 @@ class GatheredUnit:
             self._coming = [(memory, memory.begin_gather(_reason())) for memory in absent]
 
     def gather(self) -> None:
-        """Make all parameters whole."""
+        """Make all memories whole."""
         self.begin()
         for memory, work in self._coming:
             memory.end_gather(work)
         self._coming = []
 
     def release(self) -> None:
-        """Free whole parameters, and those that are on their way once they have come."""
+        """Free all memories; await those on their way first, as their gathers are collective."""
         if self._coming:
             self.gather()
         for memory in self.memories:
@@ -258,26 +280,24 @@ class GatheredUnit:
 
 
 class GatheredModel:
-    """The units of one model, and the order in which its last forward has used them: what will
-    be used next is gathered ahead.
-    """
+    """The units of one model, and the order in which forwards use them, to gather ahead."""
 
     def __init__(self) -> None:
         self.units: list[GatheredUnit] = []
-        self._order: list[GatheredUnit] = []
-        self._before: list[GatheredUnit] = []  # the order of the forward before
-        self._place: dict[int, int] = {}  # of each unit in the last forward
+        self._order: list[GatheredUnit] = []  # in the last forward, or the one under way
+        self._before: list[GatheredUnit] = []  # in the forward before that
+        self._place: dict[int, int] = {}  # place in `_order` by id of a unit
 
     def forward_begins(self) -> None:
-        """Release what an earlier forward has left whole: its values may be those before a step."""
+        """Release units that an earlier forward has left whole, as pieces may have changed."""
         for unit in self.units:
             unit.release()
         self._order, self._before = [], self._order
 
     def explain(self, error: BaseException) -> None:
-        """Note on the error of a forward which pieces, of units that don't run, the failing
-        lines use.
-        """
+        """Add a note to a forward's error if the failing lines use a piece of an idle unit."""
+        # Names in the bytecode of the failing lines; a piece counts if all names of its path are
+        # there.
         places = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
         names = {
             i.argval
@@ -296,8 +316,9 @@ class GatheredModel:
                     )
 
     def ran(self, unit: GatheredUnit) -> None:
-        """Note that a unit is used in a forward, and gather the one that comes next, if it was
-        as well in the forward before.
+        """Note that a forward uses a unit, and begin to gather the next one.
+
+        The next one is known if the forward before used this unit at the same index.
         """
         self._place[id(unit)] = at = len(self._order)
         self._order.append(unit)
@@ -305,29 +326,29 @@ class GatheredModel:
             self._before[at + 1].begin()
 
     def entered(self, unit: GatheredUnit) -> None:
-        """Gather the unit that came before this one in the last forward, as it comes next in the
-        backward pass.
-        """
+        """Begin to gather the unit before this one in forward, which backward uses next."""
         at = self._place.get(id(unit), 0)
-        if at > 1 and at < len(self._order) and self._order[at] is unit:  # the root, at 0, is there
+        # the root is at 0, and whole
+        if at > 1 and at < len(self._order) and self._order[at] is unit:
             self._order[at - 1].begin()
 
 
 def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Keep torch.compile out of a hook, whose memory comes and goes."""
+    # Private to torch; the public torch.compiler.disable calls this function.
     disabled: Callable[..., Any] = torch._dynamo.disable(hook)
     return disabled
 
 
 def in_backward() -> bool:
     """Whether this thread is inside of a backward pass."""
+    # Private to torch, whose own FSDP and checkpoints use it: the id of the backward pass that this
+    # thread runs a node of, or -1. If it is gone, this raises.
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _reason() -> str:
-    """Return what parameters are gathered for, so that errors say what a worker does that others
-    don't.
-    """
+    """What parameters are gathered for: workers compare it, and errors quote it."""
     if in_backward():
         return " for backward"
     return (

@@ -1,6 +1,4 @@
-"""Cuts a model's layers between workers, as a plan of patterns says, and refuses what can't be
-cut before anything is changed.
-"""
+"""Cuts a model's layers between workers by a plan. All checks come before the first change."""
 
 from __future__ import annotations
 
@@ -36,16 +34,17 @@ from paceline.parallel.tensor.layers import (
 from paceline.parallel.tensor.styles import Style, column, experts, row, sequence, summed, vocab
 
 AXIS = "tensor"
-# of Mixtral's kind: (experts, out, in), cut along this dimension in so many parts
+# Parameters of experts of Mixtral's kind, of shape (experts, out, in): the dimension that is cut,
+# and in how many parts.
 EXPERTS = {"gate_up_proj": (1, 2), "down_proj": (2, 1)}
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
-# of the layers inside, and never calls them, or not always
+# These read the weights of layers inside of them, and never call the layers, or not always.
 READS_WEIGHTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 @dataclass(frozen=True)
 class _Found:
-    """A module that a plan names: under its first name, with its style."""
+    """A module that a plan names, with its first name and its style."""
 
     name: str
     module: nn.Module
@@ -54,9 +53,7 @@ class _Found:
 
 @dataclass(frozen=True)
 class _ParameterCut:
-    """How a parameter is cut: its name, the dimension, and how many parts of it are cut each by
-    itself.
-    """
+    """How a parameter is cut: along `dim`, where each of `parts` equal parts is cut by itself."""
 
     name: str
     parameter: Parameter
@@ -64,7 +61,7 @@ class _ParameterCut:
     parts: int
 
     def ranges(self, rank: int, size: int) -> list[Range]:
-        """Return what one worker keeps of the dimension."""
+        """Ranges of the dimension that a worker keeps, one in each part."""
         length = self.parameter.shape[self.dim] // self.parts
         first, last = chunk(length, rank, size)
         return [(part * length + first, part * length + last) for part in range(self.parts)]
@@ -78,26 +75,34 @@ def cut(
     *,
     compare: bool = True,
 ) -> None:
-    """Leave this worker its part of the layers that `layers` names.
+    """Leave this worker its part of the layers that patterns name. Collective along `tensor`.
 
-    Collective along the axis `tensor`.
+    Args:
+        model: Model to change in place.
+        layers: Styles by patterns of module names.
+        divide: Patterns of integer attributes that are divided by the number of workers.
+        context: The mesh, and the placements so far.
+        compare: Whether modules are compared with their undivided output, in their first call.
+            Default: True.
 
-    `compare`: compare modules with what they return uncut, in their first call.
-    Raises `UsageError` before anything is changed where the model can't be cut so.
+    Raises:
+        UsageError: The model can't be cut in this way. Nothing is changed then.
     """
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    # Private: the model that torch.compile has wrapped.
+    model = getattr(model, "_orig_mod", model)
     size = context.mesh.extent(AXIS)
-    found = _named(model, layers)
+    # Checks. A region covers all modules inside of it.
+    named = _named(model, layers)
     _refuse_wrapped(model)
-    for each in found:
+    for each in named:
         _refuse_unknown(each, model)
     regions = {
         id(part): each
-        for each in found
+        for each in named
         if isinstance(each.style, sequence)
         for part in each.module.modules()
     }
-    for each in found:
+    for each in named:
         if (
             isinstance(each.style, sequence | vocab)
             and regions.get(id(each.module), each) is not each
@@ -106,47 +111,49 @@ def cut(
                 f"tensor: {each.name} lies in the region {regions[id(each.module)].name}, where "
                 f"{each.style} can't be; end it before"
             )
-    whole = [each for each in found if isinstance(each.style, sequence | summed)]
-    sums = _summed(whole, {id(each.module) for each in found if each not in whole})
-    cuts = _parameter_cuts(model, [each for each in found if each not in whole], size)
+    whole = [each for each in named if isinstance(each.style, sequence | summed)]
+    sums = _summed(whole, {id(each.module) for each in named if each not in whole})
+    cuts = _parameter_cuts(model, [each for each in named if each not in whole], size)
     divided = list(_divided(model, divide, size))
+    # Changes: parameters first, then the attributes and classes of modules.
     group = context.groups.along(AXIS)
     axis = TensorAxis(group, context.groups.meter(AXIS))
     _equal_random_numbers(axis)
     before = {name: dict(vars(part)) for name, part in model.named_modules()}
-    for wanted in cuts:
-        _narrow(wanted, context, group.rank)
+    for parameter_cut in cuts:
+        _narrow(parameter_cut, context, group.rank)
     for module, name, value in divided:
         setattr(module, name, value)
-    for each in found:
+    for each in named:
         _become(each, axis, regions)
     for name, module in sums:
         become(module, Summed, LayerCut(axis, name))
+    # Comparisons in the first calls.
     cut_ids = {id(one.parameter) for one in cuts}
-    whole_ones = [
+    whole_parameters = [
         (name, parameter)
         for name, parameter in model.named_parameters()
         if id(parameter) not in cut_ids
     ]
-    columns = [each.name for each in found if isinstance(each.style, column)]
-    peers.watch(model, axis, columns, whole_ones)
+    columns = [each.name for each in named if isinstance(each.style, column)]
+    peers.watch(model, axis, columns, whole_parameters)
     if compare:
         partial = [
-            each.name for each in found if isinstance(each.style, column) and not each.style.gather
+            each.name for each in named if isinstance(each.style, column) and not each.style.gather
         ]
-        rows = [each.name for each in found if isinstance(each.style, row) and not each.style.split]
-        mixtures = [each.name for each in found if isinstance(each.style, experts)]
+        rows = [each.name for each in named if isinstance(each.style, row) and not each.style.split]
+        mixtures = [each.name for each in named if isinstance(each.style, experts)]
         settings = {
             name: _divided_since(before[name], part) for name, part in model.named_modules()
         }
         uncut.watch(model, axis, (partial, rows), mixtures, settings)
 
 
-# ---- what is named
+# ---- modules that a plan names
 
 
 def _named(model: nn.Module, layers: Mapping[str, Style]) -> list[_Found]:
-    """Find the modules that patterns name; each once, in the order of the model."""
+    """Find the modules that patterns name, once each, in the order of the model."""
     names = list(model.named_modules(remove_duplicate=False))
     for pattern in layers:
         if not any(fnmatchcase(name, pattern) for name, _ in names):
@@ -154,17 +161,18 @@ def _named(model: nn.Module, layers: Mapping[str, Style]) -> list[_Found]:
                 f"tensor: no module is called {pattern!r}; "
                 f"{_near(pattern, [name for name, _ in names if name])}"
             )
+    # A shared module has several names, and must have one style under all of them.
     first: dict[int, tuple[str, str, _Found]] = {}
     for name, module in names:
         for pattern, style in layers.items():
             if not fnmatchcase(name, pattern):
                 continue
-            known = first.setdefault(id(module), (name, pattern, _Found(name, module, style)))
-            if known[2].style != style:
-                also = "" if known[0] == name else f", which is {known[0]} as well,"
+            seen = first.setdefault(id(module), (name, pattern, _Found(name, module, style)))
+            if seen[2].style != style:
+                also = "" if seen[0] == name else f", which is {seen[0]} as well,"
                 raise UsageError(
-                    f"tensor: {name}{also} is cut by {known[2].style} and by {style} "
-                    f"({known[1]!r}, {pattern!r}); choose one"
+                    f"tensor: {name}{also} is cut by {seen[2].style} and by {style} ({seen[1]!r}, "
+                    f"{pattern!r}); choose one"
                 )
     shared = [
         name
@@ -176,12 +184,12 @@ def _named(model: nn.Module, layers: Mapping[str, Style]) -> list[_Found]:
             f"tensor: {shared[0]} is a module that is cut under another name; "
             "name it there as well, by the same style"
         )
-    return [known[2] for known in first.values()]
+    return [seen[2] for seen in first.values()]
 
 
-def _near(wanted: str, names: Sequence[str]) -> str:
-    """Say which names are like a pattern."""
-    near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.4) or names[:3]
+def _near(pattern: str, names: Sequence[str]) -> str:
+    """List the names that are most like a pattern, for an error message."""
+    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
     return f"the nearest are {', '.join(near)}" if near else "it has no modules inside"
 
 
@@ -196,7 +204,7 @@ def _refuse_wrapped(model: nn.Module) -> None:
 
 
 def _refuse_unknown(each: _Found, model: nn.Module) -> None:
-    """Raise where a module isn't of a kind that its style can cut."""
+    """Raise `UsageError` for a module that its style can't cut."""
     name, module, kind = each.name or "the model", each.module, type(each.module).__name__
     if isinstance(module, TensorCutModule):
         raise UsageError(f"tensor: {name} is cut already; cut it once")
@@ -234,8 +242,7 @@ def _refuse_unknown(each: _Found, model: nn.Module) -> None:
             else ""
         )
         raise UsageError(
-            f"tensor: {name} is of the kind {kind}, which {each.style} can't cut; "
-            f"it cuts {kinds}{hint}"
+            f"tensor: {name} is a {kind}, which {each.style} can't cut; it cuts {kinds}{hint}"
         )
     if isinstance(each.style, experts):
         return
@@ -269,9 +276,7 @@ def _refuse_unknown(each: _Found, model: nn.Module) -> None:
 
 
 def _kind(module: nn.Module) -> str:
-    """Return the kind of a module that can be cut; empty for others, subclasses too, as they may
-    compute something else.
-    """
+    """The kind of a module that can be cut; "" for others, subclasses included."""
     if type(module) in (nn.Linear, nn.Embedding):
         return type(module).__name__
     # of transformers
@@ -299,7 +304,7 @@ def _kind(module: nn.Module) -> str:
 
 
 def _summed(whole: Sequence[_Found], cut_ids: set[int]) -> list[tuple[str, nn.Module]]:
-    """Find the modules whose parameters stay whole and are used on parts of the activations."""
+    """Find the modules whose parameters stay whole, and are used on parts of activations."""
     sums: dict[int, tuple[str, nn.Module]] = {}
     for each in whole:
         for inner, module in each.module.named_modules():
@@ -314,9 +319,7 @@ def _summed(whole: Sequence[_Found], cut_ids: set[int]) -> list[tuple[str, nn.Mo
 
 
 def _refuse_in_region(name: str, module: nn.Module, region: _Found, is_cut: bool) -> None:
-    """Raise for a module that doesn't treat each position of a sequence by itself, as far as
-    that can be known.
-    """
+    """Raise `UsageError` for a module that may not treat each position of a sequence by itself."""
     has_state = any(
         part is not None for part in (*module._parameters.values(), *module._buffers.values())
     )
@@ -335,22 +338,23 @@ def _refuse_in_region(name: str, module: nn.Module, region: _Found, is_cut: bool
         )
 
 
-# ---- what is cut
+# ---- parameters and attributes that are cut
 
 
-def _parameter_cuts(model: nn.Module, found: Sequence[_Found], size: int) -> list[_ParameterCut]:
-    """Say how each parameter is cut; tied ones once, and alike everywhere."""
+def _parameter_cuts(model: nn.Module, named: Sequence[_Found], size: int) -> list[_ParameterCut]:
+    """List how each parameter is cut; a tied one once, and in the same way everywhere."""
     cuts: dict[int, _ParameterCut] = {}
     owners: dict[int, set[int]] = {}
-    for each in found:
-        for wanted in _of_layer(each):
-            known = cuts.setdefault(id(wanted.parameter), wanted)
-            owners.setdefault(id(wanted.parameter), set()).add(id(each.module))
-            if (known.dim, known.parts) != (wanted.dim, wanted.parts):
+    for each in named:
+        for new in _of_layer(each):
+            first = cuts.setdefault(id(new.parameter), new)
+            owners.setdefault(id(new.parameter), set()).add(id(each.module))
+            if (first.dim, first.parts) != (new.dim, new.parts):
                 raise UsageError(
-                    f"tensor: {wanted.name} is {known.name} as well (tied), and they are cut in "
-                    "two ways; cut both by vocab()"
+                    f"tensor: {new.name} is {first.name} as well (tied), and they are cut in two "
+                    "ways; cut both by vocab()"
                 )
+    # A module that isn't named must not have a cut parameter, too.
     for name, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
             if (
@@ -358,17 +362,18 @@ def _parameter_cuts(model: nn.Module, found: Sequence[_Found], size: int) -> lis
                 and id(parameter) in cuts
                 and id(module) not in owners[id(parameter)]
             ):
-                known = cuts[id(parameter)]
+                first = cuts[id(parameter)]
                 raise UsageError(
-                    f"tensor: {known.name} is {name}.{attribute} as well (tied), which isn't cut; "
+                    f"tensor: {first.name} is {name}.{attribute} as well (tied), which isn't cut; "
                     "cut both alike, by vocab()"
                 )
-    for wanted in cuts.values():
-        _refuse_odd(wanted, size)
+    for parameter_cut in cuts.values():
+        _refuse_odd(parameter_cut, size)
     return list(cuts.values())
 
 
 def _of_layer(each: _Found) -> Iterator[_ParameterCut]:
+    """Yield how the parameters of a layer are cut."""
     if isinstance(each.style, experts):
         yield from (
             _ParameterCut(f"{each.name}.{name}", getattr(each.module, name), *how)
@@ -377,6 +382,7 @@ def _of_layer(each: _Found) -> Iterator[_ParameterCut]:
         return
     weight, bias = each.module._parameters["weight"], each.module._parameters.get("bias")
     assert weight is not None
+    # nn.Linear has its weight as (out, in), and Conv1D as (in, out).
     transposed = _kind(each.module) == "Conv1D"
     parts = each.style.parts if isinstance(each.style, column) else 1
     by_rows = isinstance(each.style, row)
@@ -385,21 +391,21 @@ def _of_layer(each: _Found) -> Iterator[_ParameterCut]:
         yield _ParameterCut(f"{each.name}.bias", bias, 0, parts)
 
 
-def _refuse_odd(wanted: _ParameterCut, size: int) -> None:
-    length, step = wanted.parameter.shape[wanted.dim], size * wanted.parts
+def _refuse_odd(parameter_cut: _ParameterCut, size: int) -> None:
+    length, step = parameter_cut.parameter.shape[parameter_cut.dim], size * parameter_cut.parts
     if length % step:
-        fits = [str(each) for each in range(2, length + 1) if length % (each * wanted.parts) == 0][
-            :6
-        ]
-        parts = f"{wanted.parts} parts by " if wanted.parts > 1 else ""
+        fits = [
+            str(each) for each in range(2, length + 1) if length % (each * parameter_cut.parts) == 0
+        ][:6]
+        parts = f"{parameter_cut.parts} parts by " if parameter_cut.parts > 1 else ""
         sizes = (
             f"{length // step * step} or {length - length % step + step}"
             if length >= step
             else str(step)
         )
         raise UsageError(
-            f"tensor: dimension {wanted.dim} of {wanted.name} has size {length}, which "
-            f"{parts}{size} workers can't cut evenly; "
+            f"tensor: dimension {parameter_cut.dim} of {parameter_cut.name} has size {length}, "
+            f"which {parts}{size} workers can't cut evenly; "
             f"make it {sizes}, or tensor={' or '.join(fits) or 1}"
         )
 
@@ -407,7 +413,7 @@ def _refuse_odd(wanted: _ParameterCut, size: int) -> None:
 def _divided(
     model: nn.Module, patterns: Sequence[str], size: int
 ) -> Iterator[tuple[nn.Module, str, int]]:
-    """Find the attributes that are divided, and what they become."""
+    """Yield the attributes that are divided, with their new values."""
     modules = list(model.named_modules())
     for pattern in patterns:
         place, _, attribute = pattern.rpartition(".")
@@ -444,7 +450,7 @@ def _divided(
 
 
 def _divided_since(before: Mapping[str, Any], module: nn.Module) -> dict[str, int]:
-    """Return the whole numbers of a module that are others now, as they were."""
+    """The integers of a module that have changed, with their values from before."""
     return {
         key: value
         for key, value in before.items()
@@ -452,27 +458,26 @@ def _divided_since(before: Mapping[str, Any], module: nn.Module) -> dict[str, in
     }
 
 
-def _narrow(wanted: _ParameterCut, context: CutContext, rank: int) -> None:
-    """Leave a parameter its local part, in the object that it is: optimizers and ties keep it."""
-    parameter, size = wanted.parameter, context.mesh.extent(AXIS)
-    placement = context.placements.of(parameter, wanted.name)
-    placement = placement.narrow(wanted.dim, wanted.ranges(rank, size), AXIS)
+def _narrow(parameter_cut: _ParameterCut, context: CutContext, rank: int) -> None:
+    """Leave a parameter its local part. It stays the same object, for optimizers and ties."""
+    parameter, size = parameter_cut.parameter, context.mesh.extent(AXIS)
+    placement = context.placements.of(parameter, parameter_cut.name)
+    placement = placement.narrow(parameter_cut.dim, parameter_cut.ranges(rank, size), AXIS)
+    # The gradient has to go while the shape changes.
     with torch.no_grad():
-        grad = None if parameter.grad is None else _part(parameter.grad, wanted, rank, size)
-        local = _part(parameter.data, wanted, rank, size)
+        grad = None if parameter.grad is None else _part(parameter.grad, parameter_cut, rank, size)
+        local = _part(parameter.data, parameter_cut, rank, size)
         parameter.grad = None
         parameter.set_(local)  # type: ignore[call-overload]
         parameter.grad = grad
     context.placements.add(parameter, placement)
 
 
-def _part(whole: Tensor, wanted: _ParameterCut, rank: int, size: int) -> Tensor:
+def _part(whole: Tensor, parameter_cut: _ParameterCut, rank: int, size: int) -> Tensor:
+    dim = parameter_cut.dim
+    ranges = parameter_cut.ranges(rank, size)
     return torch.cat(
-        [
-            whole.narrow(wanted.dim, first, last - first)
-            for first, last in wanted.ranges(rank, size)
-        ],
-        wanted.dim,
+        [whole.narrow(dim, first, last - first) for first, last in ranges], dim
     ).contiguous()
 
 
@@ -482,8 +487,8 @@ def _become(each: _Found, axis: TensorAxis, regions: Mapping[int, _Found]) -> No
     region = regions.get(id(module))
     dim = region.style.dim if region is not None and isinstance(region.style, sequence) else None
     kind = _kind(module)
-    wanted = () if isinstance(style, sequence | summed) else _of_layer(each)
-    dims = {one.name.rpartition(".")[2]: (one.dim, one.parts) for one in wanted}
+    parameter_cuts = () if isinstance(style, sequence | summed) else _of_layer(each)
+    dims = {one.name.rpartition(".")[2]: (one.dim, one.parts) for one in parameter_cuts}
     match style:
         case column():
             become(
@@ -516,22 +521,21 @@ def _become(each: _Found, axis: TensorAxis, regions: Mapping[int, _Found]) -> No
 
 
 def _resize(module: nn.Module, kind: str, which: int, size: int) -> None:
-    """Let the sizes that a layer tells be those of its part, which its code may use."""
+    """Divide the sizes that a layer says it has, as its code may use them."""
     attribute = {"Linear": ("out_features", "in_features"), "Conv1D": ("nf", "nx")}[kind][which]
     if isinstance(value := getattr(module, attribute, None), int):
         setattr(module, attribute, value // size)
 
 
-# ---- what has to be equal on all workers
+# ---- random numbers
 
 
 def _equal_random_numbers(axis: TensorAxis) -> None:
-    """Let all workers draw the numbers of the first one: dropout of activations that all of them
-    have is the same.
-    """
+    """Let all workers draw the first one's numbers, for equal dropout of whole activations."""
     state = axis.group.broadcast(torch.get_rng_state(), name="state of the random generator").wait()
     if axis.rank:
-        with GENERATORS:  # where ranks are threads, another one may be making a module by now
+        # If ranks are threads, another one may be making a module now.
+        with GENERATORS:
             torch.set_rng_state(state)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state = axis.group.broadcast(

@@ -1,18 +1,17 @@
-"""Tensor parallelism as it is written: names of modules, and how each of them is cut between the
-workers along the axis `tensor`.
+"""Tensor parallelism as a script writes it: how each named module is cut along the axis `tensor`.
 
     tensor({"blocks.*.attention.qkv": column(parts=3), "blocks.*.attention.out": row(),
-            "blocks.*.up": column(), "blocks.*.down": row(),        two sums forward and two
-                                                                    backward for each block
+            "blocks.*.up": column(), "blocks.*.down": row(),
             "tokens": vocab(), "head": vocab()},
            divide=["blocks.*.attention.heads"])
 
-    "blocks": sequence()     inside of `blocks` each worker has a piece of the sequence: sums become
-                             halves of sums
+Each pair of column() and row() sums activations once in forward and once in backward. With
+`"blocks": sequence()`, each worker has a piece of the sequence inside of `blocks`, and a sum
+becomes two halves: a reduce-scatter and an all-gather.
 
-A layer that is cut holds an ordinary parameter of the local shape, in the same object as before, so
-optimizers, strategies and codecs take it as any other. After Shoeybi et al., "Megatron-LM" (2019),
-and Korthikanti et al., "Reducing Activation Recomputation" (2022).
+A cut layer has ordinary parameters of the local shape, in the same objects as before. So
+optimizers, strategies and codecs treat it as any other. After Shoeybi et al., "Megatron-LM" (2019),
+and Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022).
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class tensor:
             )
         if isinstance(self.divide, str):
             raise UsageError(
-                f"divide={self.divide!r} is one text; give a list, divide=[{self.divide!r}]"
+                f"divide={self.divide!r} is a string; give a list, divide=[{self.divide!r}]"
             )
         for pattern, style in self.layers.items() if isinstance(self.layers, Mapping) else ():
             if not isinstance(style, Style):
@@ -89,6 +88,6 @@ class tensor:
     def apply(self, model: nn.Module, context: CutContext) -> None:
         layers, divide = self.layers, list(self.divide)
         if isinstance(layers, str):
-            layers, brought = plans.of_model(model, context.mesh.extent(self.axis))
-            divide = [*brought, *(pattern for pattern in divide if pattern not in brought)]
+            layers, plan_divide = plans.of_model(model, context.mesh.extent(self.axis))
+            divide = [*plan_divide, *(pattern for pattern in divide if pattern not in plan_divide)]
         application.cut(model, layers, divide, context, compare=self.compare)

@@ -1,23 +1,16 @@
-"""What workers that cut layers between them exchange, forward and backward, as autograd functions
-over a Group.
+"""Exchanges of workers that cut layers between them, as autograd functions over a `Group`.
 
-                  forward                          backward
-copy              x as it is                       gradients are summed            into a layer cut
-                                                   by columns
-total             sums                             the gradient as it is           out of a layer
-                                                   cut by rows
-join              pieces side by side              my piece of the gradient        out of a layer
-                                                   whose whole output is wanted
-split             my piece                         pieces side by side             into a region cut
-                                                   along the sequence
-gather            pieces side by side              sums, my piece of them          into a layer cut
-                                                   by columns, in such a region
-scatter           sums, my piece of them           pieces side by side             out of a layer
-                                                   cut by rows, in such a region
+                  forward                  backward
+copy_input        x as it is               gradients are summed     into a layer cut by columns
+sum_output        sums                     the gradient as it is    out of a layer cut by rows
+join_output       pieces side by side      own piece of gradient    out of a layer used as a whole
+split_input       own piece                pieces side by side      into a sequence region
+gather_input      pieces side by side      own piece of sums        into a column layer in a region
+scatter_output    own piece of sums        pieces side by side      out of a row layer in a region
 
-`copy` and `total` are f and g of Shoeybi et al., "Megatron-LM" (2019); `gather` and `scatter` are
-those of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022).
-Workers run the same graph, so they make these calls in the same order.
+The first two are f and g of Shoeybi et al., "Megatron-LM" (2019). The last two are those of
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022). Workers
+run the same graph, so they make these calls in the same order.
 """
 
 from __future__ import annotations
@@ -40,15 +33,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def eager(function: F) -> F:
-    """Keep a function out of graphs that torch.compile makes: what it exchanges is not torch's."""
+    """Keep a function out of the graphs of torch.compile, which can't contain our exchanges."""
     disable: Callable[[F], F] = torch.compiler.disable
     return disable(function)
 
 
 class TensorAxis:
-    """The workers that cut layers between them, as layers see them.
+    """The workers that cut layers between them. All layers, and their deepcopies, share one object.
 
-    A deepcopy of a layer shares it. `meter` measures exchanges.
+    `meter` measures the exchanges.
     """
 
     def __init__(self, group: Group, meter: AxisMeter | None = None) -> None:
@@ -56,6 +49,7 @@ class TensorAxis:
         self._meter = AxisMeter("tensor") if meter is None else meter
         self._meter.add(group)
         self.zone = RandomZone(group.rank)
+        # The last input that was copied or gathered: the input, how, and the result.
         self._entered: tuple[weakref.ref[Tensor], object, Tensor] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorAxis:
@@ -65,8 +59,10 @@ class TensorAxis:
 
     @eager
     def copy(self, x: Tensor, name: str) -> Tensor:
-        """Give each worker the whole `x`; what layers that share it send back is summed locally
-        first, and over workers once.
+        """Give each worker the whole `x`. In backward, gradients are summed over workers.
+
+        Layers that share `x` share the copy. So autograd sums their gradients locally, and workers
+        exchange them once.
         """
         return self._once(x, "copy", lambda: _Copy.apply(x, self, name))  # type: ignore[no-untyped-call]
 
@@ -77,60 +73,55 @@ class TensorAxis:
 
     @eager
     def total(self, x: Tensor, name: str) -> Tensor:
-        """Sum a part of the result over all workers, in place."""
-        found: Tensor = _Total.apply(x, self, name)  # type: ignore[no-untyped-call]
-        return found
+        """Sum a partial result over all workers, in place."""
+        summed: Tensor = _Total.apply(x, self, name)  # type: ignore[no-untyped-call]
+        return summed
 
     @eager
     def scatter(self, x: Tensor, dim: int, name: str) -> Tensor:
-        """Sum a part of the result over all workers, and keep this worker's piece of a
-        dimension.
-        """
-        found: Tensor = _Scatter.apply(x, dim, self, name)  # type: ignore[no-untyped-call]
-        return found
+        """Sum a partial result over all workers, and keep this worker's piece of a dimension."""
+        piece: Tensor = _Scatter.apply(x, dim, self, name)  # type: ignore[no-untyped-call]
+        return piece
 
     @eager
     def join(self, x: Tensor, dim: int, name: str) -> Tensor:
-        """Put the pieces of all workers side by side, where what follows is the same on all of
-        them.
-        """
-        found: Tensor = _Join.apply(x, dim, self, name)  # type: ignore[no-untyped-call]
-        return found
+        """Put the pieces of all workers side by side; from here on all workers do the same."""
+        joined: Tensor = _Join.apply(x, dim, self, name)  # type: ignore[no-untyped-call]
+        return joined
 
     @eager
     def split(self, x: Tensor, dim: int, name: str) -> Tensor:
-        """Keep this worker's piece of a dimension of what is the same on all workers."""
-        found: Tensor = _Split.apply(x, dim, self, name)  # type: ignore[no-untyped-call]
-        return found
+        """Keep this worker's piece of a dimension of a tensor that all workers have."""
+        piece: Tensor = _Split.apply(x, dim, self, name)  # type: ignore[no-untyped-call]
+        return piece
 
     @eager
     def shared(self, parameters: Sequence[Tensor], name: str) -> tuple[Tensor, ...]:
-        """Let workers use whole parameters on parts of the activations: their gradients are
-        summed, in one exchange.
-        """
-        found: tuple[Tensor, ...] = _Shared.apply(self, name, *parameters)  # type: ignore[no-untyped-call]
-        return found
+        """Let workers use whole parameters on parts of activations; sum their gradients at once."""
+        copies: tuple[Tensor, ...] = _Shared.apply(self, name, *parameters)  # type: ignore[no-untyped-call]
+        return copies
 
     @eager
     def enter(self, x: Tensor) -> None:
-        """Let random numbers differ between workers from here on: activations are cut."""
+        """Let workers draw different random numbers from here on, as activations are cut."""
         self.zone.enter(x.device)
 
     @eager
     def leave(self, x: Tensor) -> None:
-        """Let random numbers be equal on all workers again."""
+        """Let workers draw equal random numbers again."""
         self.zone.leave(x.device)
 
     @eager
     def forget(self) -> None:
-        """Let go of the input that the layers before have shared."""
+        """Forget the input that layers have shared so far, and free its copy."""
         self._entered = None
 
     def _once(self, x: Tensor, how: object, make: Callable[[], Any]) -> Tensor:
-        """Return what was made of this very tensor by the layer before, or make it."""
+        """Make something of an input, unless the layer before did so with the same tensor."""
         if not x.requires_grad or not torch.is_grad_enabled():
-            found: Tensor = make()
-            return found
+            result: Tensor = make()
+            return result
+        # `_version` is the version counter of a tensor: one that was written to is another input.
         key = (how, x._version)
         if self._entered is None or self._entered[0]() is not x or self._entered[1] != key:
             self._entered = weakref.ref(x), key, make()
@@ -139,13 +130,13 @@ class TensorAxis:
     # ---- exchanges of plain tensors
 
     def add_up(self, x: Tensor, name: str, *, out: Tensor | None = None, op: Op = "sum") -> Tensor:
-        """Sum over all workers, or reduce by another operation."""
+        """Reduce over all workers: sum, or another operation."""
         x = x.contiguous()
         with self._meter.exchange(name):
             return self.group.all_reduce(x, op=op, name=name, out=out).wait()
 
     def objects(self, obj: Any, name: str) -> list[Any]:
-        """Gather what each worker has, as JSON."""
+        """Gather an object of each worker, as JSON."""
         with self._meter.exchange(name):
             return self.group.gather_objects(obj, name=name)
 
@@ -156,19 +147,21 @@ class TensorAxis:
             return torch.cat(self.group.all_gather(x, name=name).wait(), dim)
 
     def sums_of_mine(self, x: Tensor, dim: int, name: str) -> Tensor:
-        """Sum over all workers and keep my piece of a dimension."""
+        """Sum over all workers, and keep this worker's piece of a dimension."""
         rows = x.shape[dim] // self._fitting(x, dim, name)
+        # reduce_scatter cuts the first dimension.
         turned = x.movedim(dim, 0).contiguous()
         with self._meter.exchange(name):
-            mine = self.group.reduce_scatter(turned, name=name).wait()
-        return mine.view(rows, *turned.shape[1:]).movedim(0, dim).contiguous()
+            piece = self.group.reduce_scatter(turned, name=name).wait()
+        return piece.view(rows, *turned.shape[1:]).movedim(0, dim).contiguous()
 
     def mine(self, x: Tensor, dim: int, name: str) -> Tensor:
-        """Return my piece of a dimension, as a view."""
+        """View this worker's piece of a dimension."""
         rows = x.shape[dim] // self._fitting(x, dim, name)
         return x.narrow(dim, self.rank * rows, rows)
 
     def _fitting(self, x: Tensor, dim: int, name: str) -> int:
+        """Return the number of workers. Raises `UsageError` if they can't divide a dimension."""
         if x.shape[dim] % self.size:
             more = -x.shape[dim] % self.size
             raise UsageError(
@@ -197,6 +190,7 @@ class _Total(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, axis: TensorAxis, name: str) -> Tensor:
         if not x.is_contiguous():
             return axis.add_up(x, f"output of {name}")
+        # Autograd has to know that x is changed in place.
         ctx.mark_dirty(x)
         return axis.add_up(x, f"output of {name}", out=x)
 
@@ -268,16 +262,17 @@ class _Shared(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         axis, name, kinds = ctx.exchanged
-        wanted = [place for place in range(len(grads)) if ctx.needs_input_grad[2 + place]]
+        # One exchange for all gradients, in a dtype that holds each of them.
+        places = [place for place in range(len(grads)) if ctx.needs_input_grad[2 + place]]
         kind = functools.reduce(
-            torch.promote_types, (kinds[place][1] for place in wanted), torch.float32
+            torch.promote_types, (kinds[place][1] for place in places), torch.float32
         )
-        flat = torch.cat([grads[place].reshape(-1).to(kind) for place in wanted])
+        flat = torch.cat([grads[place].reshape(-1).to(kind) for place in places])
         flat = axis.add_up(flat, f"gradients of the parameters of {name}", out=flat)
-        found: list[Tensor | None] = [None] * len(grads)
+        results: list[Tensor | None] = [None] * len(grads)
         for place, part in zip(
-            wanted, flat.split([grads[place].numel() for place in wanted]), strict=True
+            places, flat.split([grads[place].numel() for place in places]), strict=True
         ):
             shape, dtype = kinds[place]
-            found[place] = part.view(shape).to(dtype)
-        return None, None, *found
+            results[place] = part.view(shape).to(dtype)
+        return None, None, *results

@@ -1,13 +1,11 @@
-"""How layers compute where workers cut them between them: linear layers by columns or rows,
-embeddings and heads by vocabulary, regions.
+"""How cut layers compute: linear layers by columns or rows, embeddings and heads by vocabulary.
 
-    column   x whole --- copy --> x  W[my rows] -----------------> my features       ( random
-                                     numbers of my own from here ... )
-    row      my features ------------------> x  W[:, my columns] --- total --> sum + bias     ( ...
-                                                to here )
+    column   x whole --- copy_input --> x  W[own rows] -----------------> own features
+    row      own features ------------> x  W[:, own columns] --- sum_output --> sum + bias
 
-A layer stays the object that it is, with its hooks and the parameters that are its own: its class
-becomes one that is derived from it.
+From the column's output to the row's input, random numbers are each worker's own. A layer stays the
+same object, with its hooks and the parameters that it has; its class becomes one that is derived
+from it.
 """
 
 from __future__ import annotations
@@ -20,19 +18,20 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from paceline.errors import UsageError
 from paceline.parallel.tensor.functions import TensorAxis, eager
 from paceline.parallel.tensor.vocab import VocabLogits
+from paceline.parallel.torch_pytree import tree_map_only
 
 
 @dataclass(frozen=True)
 class LayerCut:
-    """How one layer is cut: the workers that do it, the layer's name, and what is special.
+    """How one layer is cut, by which workers, and the layer's name.
 
-    `sequence`: the dimension that its region cuts; `vocabulary`: the number of words of all
-    workers; `dims`: along which dimension each of its parameters is cut, and in how many parts.
+    `parts`, `gather` and `split` are those of its style. `sequence` is the dimension that its
+    region cuts, if it is in one. `vocabulary` is the number of words over all workers. `dims` says
+    for each of its parameters along which dimension it is cut, and in how many parts.
     """
 
     axis: TensorAxis
@@ -45,7 +44,7 @@ class LayerCut:
     dims: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def into(self, x: Tensor) -> Tensor:
-        """Take the input of a layer that is cut by columns."""
+        """Prepare the input of a layer that is cut by columns: whole on each worker."""
         return (
             self.axis.copy(x, self.name)
             if self.sequence is None
@@ -53,9 +52,8 @@ class LayerCut:
         )
 
     def features(self, y: Tensor, training: bool) -> Tensor:
-        """Give on the output of a layer that is cut by columns: my features, or all of them in
-        their order.
-        """
+        """Finish the output of a layer that is cut by columns: own features, or all of them."""
+        # Each of the parts is joined by itself, as each was cut by itself.
         if self.gather:
             return self.axis.join(y.unflatten(-1, (self.parts, -1)), -1, self.name).flatten(-2)
         if training and self.sequence is None:
@@ -63,7 +61,7 @@ class LayerCut:
         return y
 
     def part(self, x: Tensor, features: int) -> Tensor:
-        """Take the input of a layer that is cut by rows, which is cut already but for `split`."""
+        """Prepare the input of a layer that is cut by rows, which is cut already, or by `split`."""
         self.axis.forget()
         if self.sequence is None:
             self.axis.leave(x)
@@ -86,7 +84,7 @@ class LayerCut:
         return x
 
     def sum(self, y: Tensor, bias: Tensor | None) -> Tensor:
-        """Give on the output of a layer that is cut by rows. The bias is added to the sum, once."""
+        """Finish the output of a layer that is cut by rows. The bias is added to the sum, once."""
         y = (
             self.axis.total(y, self.name)
             if self.sequence is None
@@ -96,20 +94,20 @@ class LayerCut:
 
 
 class TensorCutModule(nn.Module):
-    """What the classes of cut layers have in common."""
+    """Base class of cut layers."""
 
     tensor_cut: LayerCut
 
 
 class Column(TensorCutModule):
-    """A linear layer of which each worker has some of the output features."""
+    """A linear layer whose output features are divided between workers."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.tensor_cut.features(super().forward(self.tensor_cut.into(x)), self.training)
 
 
 class RowLinear(TensorCutModule):
-    """An `nn.Linear` of which each worker has some of the input features."""
+    """An `nn.Linear` whose input features are divided between workers."""
 
     weight: Tensor
     bias: Tensor | None
@@ -119,18 +117,14 @@ class RowLinear(TensorCutModule):
         return self.tensor_cut.sum(F.linear(x, self.weight), self._bias())
 
     def _bias(self) -> Tensor | None:
-        """Return the bias; what each worker adds to its piece of a sequence gets a part of the
-        gradient there.
-        """
+        """The bias. In a region its gradients are summed, as it is added to pieces."""
         if self.bias is None or self.tensor_cut.sequence is None:
             return self.bias
         return self.tensor_cut.axis.shared([self.bias], f"{self.tensor_cut.name}.bias")[0]
 
 
 class RowConv1D(RowLinear):
-    """A `Conv1D` of transformers, which is a linear layer with its weight transposed, of which
-    each worker has some input features.
-    """
+    """A `Conv1D` of transformers, a linear layer with transposed weight, cut by input features."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.tensor_cut.part(x, self.weight.shape[0])
@@ -138,7 +132,7 @@ class RowConv1D(RowLinear):
 
 
 class Experts(TensorCutModule):
-    """Experts of a mixture, of each of which a worker has some of the inner features."""
+    """Experts of a mixture, each with its inner features divided between workers."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         cut = self.tensor_cut
@@ -153,24 +147,23 @@ class Experts(TensorCutModule):
 
 
 class VocabEmbedding(TensorCutModule, nn.Embedding):
-    """An embedding of which each worker has some of the rows: others are zeros, and the sum over
-    workers is the row.
-    """
+    """An embedding whose rows are divided. A row is the sum of one worker's row and zeros."""
 
     def forward(self, input: Tensor) -> Tensor:
         cut, rows, index = self.tensor_cut, self.weight.shape[0], input
         first = cut.axis.rank * rows
         _in_range(index, cut)
         local = index - first
+        # Rows of other workers are looked up at row 0, and set to zero afterwards.
         outside = (local < 0) | (local >= rows)
         padding = None if self.padding_idx is None else self.padding_idx - first
         padding = padding if padding is not None and 0 <= padding < rows else None
-        found = F.embedding(local.masked_fill(outside, 0), self.weight, padding)
-        return cut.axis.total(found.masked_fill(outside.unsqueeze(-1), 0), cut.name)
+        embedded = F.embedding(local.masked_fill(outside, 0), self.weight, padding)
+        return cut.axis.total(embedded.masked_fill(outside.unsqueeze(-1), 0), cut.name)
 
 
 class VocabHead(TensorCutModule):
-    """A linear layer to logits, of which each worker has those of some words."""
+    """A linear layer to logits, whose words are divided between workers."""
 
     def forward(self, x: Tensor) -> Tensor:
         cut = self.tensor_cut
@@ -180,12 +173,12 @@ class VocabHead(TensorCutModule):
 
 
 class Summed(TensorCutModule):
-    """A module with whole parameters that each worker uses on its part of the activations: their
-    gradients are summed over workers.
-    """
+    """A module with whole parameters that each worker uses on its part of activations."""
 
     @eager
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # `_parameters` is private to torch: the dict in which `nn.Module.__getattr__` looks
+        # parameters up. While it is replaced, the module finds tensors whose gradients are summed.
         own = self._parameters
         trained = {
             name: parameter
@@ -195,7 +188,6 @@ class Summed(TensorCutModule):
         if not trained or not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
         shared = self.tensor_cut.axis.shared(list(trained.values()), self.tensor_cut.name)
-        # the module finds them under their names
         self.__dict__["_parameters"] = {**own, **dict(zip(trained, shared, strict=True))}
         try:
             return super().forward(*args, **kwargs)
@@ -204,10 +196,7 @@ class Summed(TensorCutModule):
 
 
 class SequenceRegion(TensorCutModule):
-    """A module inside of which each worker has a piece of the sequence.
-
-    What comes in and what goes out is whole.
-    """
+    """A module that works on a piece of the sequence; its inputs and outputs are whole."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         axis, dim, name = self.tensor_cut.axis, self.tensor_cut.sequence or 0, self.tensor_cut.name
@@ -233,31 +222,38 @@ class SequenceRegion(TensorCutModule):
 
 
 def become(module: nn.Module, kind: type[TensorCutModule], cut: LayerCut) -> None:
-    """Let a module compute as `kind` does, and stay what it is otherwise."""
+    """Let a module compute as `kind` does. Otherwise it stays as it is."""
     module.__class__ = _derived(cast(Hashable, kind), cast(Hashable, type(module)))
     module.tensor_cut = cut  # type: ignore[assignment]
 
 
 def uncut_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that a module had before it was cut."""
+    """Find the class that a module had before it was cut."""
     kinds: Any = type(module).__bases__ if isinstance(module, TensorCutModule) else [type(module)]
-    found: type[nn.Module] = next(kind for kind in kinds if not issubclass(kind, TensorCutModule))
-    return found
+    original: type[nn.Module] = next(
+        kind for kind in kinds if not issubclass(kind, TensorCutModule)
+    )
+    return original
 
 
 @functools.cache
 def _derived(kind: Any, of: Any) -> type[nn.Module]:
+    """Derive a class from `of` that computes as `kind` does."""
     name = f"{kind.__name__}{of.__name__}" if of.__name__ not in kind.__name__ else kind.__name__
-    # What an embedding's own class does, such as to scale the rows, is done to what `kind` looks
+    # A subclass of an embedding, such as one that scales rows, works on the rows that `kind` looks
     # up.
     bases = (of, kind) if issubclass(of, nn.Embedding) and of is not nn.Embedding else (kind, of)
-    found: type[nn.Module] = type(name, bases, {})
-    return found
+    derived: type[nn.Module] = type(name, bases, {})
+    return derived
 
 
 @eager
 def _in_range(index: Tensor, cut: LayerCut) -> None:
-    """Raise for what is no row of the whole embedding: each worker would take it for another's."""
+    """Raise `UsageError` for an index that is no row of the whole embedding.
+
+    Every worker would take it for a row of another one. On a GPU, a private function of torch
+    checks that without waiting for the device; a failure there ends the process.
+    """
     if index.device.type != "cpu":
         torch._assert_async(((index >= 0) & (index < cut.vocabulary)).all())
     elif index.numel():

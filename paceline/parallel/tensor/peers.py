@@ -1,9 +1,9 @@
-"""Compares what workers that cut a model between them should have alike: what the model returns,
-and the parameters that stay whole.
+"""Compares workers along `tensor`: a model's outputs, and parameters that all of them have whole.
 
-first pass                  outputs          a layer whose sum is missing, a plan that ends in parts
-pass 2, 11, 100, 200, ...   whole parameters  gradients that were clipped or changed by each worker
-                                              for itself
+first pass                  outputs             a layer whose sum is missing, or a plan that ends in
+                                                parts, makes them differ
+pass 2, 11, 100, 200, ...   whole parameters    gradients that each worker has clipped or changed by
+                                                itself make them differ
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from paceline.parallel.tensor.functions import TensorAxis, eager
 from paceline.parallel.tensor.vocab import VocabLogits
 from paceline.state.checksum import checksums
 
-# elements of an output that are compared, and how far they may differ, relative to the largest
+# Compared elements of an output; their tolerance, relative to the largest.
 SAMPLE, TOLERANCE = 64, 1e-2
-EARLY, OFTEN = (2, 11), 100  # passes in training after which whole parameters are compared
+# Passes in training after which whole parameters are compared.
+EARLY, OFTEN = (2, 11), 100
 
 
 def watch(
@@ -34,9 +35,10 @@ def watch(
     columns: Sequence[str],
     parameters: Sequence[tuple[str, Parameter]],
 ) -> None:
-    """Compare in the forward of a whole model. Copies of the model count their passes with it."""
-    passes = [0, 0]  # all, and those in training
-    # of each worker, before the first pass: a plan that ends in parts leaves other ones
+    """Compare workers in forwards of a model. Copies of it count their passes with it."""
+    passes = [0, 0]  # number of passes, and of those in training
+    # Digests of all workers' generators before the first pass. They tell later whether outputs
+    # differ as random numbers did, or as a plan ends in parts.
     draws: list[str] = []
 
     @eager
@@ -70,9 +72,9 @@ def _compare_outputs(
         for leaf in tree_leaves(out)
         if isinstance(leaf, Tensor) and not isinstance(leaf, VocabLogits)
     ]
-    mine = [sample(leaf) for leaf in tensors if leaf.is_floating_point() and leaf.numel()]
-    for other in axis.objects(mine, "output of the model"):
-        if not alike(mine, other):
+    samples = [sample(leaf) for leaf in tensors if leaf.is_floating_point() and leaf.numel()]
+    for other in axis.objects(samples, "output of the model"):
+        if not alike(samples, other):
             _refuse_draws(draws, f"what {type(model).__name__} returns")
             hint = (
                 f"; {columns[-1]} is the last one cut by column(): row() has to follow it, or "
@@ -87,30 +89,30 @@ def _compare_outputs(
 
 
 def _compare_parameters(axis: TensorAxis, parameters: Sequence[tuple[str, Parameter]]) -> None:
-    """Raise `ReplicasDiffer` where whole parameters differ in a bit between workers that compute
-    alike.
-    """
-    # others are gathered while they are used
+    """Raise `ReplicasDiffer` if any bit of a whole parameter differs between like workers."""
+    # Parameters without memory are gathered only while they are used (zero=3).
     here = [(name, p) for name, p in parameters if p.untyped_storage().nbytes() >= p.nbytes]
     kind = (
         f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
     )
-    numbers = [f"{number:x}" for number in checksums([p.detach() for _, p in here])]
-    found = axis.objects([kind, numbers], "whole parameters")
-    if any(other != kind for other, _ in found):  # then the last bits may differ
+    numbers = [f"{checksum:x}" for checksum in checksums([p.detach() for _, p in here])]
+    answers = axis.objects([kind, numbers], "whole parameters")
+    # On different processors, or with different numbers of threads, last bits may differ.
+    if any(other != kind for other, _ in answers):
         return
-    for rank, (_, theirs) in enumerate(found):
+    for rank, (_, theirs) in enumerate(answers):
         wrong = [
             name
-            for (name, _), one, two in zip(here, theirs, found[0][1], strict=True)
+            for (name, _), one, two in zip(here, theirs, answers[0][1], strict=True)
             if one != two
         ]
         if wrong:
             one, two = axis.group.global_rank(0), axis.group.global_rank(rank)
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            # asked for when all have come here: none is in the middle of drawing numbers of its own
+            # All workers come here together, so none of them is inside of a zone of own random
+            # numbers.
             _refuse_draws(axis.objects(_draws(axis), "random numbers"), f"{wrong[0]}{more}")
-            # clipping leaves none as it was
+            # Different clipping would change all parameters, so this is something else.
             if len(wrong) < sum(parameter.requires_grad for _, parameter in here):
                 module = wrong[0].rpartition(".")[0]
                 raise ReplicasDiffer(
@@ -129,7 +131,7 @@ def _compare_parameters(axis: TensorAxis, parameters: Sequence[tuple[str, Parame
 
 
 def _draws(axis: TensorAxis) -> str:
-    """Return a text that differs where torch's random generators do."""
+    """Digest of the states of torch's random generators, outside of zones."""
     devices = (
         ["cpu", "cuda"] if torch.cuda.is_available() and torch.cuda.is_initialized() else ["cpu"]
     )
@@ -137,9 +139,7 @@ def _draws(axis: TensorAxis) -> str:
 
 
 def _refuse_draws(draws: Sequence[str], what: str) -> None:
-    """Raise `ReplicasDiffer` where workers that should draw the same random numbers don't, which
-    is why others differ.
-    """
+    """Raise `ReplicasDiffer` if workers draw different random numbers, which explains the rest."""
     if len(set(draws)) > 1:
         raise ReplicasDiffer(
             f"{what} differs between workers along `tensor`, and so do their random numbers: "
@@ -150,7 +150,7 @@ def _refuse_draws(draws: Sequence[str], what: str) -> None:
 
 
 def sample(x: Tensor) -> list[Any]:
-    """Return the shape of a tensor and some of its elements, in text."""
+    """Sample a tensor: its shape, and some of its elements as text."""
     flat = x.detach().reshape(-1)
     return [
         list(x.shape),
@@ -158,11 +158,11 @@ def sample(x: Tensor) -> list[Any]:
     ]
 
 
-def alike(mine: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether samples of tensors have the same shapes and about the same elements."""
-    if [shape for shape, _ in mine] != [shape for shape, _ in other]:
+def alike(own: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether two lists of samples have the same shapes, and elements within `TOLERANCE`."""
+    if [shape for shape, _ in own] != [shape for shape, _ in other]:
         return False
-    for (_, one), (_, two) in zip(mine, other, strict=True):
+    for (_, one), (_, two) in zip(own, other, strict=True):
         x, y = (
             torch.tensor([float(value) for value in values], dtype=torch.float64)
             for values in (one, two)

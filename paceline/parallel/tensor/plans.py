@@ -1,12 +1,11 @@
-"""Plans that models bring along, for `tensor("auto")`: an attribute `tensor_plan`, or what models
-of transformers have.
+"""Plans that models bring along, for `tensor("auto")`: `tensor_plan`, or those of transformers.
 
     class Perceptron(nn.Module):
-        tensor_plan = pl.tensor({"up": pl.column(), "down": pl.row()})      names as this module has them; divide= goes along
+        tensor_plan = pl.tensor({"up": pl.column(), "down": pl.row()})    names within this module
 
-A model takes the plans of all modules inside of it that bring one. Those of transformers are
-`base_model_tp_plan` of a configuration, and `_tp_plan` of heads.
-"""  # noqa: E501
+A model takes the plans of all modules inside of it that have one, with their divide=. Plans of
+transformers are `base_model_tp_plan` of a configuration, and `_tp_plan` of heads.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +19,8 @@ from paceline.errors import UsageError
 from paceline.parallel.tensor.styles import Style, column, experts, row, summed, vocab
 
 HEADS = ("num_attention_heads", "num_key_value_heads")
-STYLES: Mapping[str, Style | None] = {  # None: the module stays as it is
+# The names of styles in transformers' plans. None: the module stays as it is.
+STYLES: Mapping[str, Style | None] = {
     "colwise": column(),
     "colwise_rep": column(gather=True),
     "colwise_gather_output": column(gather=True),
@@ -36,7 +36,7 @@ STYLES: Mapping[str, Style | None] = {  # None: the module stays as it is
 
 
 class BroughtPlan(Protocol):
-    """A plan as a model brings it, which is what a script writes as `tensor(...)`."""
+    """A plan as an attribute of a model; a script writes it as `tensor(...)`."""
 
     @property
     def layers(self) -> Mapping[str, Style] | str: ...
@@ -46,15 +46,14 @@ class BroughtPlan(Protocol):
 
 
 class ModelPlan(NamedTuple):
-    """How each layer of a model is cut, and the numbers that are divided, by patterns of names
-    as the model has them.
-    """
+    """How layers of a model are cut, and which numbers are divided, by patterns of names."""
 
     layers: dict[str, Style]
     divide: list[str]
 
 
-GPT2: Mapping[str, ModelPlan] = {  # modules of transformers, which has no plan for them
+# Transformers has no plan for these modules of its own.
+GPT2: Mapping[str, ModelPlan] = {
     "GPT2Attention": ModelPlan(
         {"c_attn": column(parts=3), "c_proj": row()}, ["split_size", "num_heads"]
     ),
@@ -63,22 +62,24 @@ GPT2: Mapping[str, ModelPlan] = {  # modules of transformers, which has no plan 
 
 
 def of_model(model: nn.Module, size: int) -> ModelPlan:
-    """Return the plan that a model brings along, for so many workers: that of its modules, else
-    that of transformers.
+    """Find the plan that a model brings along, for `size` workers.
+
+    It is that of its modules, or else that of transformers.
 
     Raises `UsageError` for a model without one.
     """
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
-    found = ModelPlan({}, [])
+    # Private: the model that torch.compile has wrapped.
+    model = getattr(model, "_orig_mod", model)
+    model_plan = ModelPlan({}, [])
     for name, module in model.named_modules():
-        # which has other layers, and stays whole
+        # Cross-attention of GPT-2 has other layers, and stays whole.
         kind, crossed = type(module), getattr(module, "is_cross_attention", False)
-        known = (
+        built_in = (
             GPT2.get(kind.__name__)
             if kind.__module__.startswith("transformers.") and not crossed
             else None
         )
-        plan: BroughtPlan | None = getattr(module, "tensor_plan", known)
+        plan: BroughtPlan | None = getattr(module, "tensor_plan", built_in)
         if plan is None:
             continue
         layers, before = plan.layers, f"{name}." if name else ""
@@ -88,13 +89,13 @@ def of_model(model: nn.Module, size: int) -> ModelPlan:
                 "a plan has to name layers"
             )
         for pattern, style in layers.items():
-            found.layers.setdefault(before + pattern, style)
-        found.divide.extend(before + pattern for pattern in plan.divide)
-    return found if found.layers else ModelPlan(of_transformers(model, size), [])
+            model_plan.layers.setdefault(before + pattern, style)
+        model_plan.divide.extend(before + pattern for pattern in plan.divide)
+    return model_plan if model_plan.layers else ModelPlan(of_transformers(model, size), [])
 
 
 def of_transformers(model: nn.Module, size: int) -> dict[str, Style]:
-    """Read the plan of a model for so many workers.
+    """Read transformers' plan of a model for `size` workers.
 
     An embedding that is tied to a layer of the plan is cut with it.
 
@@ -113,31 +114,32 @@ def of_transformers(model: nn.Module, size: int) -> dict[str, Style]:
     plan.update(_tied(model, plan))
     config = getattr(model, "config", None)
     for heads in HEADS:
-        number = getattr(config, heads, None)
-        if isinstance(number, int) and number % size:
+        head_count = getattr(config, heads, None)
+        if isinstance(head_count, int) and head_count % size:
             fits = (
-                " or ".join(str(each) for each in range(2, number + 1) if number % each == 0) or "1"
+                " or ".join(
+                    str(each) for each in range(2, head_count + 1) if head_count % each == 0
+                )
+                or "1"
             )
             raise UsageError(
-                f'tensor("auto"): {heads} of the model is {number}, which {size} workers can\'t '
-                f"divide; choose tensor={fits}"
+                f'tensor("auto"): {heads} of the model is {head_count}, which {size} workers '
+                f"can't divide; choose tensor={fits}"
             )
     return plan
 
 
 def _plan(model: nn.Module) -> dict[str, Style]:
-    """Gather the plans of a model and of the models inside of it, with names as this model has
-    them.
-    """
-    found: dict[str, Style] = {}
+    """Collect the plans of a model and of models inside of it, with names from this model on."""
+    layers: dict[str, Style] = {}
     for prefix, module in model.named_modules():
         before = f"{prefix}." if prefix else ""
         own = vars(type(module)).get("_tp_plan") or {}
         inner = getattr(getattr(module, "config", None), "base_model_tp_plan", None) or {}
-        base = _is_base(module, inner)
-        words = {**(inner if base else {}), **own}
+        applies = _is_base(module, inner)
+        words = {**(inner if applies else {}), **own}
         for pattern, word in words.items():
-            # a parameter of experts, which are cut as one
+            # Experts are cut as a whole, so their parameters have no entries of their own.
             if words.get(pattern.rpartition(".")[0]) == "moe_tp_experts":
                 continue
             if word not in STYLES:
@@ -147,28 +149,26 @@ def _plan(model: nn.Module) -> dict[str, Style]:
                     f"known are {', '.join(sorted(STYLES))}. Write the plan out: tensor({{...}})"
                 )
             if (style := STYLES[word]) is not None:
-                found.setdefault(before + pattern, style)
-    return found
+                layers.setdefault(before + pattern, style)
+    return layers
 
 
 def _tied(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
-    """Cut embeddings by words whose weight is that of a layer of the plan, where the plan
-    doesn't name them.
-    """
-    named = {
+    """Find embeddings that share a weight with a layer of the plan, to cut them by words."""
+    planned = {
         name: module
         for name, module in model.named_modules()
         if any(fnmatchcase(name, pattern) for pattern in plan)
     }
-    weights = {id(module.weight) for module in named.values() if isinstance(module, nn.Linear)}
+    weights = {id(module.weight) for module in planned.values() if isinstance(module, nn.Linear)}
     others = [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding) and name not in named
+        if isinstance(module, nn.Embedding) and name not in planned
     ]
     return {name: vocab() for name, module in others if id(module.weight) in weights}
 
 
 def _is_base(module: nn.Module, plan: Mapping[str, str]) -> bool:
-    """Whether a configuration's plan is about this module, and not about one inside of it."""
+    """Whether a configuration's plan is for this module, and not for one inside of it."""
     return bool(plan) and all(hasattr(module, pattern.partition(".")[0]) for pattern in plan)

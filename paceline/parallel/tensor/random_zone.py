@@ -1,15 +1,12 @@
-"""Random numbers of workers that cut layers between them: equal where activations are whole,
-independent where they are cut.
+"""Random numbers of workers that cut layers: equal for whole activations, independent for cut ones.
 
-    whole    dropout of the residual stream       the process's generator, in the same state on all
-                                                  workers
-    cut      dropout of this worker's heads       the same generator, seeded anew by that state and
-                                                  by the worker's coordinate
-    whole    ...                                  set back; moved on by one number if any was drawn
+    whole    dropout of the residual stream    the process's generator, equal on all workers
+    cut      dropout of this worker's heads    the same generator, with a seed made of that state
+                                               and the worker's rank along the axis
+    whole    ...                               set back; moved on by one number if any was drawn
 
-The seed is a function of the state, so that activation checkpointing, which sets the state back and
-runs layers again, draws the same. A model that draws nothing leaves the generator as it is without
-a cut.
+The seed is a function of the state. So activation checkpointing, which sets the state back and runs
+layers again, draws the same numbers. A model that draws none leaves the generator as without a cut.
 """
 
 from __future__ import annotations
@@ -20,23 +17,21 @@ from collections import OrderedDict
 import torch
 from torch import Generator, Tensor
 
-# generators' states to go back to: of parts of layers that activation checkpointing may run again
-# by themselves
+# States to go back to, for parts of layers that activation checkpointing may run again by
+# themselves.
 REMEMBERED = 256
 
 
 class RandomZone:
-    """Switches the generator of a device between numbers that are equal on all workers and
-    numbers of this worker's own.
-    """
+    """Switches a device's generator between equal numbers on all workers and a worker's own."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        # seed of my own: the state of all, and my first one
+        # By the seed of a zone: the state outside of it, and the first state in it.
         self._whole: OrderedDict[int, tuple[Tensor, Tensor]] = OrderedDict()
 
     def enter(self, device: torch.device) -> None:
-        """Draw this worker's own numbers from here on; nothing changes inside of such a zone."""
+        """Draw this worker's own numbers from here on. Inside of a zone this does nothing."""
         generator = _generator(device)
         if generator.initial_seed() in self._whole:
             return
@@ -48,37 +43,36 @@ class RandomZone:
             self._whole.popitem(last=False)
 
     def leave(self, device: torch.device) -> None:
-        """Draw numbers that are equal on all workers again, if they aren't."""
-        if self.back(device):  # on all workers alike: they have the same layers
+        """Draw equal numbers on all workers again. Outside of a zone this does nothing."""
+        # Workers have the same layers, so either all of them have drawn numbers or none has.
+        if self.back(device):
             self.move_on(device)
 
     def back(self, device: torch.device) -> bool:
-        """Go back to the state that was there before the zone, and return whether numbers were
-        drawn in it.
-        """
+        """Set back the state from before the zone; return whether numbers were drawn in it."""
         generator = _generator(device)
-        # The generator itself tells where it is: activation checkpointing may stop in the middle of
-        # a zone, and sets it back.
-        if (found := self._whole.get(generator.initial_seed())) is None:
+        # Only the generator knows whether it is in a zone: activation checkpointing may stop in the
+        # middle of one, and sets the state back itself.
+        if (states := self._whole.get(generator.initial_seed())) is None:
             return False
-        state, first = found
+        state, first = states
         drawn = not torch.equal(_state(device), first)
         generator.set_state(state)
         return drawn
 
     def outside(self, device: torch.device) -> Tensor:
-        """Return the state of the numbers that are equal on all workers, in a zone too."""
+        """State of the numbers that are equal on all workers, also inside of a zone."""
         zone = self._whole.get(_generator(device).initial_seed())
         return _state(device) if zone is None else zone[0]
 
     @staticmethod
     def move_on(device: torch.device) -> None:
-        """Draw a number, so that the next zone has others."""
+        """Draw one number, so that the next zone gets another seed."""
         torch.rand((), generator=_generator(device), device=device)
 
 
 def _seed(state: Tensor, rank: int) -> int:
-    """Make a seed of a generator's state and the number of a worker."""
+    """Make a seed of a generator's state and a worker's rank."""
     digest = hashlib.blake2b(
         state.numpy().tobytes() + rank.to_bytes(8, "little"), digest_size=8
     ).digest()
@@ -86,7 +80,7 @@ def _seed(state: Tensor, rank: int) -> int:
 
 
 def _generator(device: torch.device) -> Generator:
-    """Return the generator that functions use on a device when they are given none."""
+    """The default generator of a device."""
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]
@@ -94,5 +88,5 @@ def _generator(device: torch.device) -> Generator:
 
 
 def _state(device: torch.device) -> Tensor:
-    """Return the state of that generator."""
+    """The state of a device's default generator."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

@@ -1,6 +1,4 @@
-"""The ways in which a module is cut between workers, as they are written: `column(parts=3)`,
-`row()`.
-"""
+"""The ways to cut a module between workers, as a script writes them: `column(parts=3)`, `row()`."""
 
 from __future__ import annotations
 
@@ -16,15 +14,16 @@ class Style:
 
 @dataclass(frozen=True)
 class column(Style):
-    """Each worker has some of a linear layer's output features, and gives them on to a layer that
-    is cut by rows.
+    """Divide a linear layer's output features; a layer that is cut by rows takes them on.
 
-    >>> pl.tensor({"blocks.*.attention.qkv": pl.column(parts=3), "blocks.*.attention.out": pl.row()})
+    >>> pl.tensor({"*.attention.qkv": pl.column(parts=3), "*.attention.out": pl.row()})
 
-    `parts`: a fused projection, such as that of queries, keys and values, has so many parts, and
-    each is cut by itself. `gather`: workers put their features side by side, and go on with all of
-    them.
-    """  # noqa: E501
+    Args:
+        parts: Number of parts of a fused projection, such as 3 for queries, keys and values. Each
+            part is cut by itself. Default: 1.
+        gather: Whether workers put their features side by side, and go on with all of them.
+            Default: False.
+    """
 
     __repr__ = spell
     parts: int = 1
@@ -37,12 +36,15 @@ class column(Style):
 
 @dataclass(frozen=True)
 class row(Style):
-    """Each worker has some of a linear layer's input features, and the results are summed over
-    workers. The bias is added to the sum.
+    """Divide a linear layer's input features, and sum its results over workers.
 
     >>> pl.tensor({"blocks.*.up": pl.column(), "blocks.*.down": pl.row()})
 
-    `split`: all workers have all features, and each takes its own.
+    The bias is added to the sum, once.
+
+    Args:
+        split: Whether all workers have all features, and each takes its own. Default: False, for
+            features that a layer cut by columns has divided.
     """
 
     __repr__ = spell
@@ -51,12 +53,12 @@ class row(Style):
 
 @dataclass(frozen=True)
 class vocab(Style):
-    """Each worker has some of the words: of an embedding, or of the linear layer that makes logits.
+    """Divide the words of an embedding, or of the linear layer that computes logits.
 
     >>> pl.tensor({"tokens": pl.vocab(), "head": pl.vocab()})
 
-    Logits look whole, and `F.cross_entropy` of them exchanges a few numbers per token; what else is
-    done with them gathers them first.
+    Logits look whole. `F.cross_entropy` of them exchanges a few numbers per token; other functions
+    gather them first.
     """
 
     __repr__ = spell
@@ -64,13 +66,16 @@ class vocab(Style):
 
 @dataclass(frozen=True)
 class sequence(Style):
-    """Inside of this module each worker has a piece of the sequence, which is dimension `dim` of
-    its first argument and of its result.
+    """Divide the sequence inside of this module between workers.
 
     >>> pl.tensor({"blocks": pl.sequence(), "blocks.*.up": pl.column(), "blocks.*.down": pl.row()})
 
-    Layers that are cut by columns gather it, those that are cut by rows give pieces on. Everything
-    else in it works on pieces: norms, dropout and other layers that treat each position by itself.
+    Layers that are cut by columns gather the sequence. Layers that are cut by rows give pieces on.
+    All other layers in the module work on pieces: norms, dropout and other layers that treat each
+    position by itself.
+
+    Args:
+        dim: Dimension of the sequence in the module's first argument and in its result. Default: 1.
     """
 
     __repr__ = spell
@@ -85,21 +90,18 @@ class sequence(Style):
 
 @dataclass(frozen=True)
 class summed(Style):
-    """The module stays whole, and each worker uses it on its part of the activations: gradients of
-    its parameters are summed.
+    """Keep a module whole where activations are divided; gradients of its parameters are summed.
 
-    >>> pl.tensor({"blocks.*.query": pl.column(), "blocks.*.query_norm": pl.summed(), "blocks.*.out": pl.row()})
+    >>> pl.tensor({"*.query": pl.column(), "*.query_norm": pl.summed(), "*.out": pl.row()})
 
-    That is what norms of single heads need, between a layer cut by columns and one cut by rows.
-    """  # noqa: E501
+    Norms of single heads need that, between a layer cut by columns and one cut by rows.
+    """
 
     __repr__ = spell
 
 
 @dataclass(frozen=True)
 class experts(Style):
-    """The experts of a mixture, as transformers has them: each worker has some inner features of
-    every expert.
-    """
+    """Divide the inner features of every expert of a mixture, as transformers implements them."""
 
     __repr__ = spell

@@ -1,12 +1,10 @@
-"""Compares modules that are cut with a forward that isn't, once: what is wrong on all workers alike
-differs between none of them.
+"""Compares cut modules with their undivided forward, once: all workers may be wrong alike.
 
-    up (column) -> softmax of my features -> down (row)      equal on all workers, and not what the
-                                                             script means
+    up (column) -> softmax of own features -> down (row)    equal on all workers, but wrong
 
 The smallest module with a layer cut by columns and one cut by rows is run twice before its first
-call, with copies of its arguments, in evaluation and without gradients: as it is, and with the
-parts of all workers side by side. What either run changes is set back.
+call, in evaluation mode and without gradients, with copies of its arguments: as it is, and with the
+parts of all workers side by side. Whatever either run changes is set back.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from paceline.cluster.machine import memory_size
 from paceline.errors import PacelineError, UsageError
@@ -29,16 +26,17 @@ from paceline.parallel.tensor.functions import TensorAxis, eager
 from paceline.parallel.tensor.layers import SequenceRegion, TensorCutModule, uncut_class
 from paceline.parallel.tensor.peers import alike, sample
 from paceline.parallel.tensor.vocab import VocabLogits
+from paceline.parallel.torch_dispatch import is_in_dispatch_mode
 
-# Of a difference, relative to the mean size of an element. Norms and softmax of models in float64
-# are often taken in float32.
+# Limits of differences, relative to the mean size of an element. Models in float64 often take norms
+# and softmax in float32.
 LIMITS = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2}
-# the limit for other dtypes, and how many elements may be beyond it: a token may choose another
-# expert
+# The limit for other dtypes; and the fraction of elements that may be beyond the limit, as a token
+# may choose another expert.
 LOOSE, FEW = 5e-2, 0.01
-SAMPLED = 1 << 16  # elements of an output
-# What comes of a comparison. AROUND: the module around has to be compared instead; FAILED: what is
-# cut raises, and what is whole doesn't.
+SAMPLED = 1 << 16  # compared elements of an output
+# Outcomes, from harmless to bad. AROUND: compare the module around. UNKNOWN: it draws random
+# numbers. OTHER: results differ. FAILED: the cut module raises, and the whole one doesn't.
 SAME, AROUND, UNKNOWN, OTHER, FAILED = range(5)
 Settings = Mapping[str, Mapping[str, int]]
 
@@ -50,20 +48,19 @@ def watch(
     whole: Sequence[str],
     settings: Settings,
 ) -> None:
-    """Compare modules of a model in their first calls: the smallest with one of each of `pairs`,
-    and those of `whole`.
+    """Compare modules in their first calls: the smallest with one of each of `pairs`, and `whole`.
 
-    `settings`: whole numbers of modules that a cut has divided, as they were.
+    `settings` has the integers of modules that a cut has divided, with their values from before.
     """
     comparison = _Comparison(model, axis, settings)
     for name in whole:
         comparison.watch(name)
     for names, others in (pairs, pairs[::-1]):
-        having = {around for other in others for around in _around(other)}
+        with_other = {around for other in others for around in _around(other)}
         for name in names:
             comparison.watch(
                 next(
-                    (around for around in _around(name) if around in having),
+                    (around for around in _around(name) if around in with_other),
                     name.rpartition(".")[0],
                 )
             )
@@ -87,9 +84,8 @@ class _Comparison:
         }
 
     def watch(self, name: str) -> None:
-        """Compare a module before its next call, or the nearest around it that is called with
-        what is whole.
-        """
+        """Compare a module before its next call, or the nearest one around it with whole inputs."""
+        # Modules inside of a region have pieces of the sequence, and containers are never called.
         name = next(
             (
                 around
@@ -98,7 +94,6 @@ class _Comparison:
             ),
             name,
         )
-        # which is never called
         while isinstance(self._model.get_submodule(name), nn.ModuleList | nn.ModuleDict):
             name = name.rpartition(".")[0]
         if name in self._watched:
@@ -120,30 +115,33 @@ class _Comparison:
     def _compare(
         self, name: str, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
+        """Run a module twice if all workers can, and raise `UsageError` if the results differ."""
         axis = self._axis
         given = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
         inputs = [sample(leaf) for leaf in given if leaf.numel() and not leaf.is_complex()]
-        found = axis.objects([self._fits(name, module), inputs], f"input of {name}")
-        if not all(fits for fits, _ in found):
+        answers = axis.objects([self._fits(name, module), inputs], f"input of {name}")
+        if not all(fits for fits, _ in answers):
             return
+        # With different inputs, workers have parts here. Then the module around is compared.
         outcome, error = AROUND, None
-        if all(alike(inputs, other) for _, other in found):
+        if all(alike(inputs, other) for _, other in answers):
             with torch.no_grad(), _set_back(module):
                 outcome, error = self._run_twice(name, module, args, options)
         where = f"tensor: {name or 'the model'} ({uncut_class(module).__name__})"
         if outcome == FAILED:
             raise UsageError(
-                f"{where} works whole, and fails cut ({str(error).partition(chr(10))[0]}): "
-                "a layer gets the features of "
+                f"{where} works undivided, and fails when it is cut "
+                f"({str(error).partition(chr(10))[0]}): a layer gets the features of "
                 "this worker alone; cut it by row(), say column(gather=True) before it, or divide= "
                 "numbers of heads"
             ) from error
         if outcome == OTHER:
             raise UsageError(
-                f"{where} returns other numbers cut than whole: "
-                "between column() and row() something works over features of which each worker has "
+                f"{where} returns other values when it is cut: "
+                "between column() and row() something works over all features, and each worker has "
                 "a "
-                "part, such as a norm, softmax, mean or chunk; say column(parts=2) for a fused "
+                "part of them, such as a norm, softmax, mean or chunk; say column(parts=2) for a "
+                "fused "
                 "projection, divide= for numbers of heads, column(gather=True) and row(split=True) "
                 "where all features are needed, or compare=False if this is meant"
             )
@@ -151,7 +149,7 @@ class _Comparison:
             self.watch(name.rpartition(".")[0])
 
     def _fits(self, name: str, module: nn.Module) -> bool:
-        """Whether mine are here, in their shapes, and there is memory for those of all, twice."""
+        """Whether the parts are here, in their shapes, and there is memory for all, twice."""
         parameters, size = dict(module.named_parameters(prefix=name)), self._axis.size
         here = all(
             p.shape == self._shapes.get(each) and p.untyped_storage().nbytes() >= p.nbytes
@@ -168,20 +166,21 @@ class _Comparison:
     def _run_twice(
         self, name: str, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[int, Exception | None]:
-        """Return what all workers find, and how it fails cut."""
+        """Run a module cut and whole; return the worst outcome of all workers, and the error."""
         devices = {parameter.device for parameter in module.parameters() if parameter.is_cuda}
         before = _random_states(devices)
         cut = _try_run(module, args, options)
-        # perhaps for the part of each worker
+        # maybe for its part alone
         drawn = not all(map(torch.equal, before, _random_states(devices)))
         error = cut if isinstance(cut, Exception) else None
-        if isinstance(error, torch.OutOfMemoryError):  # the call itself needs more
+        if isinstance(error, torch.OutOfMemoryError):  # the script's own call would fail as well
             raise error
-        found: list[int] = self._axis.objects(
+        # All workers have to do the same from here on, so they agree on what they have seen.
+        outcomes: list[int] = self._axis.objects(
             UNKNOWN if drawn else AROUND if error else SAME, f"{name} as it is cut"
         )
-        outcome = max(found)
-        if found[0] != UNKNOWN and len(set(found)) == 1:
+        outcome = max(outcomes)
+        if outcomes[0] != UNKNOWN and len(set(outcomes)) == 1:
             self._make_whole(name, module)
             outcome = max(
                 self._axis.objects(
@@ -196,13 +195,13 @@ class _Comparison:
         return outcome, error
 
     def _make_whole(self, name: str, module: nn.Module) -> None:
-        """Put the parts of all workers side by side, and let layers be what they were."""
+        """Put all parts side by side, and undo the cut of layers, until `_restore_module`."""
         for inner, part in module.named_modules(prefix=name):
             if isinstance(part, TensorCutModule):
                 for attribute, (dim, parts) in part.tensor_cut.dims.items():
-                    mine = part._parameters[attribute].unflatten(dim, (parts, -1))  # type: ignore[union-attr]
+                    part_here = part._parameters[attribute].unflatten(dim, (parts, -1))  # type: ignore[union-attr]
                     whole = self._axis.side_by_side(
-                        mine, dim + 1, f"{attribute} of {part.tensor_cut.name}"
+                        part_here, dim + 1, f"{attribute} of {part.tensor_cut.name}"
                     ).flatten(dim, dim + 1)
                     part._parameters[attribute] = Parameter(whole, requires_grad=False)
                 part.__class__ = uncut_class(part)  # type: ignore[assignment]
@@ -210,12 +209,13 @@ class _Comparison:
 
 
 def _has_values(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Whether this is a call for training, and not one in which torch only follows what is done."""
+    """Whether a call is for training, with values, and not one that torch only traces."""
     tensors = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
-    known = not any(tensor.is_meta for tensor in (*tensors, *module.parameters()))
-    # Private: without it, a selective checkpoint would keep results of the comparison, for its own.
-    plain = _get_current_dispatch_mode() is None
-    return bool(tensors) and known and plain and torch.is_grad_enabled()
+    has_memory = not any(tensor.is_meta for tensor in (*tensors, *module.parameters()))
+    # A selective checkpoint is such a mode: it would take results of the comparison for those of
+    # the module.
+    plain = not is_in_dispatch_mode()
+    return bool(tensors) and has_memory and plain and torch.is_grad_enabled()
 
 
 def _random_states(devices: set[torch.device]) -> list[Tensor]:
@@ -224,17 +224,15 @@ def _random_states(devices: set[torch.device]) -> list[Tensor]:
 
 @contextmanager
 def _set_back(module: nn.Module) -> Iterator[None]:
-    """Let a module be in evaluation, with values that may be changed, and set back all that it
-    holds.
-    """
+    """Put a module into evaluation, with copies of its state; set back everything at the end."""
     before = [
         (part, type(part), dict(vars(part)))
         for part in module.modules()
         if not isinstance(part, torch.jit.ScriptModule)
     ]
     for part, _, held in before:
-        # without gradients: autocast would keep their casts, and go on with those where gradients
-        # are wanted
+        # Without gradients: autocast would cache casts of the parameters, and use those without a
+        # graph later, when gradients are needed.
         parameters = {
             name: None if parameter is None else Parameter(parameter.detach(), requires_grad=False)
             for name, parameter in part._parameters.items()
@@ -250,6 +248,8 @@ def _set_back(module: nn.Module) -> Iterator[None]:
                 if type(value) in (list, dict, set)
             }
         )
+        # The attributes of `nn.Module` are private. `_compiled_call_impl` is set by
+        # module.compile().
         vars(part).update(
             training=False, _parameters=parameters, _buffers=buffers, _compiled_call_impl=None
         )
@@ -263,7 +263,7 @@ def _set_back(module: nn.Module) -> Iterator[None]:
 
 
 class _Copying(TorchFunctionMode):
-    """Lets deepcopy copy tensors that have a history, too."""
+    """Lets deepcopy copy tensors that have a graph, too."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (
@@ -281,8 +281,9 @@ def _copied(value: Any) -> Any:
 def _try_run(
     module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
 ) -> list[Tensor] | Exception:
-    """Return the tensors of a forward with copies of the arguments, without the hooks of the
-    module itself, or why it fails.
+    """Run a forward on copies of the arguments; return its tensors, or its error.
+
+    Hooks of the module itself are not called.
     """
     try:
         args, options = _copied((args, options))
@@ -295,13 +296,14 @@ def _try_run(
     except PacelineError:
         raise
     except Exception as error:  # noqa: BLE001
-        # a script's module may raise anything where it is called once more, or with other sizes
+        # A script's module may raise anything if it is called once more, or with other sizes.
         return error
 
 
 def _outcome(
     module: nn.Module, cut: list[Tensor] | Exception, whole: list[Tensor] | Exception
 ) -> int:
+    """Compare the results of a module as it is cut and whole."""
     if isinstance(cut, Exception) or isinstance(whole, Exception):
         return AROUND if isinstance(whole, Exception) else FAILED
     pairs = [
@@ -309,7 +311,8 @@ def _outcome(
         for one, two in zip(cut, whole, strict=False)
         if one.shape == two.shape and one.is_floating_point()
     ]
-    if not pairs or len(cut) != len(whole):  # parts of features are handed on
+    # Different shapes: the module returns parts of features.
+    if not pairs or len(cut) != len(whole):
         return AROUND
     kinds = {tensor.dtype for tensor in (*module.parameters(), *cut) if tensor.is_floating_point()}
     kinds |= {
@@ -322,7 +325,8 @@ def _outcome(
 
 
 def _near(one: Tensor, two: Tensor, limit: float) -> bool:
-    # odd: an even one might meet the same features again and again
+    """Whether two tensors are equal within a limit, but for few elements."""
+    # An odd step: an even one might meet the same features in each row.
     step = one.numel() // SAMPLED | 1
     x, y = (
         tensor.reshape(-1)[::step].float()

@@ -1,18 +1,16 @@
-"""Logits of which each worker has those of some words, and their cross entropy, for which nobody
-needs all of them.
+"""Logits with their words divided between workers, and their cross entropy without gathering them.
 
-    logits = model(x)                                     shape (batch, tokens, words), as ever; in
+    logits = model(x)                                     shape (batch, tokens, words), as usual; in
                                                           memory words / workers
     F.cross_entropy(logits.view(-1, words), y.view(-1))   two exchanges of a few numbers per token
-    logits.softmax(-1)                                    anything else gathers them first: right,
-                                                          and large
+    logits.softmax(-1)                                    anything else gathers them first, which
+                                                          is correct, but large
 
-After Shoeybi et al., "Megatron-LM" (2019), section 3. With z the logits of a token, m their maximum
-and t its target:
+After Shoeybi et al., "Megatron-LM" (2019), section 3. Let z be the logits of a token, m their
+maximum and t its target:
 
-    loss = log(sum exp(z - m)) + m - z[t]                 sums and the maximum are taken over all
-                                                          workers
-    gradient of z = softmax(z) - (1 at t)                 each worker has all it needs
+    loss = log(sum exp(z - m)) + m - z[t]                 sums and the maximum go over all workers
+    gradient of z = softmax(z) - (1 at t)                 each worker has all that it needs
 """
 
 from __future__ import annotations
@@ -34,13 +32,11 @@ Function = Callable[..., Any]
 
 
 class VocabLogits(Tensor):
-    """Logits whose last dimension is cut between workers.
+    """Logits whose last dimension is divided. It looks like the whole tensor, and holds one part.
 
-    It looks like the whole tensor; what it holds in memory is this worker's part.
-
-    Functions that leave the last dimension alone give another of the kind, `F.cross_entropy` is
-    computed on the parts, and all others get the whole tensor, which is a collective call: all
-    workers that cut the layer make it.
+    Functions that don't touch the last dimension return another such tensor. `F.cross_entropy` is
+    computed on the parts. All other functions get the whole tensor, which is a collective call: all
+    workers that cut the layer must make it.
     """
 
     tensor_axis: TensorAxis
@@ -49,18 +45,20 @@ class VocabLogits(Tensor):
 
     @staticmethod
     def of(local: Tensor, axis: TensorAxis, words: int, name: str) -> VocabLogits:
-        """Present this worker's part as the whole."""
-        found = local.as_subclass(VocabLogits)
-        found.__dict__.update(tensor_axis=axis, words=words, name_of_layer=name)
-        return found
+        """Present a worker's part as the whole tensor."""
+        logits = local.as_subclass(VocabLogits)
+        logits.__dict__.update(tensor_axis=axis, words=words, name_of_layer=name)
+        return logits
 
     def local(self) -> Tensor:
-        """Return this worker's part as a plain tensor."""
+        """This worker's part as a plain tensor."""
+        # Private to torch, which documents it for such subclasses: functions inside of the block
+        # don't go through `__torch_function__`. Without it, this would call itself.
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
     def like(self, local: Tensor) -> VocabLogits:
-        """Present another part as the whole, of the same layer."""
+        """Present another part as the whole, for the same layer."""
         return VocabLogits.of(local, self.tensor_axis, self.words, self.name_of_layer)
 
     def whole(self) -> Tensor:
@@ -77,17 +75,18 @@ class VocabLogits(Tensor):
     ) -> Any:
         kwargs = dict(kwargs or {})
         handler = HANDLERS.get(func) if args and isinstance(args[0], VocabLogits) else None
-        found = NotImplemented if handler is None else handler(func, args[0], args[1:], kwargs)
-        if found is not NotImplemented:
-            return found
+        result = NotImplemented if handler is None else handler(func, args[0], args[1:], kwargs)
+        if result is not NotImplemented:
+            return result
         _refuse_changes(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*_gathered(args), **_gathered(kwargs))
 
 
 def _refuse_changes(func: Function, args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raise for what writes into logits: it would write into a gathered copy."""
+    """Raise `UsageError` for functions that write into logits: they would write into a copy."""
     name = getattr(func, "__name__", "")
+    # Methods in place end in one underscore, as in add_; operators in place are such as __iadd__.
     written = name in ("__set__", "__setitem__", "retain_grad") or re.fullmatch(
         r"[a-z].*[^_]_|__i(?!nvert|nt|ndex)\w+__", name
     )
@@ -110,7 +109,7 @@ def _gathered(value: Any) -> Any:
     return value
 
 
-# ---- what leaves the words alone
+# ---- functions that don't touch the words; a handler returns NotImplemented for other arguments
 
 
 def _shape(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
@@ -124,8 +123,8 @@ def _numel(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> int:
 
 
 def _on_part(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
-    """Do to my part what is done to each element, to all alike."""
-    asks_dtype = func in (Tensor.to, Tensor.type_as)  # of another tensor, and nothing else of it
+    """Apply to the part what acts on each element in the same way."""
+    asks_dtype = func in (Tensor.to, Tensor.type_as)  # another tensor gives its dtype alone
     others = [
         value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and not asks_dtype
     ]
@@ -133,18 +132,18 @@ def _on_part(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
     if any(value.dim() or value.requires_grad for value in others):
         return NotImplemented
     with torch._C.DisableTorchFunctionSubclass():
-        found = func(x.local(), *args, **kwargs)
-    return x.like(found)
+        part = func(x.local(), *args, **kwargs)
+    return x.like(part)
 
 
 def _about_part(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
-    """Ask my part, or autograd for it, what is the same of the whole."""
+    """Read from the part, or from autograd, what is the same for the whole."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(x, *args, **kwargs)
 
 
 def _text(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> str:
-    """Write my part: who prints is often one worker alone, which can't gather."""
+    """Describe the part alone: often one worker prints, and can't gather."""
     return (
         f"part {x.tensor_axis.rank} of {x.tensor_axis.size} of logits "
         f"{tuple(_shape(func, x, (), {}))}: {x.local()!r}"
@@ -152,18 +151,19 @@ def _text(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> str:
 
 
 def _view(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
-    wanted = kwargs.get(
+    """View in another shape, if the words stay the last dimension."""
+    shape = kwargs.get(
         "shape",
         kwargs.get(
             "size",
             args[0] if len(args) == 1 and isinstance(args[0], tuple | list | torch.Size) else args,
         ),
     )
-    if isinstance(wanted, torch.dtype) or (len(wanted) and isinstance(wanted[0], torch.dtype)):
+    if isinstance(shape, torch.dtype) or (len(shape) and isinstance(shape[0], torch.dtype)):
         return NotImplemented
-    sizes, known = list(wanted), math.prod(size for size in wanted if size != -1)
+    sizes, known_numel = list(shape), math.prod(size for size in shape if size != -1)
     if -1 in sizes:
-        sizes[sizes.index(-1)] = _numel(func, x, (), {}) // max(known, 1)
+        sizes[sizes.index(-1)] = _numel(func, x, (), {}) // max(known_numel, 1)
     if not sizes or sizes[-1] != x.words or math.prod(sizes) != _numel(func, x, (), {}):
         return NotImplemented
     return x.like(
@@ -174,6 +174,7 @@ def _view(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
 
 
 def _flatten(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
+    """Flatten dimensions before the words."""
     start = kwargs.get("start_dim", args[0] if args else 0)
     end = kwargs.get("end_dim", args[1] if len(args) > 1 else -1)
     if end % x.dim() == x.dim() - 1 and start % x.dim() != x.dim() - 1:
@@ -182,8 +183,10 @@ def _flatten(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
 
 
 def _item(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
+    """Take elements, if the index leaves the words alone."""
     index = args[0] if isinstance(args[0], tuple) else (args[0],)
     used = [item for item in index if item is not None and item is not Ellipsis]
+    # A mask takes as many dimensions as it has; any other item takes one.
     taken = sum(
         item.dim() if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) else 1
         for item in used
@@ -193,10 +196,11 @@ def _item(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> Any:
     )
     everything = bool(index) and isinstance(index[-1], slice) and index[-1] == slice(None)
     spread = any(item is Ellipsis for item in index)
-    kept = (everything if spread and index[-1] is not Ellipsis else taken < x.dim()) or (
+    # The words are kept if the index ends before the last dimension, or takes all of it by `:`.
+    keeps_words = (everything if spread and index[-1] is not Ellipsis else taken < x.dim()) or (
         everything and taken == x.dim()
     )
-    if not plain or not kept:
+    if not plain or not keeps_words:
         return NotImplemented
     return x.like(x.local()[args[0]])
 
@@ -224,7 +228,7 @@ def _cross_entropy(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> An
         or isinstance(target, VocabLogits)
     ):
         return NotImplemented
-    # else the words are not the last dimension
+    # In other shapes, the words are not the last dimension.
     if target.is_floating_point() or x.dim() != 2 or target.shape != x.shape[:1]:
         return NotImplemented
     return _loss(
@@ -240,7 +244,7 @@ def _cross_entropy(func: Function, x: VocabLogits, args: Any, kwargs: Any) -> An
 def _loss(x: VocabLogits, target: Tensor, ignored: int, reduction: str, smoothing: float) -> Tensor:
     local = x.local()
     if torch.is_autocast_enabled(local.device.type):
-        local = local.float()  # as autocast does for this function
+        local = local.float()  # autocast computes cross_entropy in float32
     counted = target != ignored
     terms = _Terms(x.tensor_axis, x.name_of_layer, x.words, smoothing)
     losses: Tensor = _CrossEntropy.apply(local, target, counted, terms)  # type: ignore[no-untyped-call]
@@ -260,6 +264,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, target: Tensor, counted: Tensor, terms: _Terms) -> Tensor:
         axis, name, words, smoothing = terms
+        # Check targets before they are used as indices; on a GPU without waiting for the device.
         wrong = counted & ((target < 0) | (target >= words))
         if z.device.type != "cpu":
             torch._assert_async(~wrong.any())
@@ -270,37 +275,42 @@ class _CrossEntropy(torch.autograd.Function):
         wide = z.to(torch.promote_types(z.dtype, torch.float32))
         largest = axis.add_up(wide.amax(-1), f"maximum of {name}", op="max")
         local = target - axis.rank * z.shape[-1]
-        mine = counted & (local >= 0) & (local < z.shape[-1])
-        local = local.masked_fill(~mine, 0).unsqueeze(-1)
+        # The logit of the target is on one worker: `own` says whether it is here. Others add zero.
+        own = counted & (local >= 0) & (local < z.shape[-1])
+        local = local.masked_fill(~own, 0).unsqueeze(-1)
         shifted = wide - largest.unsqueeze(-1)
-        hit = shifted.gather(-1, local).squeeze(-1).masked_fill(~mine, 0)
+        hit = shifted.gather(-1, local).squeeze(-1).masked_fill(~own, 0)
+        # One exchange for sums of exponentials, target logits and, for smoothing, sums of logits.
         sums = torch.stack([shifted.exp().sum(-1), hit, *([shifted.sum(-1)] if smoothing else [])])
         sums = axis.add_up(sums, f"sums of {name}", out=sums)
         logarithm = sums[0].log()
         losses = logarithm - sums[1]
         if smoothing:
             losses = losses * (1 - smoothing) + (logarithm - sums[2] / words) * smoothing
-        ctx.save_for_backward(z, logarithm + largest, local, mine, counted)
+        ctx.save_for_backward(z, logarithm + largest, local, own, counted)
         ctx.exchanged = smoothing, words
         return losses.masked_fill(~counted, 0).to(z.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        z, logarithm, local, mine, counted = ctx.saved_tensors
+        z, logarithm, local, own, counted = ctx.saved_tensors
         smoothing, words = ctx.exchanged
+        # The softmax, as exp(z - log of the sum), is computed again: saving it would need memory.
         slope = (z.to(logarithm.dtype) - logarithm.unsqueeze(-1)).exp_()
         if smoothing:
             slope -= smoothing / words
-        slope.scatter_add_(-1, local, -(1 - smoothing) * mine.unsqueeze(-1).to(slope.dtype))
+        slope.scatter_add_(-1, local, -(1 - smoothing) * own.unsqueeze(-1).to(slope.dtype))
         slope *= (grad.to(slope.dtype) * counted).unsqueeze(-1)
         return slope.to(z.dtype), None, None, None
 
 
 def _getter(name: str) -> Function:
-    """Return the function under which torch asks for an attribute."""
-    found: Function = vars(torch._C.TensorBase)[name].__get__
-    return found
+    """The function with which torch asks a subclass for an attribute: its getter."""
+    # Private to torch: the class in C that has the attributes of all tensors. If it is renamed,
+    # this import fails.
+    getter: Function = vars(torch._C.TensorBase)[name].__get__
+    return getter
 
 
 HANDLERS: Mapping[Function, Function] = {

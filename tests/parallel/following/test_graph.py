@@ -259,7 +259,7 @@ def test_what_cannot_be_followed_is_refused(way: str, words: str) -> None:
 
 
 def test_random_numbers_that_two_stages_use_are_refused() -> None:
-    assert "draws random numbers between layers that three and head use" in str(
+    assert "draws random numbers between layers, and three and head use them" in str(
         failing("drawing", pl.pipeline(LAYERS, split=[3, 2], micro_batches=2), dropout=0.5)
     )
 

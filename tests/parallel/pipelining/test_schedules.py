@@ -149,8 +149,8 @@ def test_chunks_of_a_user() -> None:
     ("asked", "message"),
     [
         (("1f1b2", 2, 4), "schedule='1f1b2' is unknown; possible: .*did you mean 1f1b?"),
-        (("1f1b", 0, 4), "1f1b with ranks=0: there has to be 1 at least"),
-        (("1f1b", 2, 0), "1f1b with micro_batches=0: there has to be 1 at least"),
+        (("1f1b", 0, 4), "1f1b with ranks=0: it has to be at least 1"),
+        (("1f1b", 2, 0), "1f1b with micro_batches=0: it has to be at least 1"),
         (("1f1b", 2, True), "micro_batches=True"),
         (
             ("1f1b", 2, 4, 2),

@@ -172,13 +172,13 @@ def test_nothing_takes_no_time() -> None:
 @pytest.mark.parametrize(
     ("times", "speeds", "message"),
     [
-        (StageTimes([1], [2, 2]), None, "forwards has 1 value: for 1f1b here it has to have 2"),
-        (StageTimes([1, 1], [2, 2], sends=[1, 1]), None, "sends has 2 values: .* have 1"),
+        (StageTimes([1], [2, 2]), None, "forwards has 1 value: for 1f1b here it needs 2"),
+        (StageTimes([1, 1], [2, 2], sends=[1, 1]), None, "sends has 2 values: .* needs 1"),
         (StageTimes([1, 1], [2, 2], links=[]), None, "links has 0 values"),
         (
             StageTimes([1, 1], [2, 2], links=[LinkSpeed(0.0, 0.0)]),
             None,
-            r"links is \[\(0.0, 0.0\)\]: a link has a latency",
+            r"links is \[\(0.0, 0.0\)\]: each link needs a latency",
         ),
         (
             StageTimes([1, 1], [2, 2], links=[LinkSpeed(-1.0, 5.0)]),

@@ -238,7 +238,7 @@ def test_what_makes_no_problem_is_refused() -> None:
     schedule = make_schedule("1f1b", 3, 4)
     with pytest.raises(UsageError, match="2 layers can't fill 3 stages"):
         SplitProblem(layers(1, 1), schedule, [1.0] * 3)
-    with pytest.raises(UsageError, match="speeds has 2 values; here it has to have 3"):
+    with pytest.raises(UsageError, match="speeds has 2 values; here it needs 3"):
         SplitProblem(layers(1, 1, 1), schedule, [1.0] * 2)
     with pytest.raises(UsageError, match="each has to be above 0"):
         SplitProblem(layers(1, 1, 1), schedule, [1.0, 0.0, 1.0])

@@ -146,7 +146,7 @@ class Ways(Two):
         ("autocast", r"test_tracing.py:\d+ .*torch.autocast"),
         (
             "random",
-            r"does other things each time \(at mul\), as if it drew random numbers by itself",
+            r"does other things each time \(at mul\), such as drawing random numbers in Python",
         ),
         (
             "count",
@@ -168,7 +168,7 @@ def test_a_hook_that_nobody_would_call_is_refused() -> None:
     model.inner.register_forward_hook(lambda *_: None)
     trace_layers(model, "one, inner, two")
     with pytest.raises(
-        UsageError, match="inner has a hook, but isn't called where layers inside of it are"
+        UsageError, match="inner has a hook, but isn't called itself, as layers inside of it are"
     ):
         trace_layers(model, "one, inner.*, two")
 

@@ -77,13 +77,13 @@ REFUSED: list[tuple[Any, Any, Any, str]] = [
         lambda: nn.Sequential(nn.Conv2d(1, 2, 1)),
         {"0": column()},
         [],
-        r"0 is of the kind Conv2d, which column\(\) can't cut; it cuts Linear, Conv1D",
+        r"0 is a Conv2d, which column\(\) can't cut; it cuts Linear, Conv1D",
     ),
     (
         lambda: nn.Sequential(nn.Embedding(4, 4)),
         {"0": row()},
         [],
-        r"kind Embedding, which row\(\) can't cut",
+        r"a Embedding, which row\(\) can't cut",
     ),
     (
         lambda: nn.Sequential(nn.Linear(4, 4)),

@@ -94,7 +94,7 @@ def test_frozen_layers_with_adapters_beside_them() -> None:
     with pytest.raises(
         UsageError,
         match=(
-            r"1 is of the kind LoRA, which column\(\) can't cut; .* name what is inside: "
+            r"1 is a LoRA, which column\(\) can't cut; .* name what is inside: "
             r"1.base \(Linear\), 1.a"
         ),
     ):

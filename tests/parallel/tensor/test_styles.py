@@ -22,7 +22,7 @@ torch.set_num_threads(1)
         (lambda: tensor(["up", "down"]), "names no layers with styles"),  # type: ignore[arg-type]
         (lambda: tensor(3), "names no layers with styles"),  # type: ignore[arg-type]
         (lambda: tensor({"a": "column"}), r"'a' has 'column'; give column\(\)"),  # type: ignore[dict-item]
-        (lambda: tensor({"a": column()}, divide="heads"), "is one text; give a list"),
+        (lambda: tensor({"a": column()}, divide="heads"), "is a string; give a list"),
         (lambda: column(parts=0), "a layer has 1 part or more"),
         (lambda: sequence(dim=-1), "count dimensions from the first"),
     ],

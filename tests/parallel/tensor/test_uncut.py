@@ -213,10 +213,11 @@ def test_modules_that_hand_on_parts_are_compared_with_those_around_them(wrong: b
 
 
 def test_a_column_that_no_row_follows_is_named_with_its_module() -> None:
-    with pytest.raises(
-        UsageError,
-        match=r"tensor: body \(Perceptron\) works whole, and fails cut \(mat1 .* cut it by row\(\)",
-    ):
+    message = (
+        r"tensor: body \(Perceptron\) works undivided, and fails when it is cut \(mat1 .* cut it "
+        r"by row\(\)"
+    )
+    with pytest.raises(UsageError, match=message):
         first_passes(lambda: Model(Perceptron(F.relu)), tensor({"body.up": column()}))
 
 
