@@ -3,7 +3,7 @@
 python -m benchmarks.peers --install            # once: an environment for each peer, under .bench/
 python -m benchmarks.peers --estimate           # how long it would take
 python -m benchmarks.peers                      # measure, or go on where it was interrupted
-python -m benchmarks.peers report               # docs/benchmarks.md and its pictures, from what was measured
+python -m benchmarks.peers report               # its part of docs/results.md, from what was measured
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prometheus: an HTTP endpoint of the run, on the host of the first worker, with names that stay what they are (docs/trackers.md).
+"""Prometheus: an HTTP endpoint of the run, on the host of the first worker, with names that stay what they are (docs/looking.md).
 
 paceline run --report-to prometheus             http://127.0.0.1:9464/metrics
 paceline run --report-to prometheus:9500        another port; 0: any that is free
