@@ -1,4 +1,4 @@
-"""Generated parts of docs/results.md: a benchmark replaces its own part, between two marks, and leaves the rest alone."""
+"""Generated parts of docs/results.md: a benchmark replaces its own part, between two marks."""
 
 from __future__ import annotations
 

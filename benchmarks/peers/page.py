@@ -1,4 +1,4 @@
-"""The peers' part of docs/results.md, from a summary: every cell beside its peers, and how it was made."""
+"""The peers' part of docs/results.md, from a summary: every cell beside its peers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A benchmark writes its own part of the page of results, and the parts on it are those of the data that is checked in."""
+"""A benchmark writes its own part of the page of results, from the data that is checked in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The glossary has each word once, in order, in two sentences at most, and says where it is explained."""
+"""The glossary has each word once, in order, in two sentences at most, with a link."""
 
 from __future__ import annotations
 
