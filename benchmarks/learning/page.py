@@ -128,9 +128,12 @@ def _tell_race(rows: list[dict[str, Any]]) -> str:
     table = "\n".join(lines)
     return f"""## Time to a loss, on slow links
 
-Four hosts of one worker each, on links of 100 Mbit/s (`wan-100m`, a [lab](lab.md)). The model is a GPT of 3.5 M parameters on
-the standard library's sources, 8 samples of 64 tokens in a step, AdamW at 0.001. The table has the time until the validation
-loss is {ddp["goal"]:.4f}, which DDP has after {ddp["steps"]} steps. The clock stands still while the loss is taken.
+Four hosts of one worker each, on links of 100 Mbit/s (`wan-100m`, a [lab](lab.md)). The model is
+a GPT of 3.5 M parameters on
+the standard library's sources, 8 samples of 64 tokens in a step, AdamW at 0.001. The table has
+the time until the validation
+loss is {ddp["goal"]:.4f}, which DDP has after {ddp["steps"]} steps. The clock stands still while
+the loss is taken.
 `python -m benchmarks.learning race`
 
 ![Validation loss against seconds](pictures/learning-race.png)
@@ -141,13 +144,19 @@ loss is {ddp["goal"]:.4f}, which DDP has after {ddp["steps"]} steps. The clock s
 def _tell_tables(steps: int) -> str:
     return f"""## The loss after as many steps
 
-A GPT of 0.9 M parameters on the standard library's sources, windows of 64 tokens, {steps} steps, 4 workers. All ways have the
-same weights at the start, the same order of the data, and the same learning rate: the best of those tried for exact sums.
-It falls to a tenth by a cosine. `after({WARM}, ...)` means exact sums in the first {WARM} steps. `python -m benchmarks.learning table`
+A GPT of 0.9 M parameters on the standard library's sources, windows of 64 tokens, {steps} steps,
+4 workers. All ways have the
+same weights at the start, the same order of the data, and the same learning rate: the best of
+those tried for exact sums.
+It falls to a tenth by a cosine. `after({WARM}, ...)` means exact sums in the first {WARM} steps.
+`python -m benchmarks.learning table`
 
-`half` and `int8` are as good as exact sums, and gossip nearly so. A codec that sends a hundredth keeps the rest for later, and
-the delay costs: little if gradients are mostly noise (small batches, late in training), much if all steps go the same way
-(large batches, early), and most from the first step on. So start with exact sums. Without error feedback top-k is worse still.
+`half` and `int8` are as good as exact sums, and gossip nearly so. A codec that sends a hundredth
+keeps the rest for later, and
+the delay costs: little if gradients are mostly noise (small batches, late in training), much if
+all steps go the same way
+(large batches, early), and most from the first step on. So start with exact sums. Without error
+feedback top-k is worse still.
 Signs are not: Adam divides by the size of gradients anyway."""
 
 
@@ -162,8 +171,8 @@ def _tell_table(rows: list[dict[str, Any]], batch: str) -> str:
         worse, sent = f"{row['worse']:+.2%}{missed}", f"{row['sent'] / 1e6:.2f} MB"
         lines.append(f"| `{row['sync']}` | {losses} | {worse} | {bound} | {sent} |")
     table = "\n".join(lines)
-    return f"""{batch} samples in a step, {int(batch) // 4} of each worker. Seeds {seeds}; learning rate {rows[0]["rate"]:g}. Exact losses lie {wide:.1%}
-apart over the seeds; if that is more than a bound, it is the bound.
+    return f"""{batch} samples in a step, {int(batch) // 4} of each worker. Seeds {seeds}; learning rate {rows[0]["rate"]:g}.
+Exact losses lie {wide:.1%} apart over the seeds; if that is more than a bound, it is the bound.
 
 ![Loss against steps and bytes](pictures/learning-{batch}.png)
 

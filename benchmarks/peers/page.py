@@ -51,24 +51,34 @@ def text(found: dict[str, Any]) -> str:
     main = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     return f"""## A training step, beside its peers
 
-All systems train the same model on the same data, with the same global batch, seeds and optimizer (SGD), in float32. Each
-round is a launch of its own ({WARM} steps to warm up, then the timed steps), and the systems take turns. The table has paceline's
-median step, and each peer's step in multiples of it. **Above 1, paceline is faster.** A dash: there is no valid time.
+All systems train the same model on the same data, with the same global batch, seeds and optimizer
+(SGD), in float32. Each
+round is a launch of its own ({WARM} steps to warm up, then the timed steps), and the systems take
+turns. The table has paceline's
+median step, and each peer's step in multiples of it. **Above 1, paceline is faster.** A dash:
+there is no valid time.
 
-Each launch is checked. The job must have as many workers as asked for, and their weights must be those of one process that
-was given the whole batch: within {EXACT:g} of their norm, or within {HALF:g} with gradients in half precision. PowerSGD and local SGD
-must have equal weights on all workers, nearer to that process than those of a worker that never exchanged.
+Each launch is checked. The job must have as many workers as asked for, and their weights must be
+those of one process that
+was given the whole batch: within {EXACT:g} of their norm, or within {HALF:g} with gradients in
+half precision. PowerSGD and local SGD
+must have equal weights on all workers, nearer to that process than those of a worker that never
+exchanged.
 
 {table(found["cells"])}
 
-"One process alone" has the whole batch on one core, and nothing to exchange. **Bold: it is faster than all workers together.**
-Hosts are those of a [lab](lab.md): their workers share the cores of one machine, so four workers compute at most twice as fast
+"One process alone" has the whole batch on one core, and nothing to exchange. **Bold: it is faster
+than all workers together.**
+Hosts are those of a [lab](lab.md): their workers share the cores of one machine, so four workers
+compute at most twice as fast
 as one. paceline's loop has `run.log(loss=...)` in it; the loops of the others have no equivalent.
 
-- Machine: {machine["processor"]}, {machine["cores"]} cores, {machine["memory_gib"]} GiB. One thread in each process.
+- Machine: {machine["processor"]}, {machine["cores"]} cores, {machine["memory_gib"]} GiB. One
+  thread in each process.
 - Versions: {main}; {_peer_versions(found)}.
 - Samples of a step for each worker: {batches}.
-- Every round, the bytes sent and the distances of the weights are in `docs/pictures/benchmarks.json`. Last measured
+- Every round, the bytes sent and the distances of the weights are in
+  `docs/pictures/benchmarks.json`. Last measured
   {found["when"][:10]}; `make bench-peers` measures again."""
 
 
