@@ -1,4 +1,5 @@
-"""What starting costs: `import paceline; paceline.start` against `import torch`, and `paceline --help`, which must not import torch.
+"""What starting costs: `import paceline; paceline.start` against `import torch`, and `paceline
+--help`, which must not import torch.
 
 python benchmarks/startup.py
 """
@@ -15,7 +16,10 @@ from pathlib import Path
 
 from harness import ONE_THREAD, Row, arguments, bootstrap, interleave, ratio, report
 
-SHOW = "import sys; from paceline.cli import main; sys.argv = ['paceline', '--help']\ntry: main()\nexcept SystemExit: pass\n"
+SHOW = (
+    "import sys; from paceline.cli import main; sys.argv = ['paceline', '--help']\ntry: "
+    "main()\nexcept SystemExit: pass\n"
+)
 HELP_SECONDS = 0.4
 BESIDE = Path(sys.executable).parent
 COMMANDS = {
@@ -30,7 +34,9 @@ def timing(command: Sequence[str]) -> Callable[[], float]:
 
     def run() -> float:
         start = time.perf_counter()
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, **ONE_THREAD})
+        subprocess.run(
+            command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, **ONE_THREAD}
+        )
         return time.perf_counter() - start
 
     return run
@@ -40,11 +46,19 @@ def main() -> None:
     options = arguments(__doc__ or "", "startup", rounds=20).parse_args()
     check = SHOW + "if 'torch' in sys.modules: sys.exit('paceline --help imports torch')\n"
     subprocess.run([sys.executable, "-c", check], check=True, stdout=subprocess.DEVNULL)
-    samples = interleave({name: timing(command) for name, command in COMMANDS.items()}, options.rounds)
+    samples = interleave(
+        {name: timing(command) for name, command in COMMANDS.items()}, options.rounds
+    )
     medians = {name: statistics.median(s) for name, s in samples.items()}
     both = {name: medians[name] for name in ("import torch", "paceline.start")}
     rows = [
-        Row("start", both, "paceline.start / import torch", ratio(samples["paceline.start"], samples["import torch"]), most=1.15),
+        Row(
+            "start",
+            both,
+            "paceline.start / import torch",
+            ratio(samples["paceline.start"], samples["import torch"]),
+            most=1.15,
+        ),
         Row(
             "help",
             {"paceline --help": medians["paceline --help"]},

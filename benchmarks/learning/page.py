@@ -20,11 +20,20 @@ from benchmarks.peers.records import Record, Records
 def make(results: Path, docs: Path) -> None:
     """Write the page, its data and its pictures into `docs`."""
     records = Records(results)
-    batches = sorted({record["batch"] for record in _known(records, "learning", TABLE) if record["seed"] != TUNING})
+    batches = sorted(
+        {
+            record["batch"]
+            for record in _known(records, "learning", TABLE)
+            if record["seed"] != TUNING
+        }
+    )
     tables = {str(batch): rows for batch in batches if (rows := _table(records, batch))}
     found = {"tables": tables, "race": _race(records), "headers": list(records.each("header"))}
     if not found["tables"] and not found["race"]:
-        sys.exit(f"{results} has no runs: make some first, with python -m benchmarks.learning table, or race")
+        sys.exit(
+            f"{results} has no runs: make some first, with python -m benchmarks.learning table, or "
+            "race"
+        )
     data = docs / "pictures" / "learning.json"
     data.write_text(json.dumps(found) + "\n")
     try:
@@ -33,18 +42,27 @@ def make(results: Path, docs: Path) -> None:
     except InstallError as error:
         sys.exit(f"the pictures need matplotlib, and it can't be installed: {error}")
     program = Path(__file__).with_name("draw.py")
-    subprocess.run([str(environments.python_of("pictures")), str(program), str(data), str(data.parent)], check=True)
+    subprocess.run(
+        [str(environments.python_of("pictures")), str(program), str(data), str(data.parent)],
+        check=True,
+    )
     page = write_part(docs, "learning", "python -m benchmarks.learning report", text(found))
     print(f"written: {page} and {data.parent}")
 
 
 def _known(records: Records, kind: str, ways: dict[str, Way]) -> list[Record]:
     """The records of the ways as they are in the catalogue now."""
-    return [record for record in records.each(kind) if record["way"] in ways and ways[record["way"]].sync == record["sync"]]
+    return [
+        record
+        for record in records.each(kind)
+        if record["way"] in ways and ways[record["way"]].sync == record["sync"]
+    ]
 
 
 def _table(records: Records, batch: int) -> list[dict[str, Any]]:
-    """A row for each way: final losses by seed, and how much worse than exact they are, seed by seed."""
+    """A row for each way: final losses by seed, and how much worse than exact they are, seed by
+    seed.
+    """
     runs: dict[str, dict[int, Record]] = defaultdict(dict)
     for record in _known(records, "learning", TABLE):
         if record["seed"] != TUNING and record["batch"] == batch:
@@ -84,9 +102,20 @@ def _race(records: Records) -> list[dict[str, Any]]:
     for way in RACE.values():
         if way.name in runs:
             run = runs[way.name]
-            there = next(((steps, seconds) for steps, seconds, loss in run["validation"] if loss <= goal), None)
-            row = {"name": way.name, "title": way.title, "sync": way.sync, "curve": run["validation"], "sent": run["sent"]}
-            rows.append(row | {"goal": goal, "steps": there and there[0], "seconds": there and there[1]})
+            there = next(
+                ((steps, seconds) for steps, seconds, loss in run["validation"] if loss <= goal),
+                None,
+            )
+            row = {
+                "name": way.name,
+                "title": way.title,
+                "sync": way.sync,
+                "curve": run["validation"],
+                "sent": run["sent"],
+            }
+            rows.append(
+                row | {"goal": goal, "steps": there and there[0], "seconds": there and there[1]}
+            )
     return rows
 
 
@@ -106,7 +135,10 @@ def text(found: dict[str, Any]) -> str:
         parts.append(_tell_tables(first[0]["steps"]))
         parts += [_tell_table(rows, batch) for batch, rows in found["tables"].items()]
     machine = found["headers"][-1]["machine"]
-    parts.append(f"Machine: {machine['processor']}, {machine['cores']} cores, one thread in each process; the workers share its cores.")
+    parts.append(
+        f"Machine: {machine['processor']}, {machine['cores']} cores, one thread in each process; "
+        "the workers share its cores."
+    )
     return "\n\n".join(parts) + "\n"
 
 
@@ -124,7 +156,10 @@ def _tell_race(rows: list[dict[str, Any]]) -> str:
             lines.append(f"| {name} | not within {steps} steps | | {pace} | {sent} | |")
         else:
             faster = ddp["seconds"] / row["seconds"]
-            lines.append(f"| {name} | {row['seconds']:.0f} | {row['steps']} | {pace} | {sent} | {faster:.1f} |")
+            lines.append(
+                f"| {name} | {row['seconds']:.0f} | {row['steps']} | {pace} | {sent} | "
+                f"{faster:.1f} |"
+            )
     table = "\n".join(lines)
     return f"""## Time to a loss, on slow links
 
@@ -163,11 +198,18 @@ Signs are not: Adam divides by the size of gradients anyway."""
 def _tell_table(rows: list[dict[str, Any]], batch: str) -> str:
     wide = spread(rows)
     seeds = ", ".join(map(str, rows[0]["losses"]))
-    lines = ["| | validation loss, by seed | against exact | bound | sent in a step |", "| --- | --- | ---: | ---: | ---: |"]
+    lines = [
+        "| | validation loss, by seed | against exact | bound | sent in a step |",
+        "| --- | --- | ---: | ---: | ---: |",
+    ]
     for row in rows:
         losses = ", ".join(f"{loss:.4f}" for loss in row["losses"].values())
         bound = "" if row["bound"] is None else f"{max(row['bound'], wide):.1%}"
-        missed = " (missed)" if row["bound"] is not None and row["worse"] > max(row["bound"], wide) else ""
+        missed = (
+            " (missed)"
+            if row["bound"] is not None and row["worse"] > max(row["bound"], wide)
+            else ""
+        )
         worse, sent = f"{row['worse']:+.2%}{missed}", f"{row['sent'] / 1e6:.2f} MB"
         lines.append(f"| `{row['sync']}` | {losses} | {worse} | {bound} | {sent} |")
     table = "\n".join(lines)
@@ -176,4 +218,4 @@ Exact losses lie {wide:.1%} apart over the seeds; if that is more than a bound, 
 
 ![Loss against steps and bytes](pictures/learning-{batch}.png)
 
-{table}"""
+{table}"""  # noqa: E501

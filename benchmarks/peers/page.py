@@ -95,12 +95,16 @@ def table(cells: list[dict[str, Any]]) -> str:
         ours = rows.get(OURS)
         step = "no time" if ours is None or ours["median"] is None else duration(ours["median"])
         name = f"{MODELS[cell['model']].title}; {SETTINGS[cell['setting']].title}"
-        lines.append(f"| {name} | {step} | {' | '.join(_ratio(rows.get(peer)) for peer in columns)} |")
+        lines.append(
+            f"| {name} | {step} | {' | '.join(_ratio(rows.get(peer)) for peer in columns)} |"
+        )
     return "\n".join(lines)
 
 
 def _ratio(row: Row | None) -> str:
-    """A peer's step in multiples of paceline's; bold for one process that is faster than all workers together."""
+    """A peer's step in multiples of paceline's; bold for one process that is faster than all
+    workers together.
+    """
     if row is None or row["median"] is None:
         return "-"
     if row["ratio"] is None:
@@ -114,6 +118,8 @@ def _peer_versions(found: dict[str, Any]) -> str:
     rows = [row for cell in found["cells"] for row in cell["rows"]]
     versions: dict[str, str] = {}
     for peer in PEERS:
-        own = next((row["versions"] for row in rows if row["peer"] == peer and row.get("versions")), {})
+        own = next(
+            (row["versions"] for row in rows if row["peer"] == peer and row.get("versions")), {}
+        )
         versions |= {name: own[name] for name in own if name not in ("torch", OURS)}
     return ", ".join(f"{name} {version}" for name, version in versions.items())

@@ -1,4 +1,6 @@
-"""The demo: a small GPT trained on real text on this machine, alone and with several workers, and a table of the results."""
+"""The demo: a small GPT trained on real text on this machine, alone and with several workers,
+and a table of the results.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,18 @@ from paceline.errors import UsageError
 from paceline.formatting import counted
 
 SCRIPT = Path(__file__).with_name("pretrain.py")
-# Runs a script with arguments on so many workers of so many threads each, in a mesh; returns its exit code.
+# Runs a script with arguments on so many workers of so many threads each, in a mesh; returns its
+# exit code.
 Launch = Callable[[Path, Sequence[str], int, int, str | None], int]
 
 
 @dataclass(frozen=True)
 class DemoPlan:
-    """What the demo runs: `steps` with all workers, and the first `alone` of them with one, for speed and for the same losses.
+    """What the demo runs: `steps` with all workers, and the first `alone` of them with one, for
+    speed and for the same losses.
 
-    In each of `meshes` all workers train the first `alone` steps, too, and cut the model between them.
+    In each of `meshes` all workers train the first `alone` steps, too, and cut the model between
+    them.
     """
 
     workers: int = 2
@@ -41,11 +46,19 @@ class DemoPlan:
 
     def __post_init__(self) -> None:
         if self.workers < 2:
-            raise UsageError(f"--workers {self.workers}: the demo compares one worker with several, so give 2 or more")
+            raise UsageError(
+                f"--workers {self.workers}: the demo compares one worker with several, so give 2 "
+                "or more"
+            )
         if not 2 <= self.alone <= self.steps:
-            raise UsageError(f"--alone {self.alone}, --steps {self.steps}: give 2 <= alone <= steps")
-        if self.text is not None and not any(self.text.rglob("*.py")):  # here, rather than in each of the workers
-            raise UsageError(f"--text {self.text}: there are no .py files under it; give a folder that has some")
+            raise UsageError(
+                f"--alone {self.alone}, --steps {self.steps}: give 2 <= alone <= steps"
+            )
+        # here, rather than in each of the workers
+        if self.text is not None and not any(self.text.rglob("*.py")):
+            raise UsageError(
+                f"--text {self.text}: there are no .py files under it; give a folder that has some"
+            )
         everyone = Topology((HostRanks("here", tuple(range(self.workers)), "127.0.0.1"),))
         for text in self.meshes:  # before the first run, rather than after some minutes
             mesh.choose(text, everyone, survives=False)
@@ -63,9 +76,17 @@ class DemoOutcome:
     others: float = 0.0  # cores that other programs have kept busy meanwhile
 
 
-def demo(plan: DemoPlan, launch: Launch, console: Console, clocks: Callable[[], load.ClockReading | None] = load.read) -> int:
-    """Train alone and together, print the table; return the exit code of the first run that failed, else 0."""
-    share = max(1, cores() // plan.workers)  # threads of each worker, and of the one that is compared with them
+def demo(
+    plan: DemoPlan,
+    launch: Launch,
+    console: Console,
+    clocks: Callable[[], load.ClockReading | None] = load.read,
+) -> int:
+    """Train alone and together, print the table; return the exit code of the first run that
+    failed, else 0.
+    """
+    # threads of each worker, and of the one that is compared with them
+    share = max(1, cores() // plan.workers)
     whole = share * plan.workers
     stamp = time.strftime("%Y%m%d-%H%M%S")
     several, last = f"{plan.workers} workers, {counted(share, 'core')} each", f"demo-{stamp}"
@@ -75,17 +96,37 @@ def demo(plan: DemoPlan, launch: Launch, console: Console, clocks: Callable[[], 
         (several, last, plan.workers, share, plan.steps, None),
     ]
     for number, each in enumerate(plan.meshes):
-        runs.append((f"{plan.workers} workers, {each}", f"{last}-mesh{number + 1}", plan.workers, share, plan.alone, each))
+        runs.append(
+            (
+                f"{plan.workers} workers, {each}",
+                f"{last}-mesh{number + 1}",
+                plan.workers,
+                share,
+                plan.alone,
+                each,
+            )
+        )
     outcomes = []
     for title, name, workers, threads, steps, asked in runs:
         console.print(f"\n{title}: {steps} steps", style="bold")
-        arguments = ["--steps", str(steps), "--of", str(plan.steps), "--name", name, "--folder", plan.folder]
+        arguments = [
+            "--steps",
+            str(steps),
+            "--of",
+            str(plan.steps),
+            "--name",
+            name,
+            "--folder",
+            plan.folder,
+        ]
         arguments += ["--text", str(plan.text)] if plan.text else []
         before = clocks()
         code = launch(SCRIPT, arguments, workers, threads, asked)
         if code != 0:
             return code
-        outcomes.append(replace(collect(Path(plan.folder) / name, title), others=load.others(before, clocks())))
+        outcomes.append(
+            replace(collect(Path(plan.folder) / name, title), others=load.others(before, clocks()))
+        )
     console.print(table(outcomes) if plan.text is None else table(outcomes, str(plan.text)))
     if disturbed(outcomes):
         console.print(busy(outcomes), style="bold", soft_wrap=True)
@@ -94,7 +135,9 @@ def demo(plan: DemoPlan, launch: Launch, console: Console, clocks: Callable[[], 
     console.print("A sample of what it has learned to write:\n", style="bold")
     console.print(Text(outcomes[2].sample), soft_wrap=True)
     console.print(f"\nWhere the time went: paceline report {plan.folder}/{last}", soft_wrap=True)
-    console.print(f"More text: paceline generate {plan.folder}/{last} --prompt 'class '", soft_wrap=True)
+    console.print(
+        f"More text: paceline generate {plan.folder}/{last} --prompt 'class '", soft_wrap=True
+    )
     return 0
 
 
@@ -106,15 +149,28 @@ def disturbed(outcomes: Sequence[DemoOutcome]) -> bool:
 def busy(outcomes: Sequence[DemoOutcome]) -> str:
     """Return the remark for speeds that can't be compared."""
     most = max(outcomes, key=lambda outcome: outcome.others)
-    used = f"beside '{most.title}' other programs used {most.others:.1f} of {counted(allowed(), 'core')}"
-    return f"The machine is busy ({used}): the speed-up isn't meaningful, and is left out. Try again when nothing else runs.\n"
+    used = (
+        f"beside '{most.title}' other programs used {most.others:.1f} of "
+        f"{counted(allowed(), 'core')}"
+    )
+    return (
+        f"The machine is busy ({used}): the speed-up isn't meaningful, and is left out. "
+        "Try again when nothing else runs.\n"
+    )
 
 
 def fastest(outcomes: Sequence[DemoOutcome]) -> str:
-    """Say which of the outcomes is of the fastest run, and how much faster it was than the others."""
-    first, *others = sorted(outcomes, key=lambda outcome: outcome.summary["samples_per_second"], reverse=True)
+    """Say which of the outcomes is of the fastest run, and how much faster it was than the
+    others.
+    """
+    first, *others = sorted(
+        outcomes, key=lambda outcome: outcome.summary["samples_per_second"], reverse=True
+    )
     speed = first.summary["samples_per_second"]
-    behind = ", ".join(f"{speed / other.summary['samples_per_second']:.2f} times '{other.title}'" for other in others)
+    behind = ", ".join(
+        f"{speed / other.summary['samples_per_second']:.2f} times '{other.title}'"
+        for other in others
+    )
     return f"The fastest here was '{first.title}', with {speed:,.0f} samples/s: {behind}.\n"
 
 
@@ -124,13 +180,17 @@ def collect(folder: Path, title: str) -> DemoOutcome:
     losses = [line["loss"] for line in lines if "loss" in line]
     said = json.loads((folder / "demo.json").read_text())
     summary = json.loads((folder / "summary.json").read_text())
-    return DemoOutcome(title, summary, losses, (said["validation"][0], said["validation"][1]), said["sample"])
+    return DemoOutcome(
+        title, summary, losses, (said["validation"][0], said["validation"][1]), said["sample"]
+    )
 
 
 def table(outcomes: Sequence[DemoOutcome], source: str = "the standard library's sources") -> Table:
     """Compare the outcomes side by side; speed-up and losses are relative to the first."""
     base, quiet = outcomes[0], not disturbed(outcomes)
-    whole = Table(title=f"\npaceline demo: a GPT of 0.9 M parameters on {source}", title_justify="left")
+    whole = Table(
+        title=f"\npaceline demo: a GPT of 0.9 M parameters on {source}", title_justify="left"
+    )
     whole.add_column("", no_wrap=len(outcomes) <= 3)  # 80 letters have to do
     for outcome in outcomes:
         whole.add_column(outcome.title.replace(", ", "\n"), justify="right", no_wrap=True)
@@ -140,11 +200,27 @@ def table(outcomes: Sequence[DemoOutcome], source: str = "the standard library's
         ("train loss, last 10 steps", lambda o: f"{mean(o.losses[-10:]):.3f}"),
         ("validation loss, start", lambda o: f"{o.validation[0]:.3f}"),
         ("validation loss, end", lambda o: f"{o.validation[1]:.3f}"),
-        ("largest difference, 20 steps", lambda o: "" if o is base else f"{apart(o.losses[:20], base.losses):.1e}"),
-        (f"largest difference, {len(base.losses)} steps", lambda o: "" if o is base else f"{apart(o.losses, base.losses):.1e}"),
+        (
+            "largest difference, 20 steps",
+            lambda o: "" if o is base else f"{apart(o.losses[:20], base.losses):.1e}",
+        ),
+        (
+            f"largest difference, {len(base.losses)} steps",
+            lambda o: "" if o is base else f"{apart(o.losses, base.losses):.1e}",
+        ),
         ("samples/s", lambda o: f"{o.summary['samples_per_second']:,.0f}"),
-        ("speed-up", lambda o: f"{o.summary['samples_per_second'] / base.summary['samples_per_second']:.2f}x" if quiet else "busy"),
-        *((f"step, {part}", lambda o, part=part: milliseconds(o, part)) for part in ("compute", "exchange", "wait", "data")),
+        (
+            "speed-up",
+            lambda o: (
+                f"{o.summary['samples_per_second'] / base.summary['samples_per_second']:.2f}x"
+                if quiet
+                else "busy"
+            ),
+        ),
+        *(
+            (f"step, {part}", lambda o, part=part: milliseconds(o, part))
+            for part in ("compute", "exchange", "wait", "data")
+        ),
         ("sent in a step, within hosts", lambda o: megabytes(o, "within")),
         ("sent in a step, between hosts", lambda o: megabytes(o, "between")),
     ]

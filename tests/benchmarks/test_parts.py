@@ -21,12 +21,18 @@ def test_a_part_is_replaced_and_the_rest_stays(tmp_path: Path) -> None:
     write_part(tmp_path, "two", "make two", "other")
     write_part(tmp_path, "one", "make one", "second\n")
     text = page.read_text()
-    assert "first" not in text and text.index("Before.") < text.index("second") < text.index("other")
+    assert "first" not in text and text.index("Before.") < text.index("second") < text.index(
+        "other"
+    )
     assert text.count("<!-- begin one: made by `make one`") == text.count("<!-- end one -->") == 1
 
 
 def test_a_page_that_is_missing_is_made(tmp_path: Path) -> None:
-    assert write_part(tmp_path, "one", "make one", "first").read_text().startswith("# Results\n\n<!-- begin one")
+    assert (
+        write_part(tmp_path, "one", "make one", "first")
+        .read_text()
+        .startswith("# Results\n\n<!-- begin one")
+    )
 
 
 DATA = [("benchmarks.json", peers), ("learning.json", learning)]

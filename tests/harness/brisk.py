@@ -1,9 +1,12 @@
-"""Imported first by the tests and by the scripts of jobs under test, whose processes then start and end in half the time.
+"""Imported first by the tests and by the scripts of jobs under test, whose processes then start and
+end in half the time.
 
-Of the 2.6 s of processor time that a worker takes which trains hardly anything, one goes into importing torch's compiler: optimizers
-load `torch._dynamo` only to tell it to leave them alone. Until a script asks that module for anything more, one that does nothing
-stands in for it here; then the real one is loaded. Another 0.3 s go into looking for garbage in what `import torch` makes, and 0.3 s
-into telling torch what its operators give for tensors without values (device="meta"), which no script here has.
+Of the 2.6 s of processor time that a worker takes which trains hardly anything, one goes into
+importing torch's compiler: optimizers load `torch._dynamo` only to tell it to leave them alone.
+Until a script asks that module for anything more, one that does nothing stands in for it here; then
+the real one is loaded. Another 0.3 s go into looking for garbage in what `import torch` makes, and
+0.3 s into telling torch what its operators give for tensors without values (device="meta"), which
+no script here has.
 """
 
 from __future__ import annotations
@@ -24,9 +27,11 @@ LATER = "torch._meta_registrations", "torch.distributed._meta_registrations"
 left_out = [name for name in LATER if "torch" not in sys.modules]
 for name in left_out:
     sys.modules[name] = ModuleType(name)
-import torch  # noqa: E402  before the stand-in is there: it loads a part of torch._dynamo and lets go of it
+# before the stand-in is there: it loads a part of torch._dynamo and lets go of it
+import torch  # noqa: E402
 
-if left_out and hasattr(torch._C, "_set_generator_metaclass"):  # what they do besides in newer versions of torch: generators need it
+# what they do besides in newer versions of torch: generators need it
+if left_out and hasattr(torch._C, "_set_generator_metaclass"):
     from torch._opaque_base import OpaqueBaseMeta
 
     torch._C._set_generator_metaclass(OpaqueBaseMeta)
@@ -34,19 +39,24 @@ for name in left_out:
     del sys.modules[name]
 
 for devices in (torch.cuda, torch.xpu, torch.mtia):
-    if not devices.is_available():  # each seed would be kept for them, with the stack of its caller as text: a millisecond
+    # each seed would be kept for them, with the stack of its caller as text: a millisecond
+    if not devices.is_available():
         devices.manual_seed_all = lambda seed: None
 
 _READING = threading.Lock()
-os.register_at_fork(before=_READING.acquire, after_in_parent=_READING.release, after_in_child=_READING.release)  # no child finds it taken
+# no child finds it taken
+os.register_at_fork(
+    before=_READING.acquire, after_in_parent=_READING.release, after_in_child=_READING.release
+)
 
 
 @functools.wraps(torch.get_rng_state)
 def _get_rng_state(read: Callable[[], torch.Tensor] = torch.get_rng_state) -> torch.Tensor:
     """Read the state of torch's generator while nobody looks for garbage.
 
-    Torch holds a lock of the generator as it makes the tensor, which may be when Python looks for garbage; and where that calls Python code
-    (finalizers, `gc.callbacks`) another thread may come on, that wants the generator and waits for it without letting anybody else on.
+    Torch holds a lock of the generator as it makes the tensor, which may be when Python looks for
+    garbage; and where that calls Python code (finalizers, `gc.callbacks`) another thread may come
+    on, that wants the generator and waits for it without letting anybody else on.
     """
     with _READING:
         looks = gc.isenabled()
@@ -59,8 +69,10 @@ def _get_rng_state(read: Callable[[], torch.Tensor] = torch.get_rng_state) -> to
 
 
 if sys.version_info < (3, 12):
-    torch.get_rng_state = torch.random.get_rng_state = _get_rng_state  # later versions look for garbage between two instructions alone
-    # from then on it remembers: what a protocol asks for would be looked up for each object it is asked of
+    # later versions look for garbage between two instructions alone
+    torch.get_rng_state = torch.random.get_rng_state = _get_rng_state
+    # from then on it remembers: what a protocol asks for would be looked up for each object it is
+    # asked of
     typing._get_protocol_attrs = functools.cache(typing._get_protocol_attrs)
 
 gc.freeze()
@@ -104,7 +116,8 @@ class _StandIn(ModuleType):
         """There is no graph."""
 
     def __getattr__(self, name: str) -> Any:
-        if name == "__file__":  # `inspect` asks all modules for theirs, in the middle of other imports
+        # `inspect` asks all modules for theirs, in the middle of other imports
+        if name == "__file__":
             raise AttributeError(name)
         if sys.modules.get(NAME) is self:
             del sys.modules[NAME]

@@ -9,14 +9,18 @@ import sys
 from pathlib import Path
 
 import torch
-import torch._meta_registrations  # which tests.harness.brisk leaves out, and what is traced and compiled asks for
+
+# which tests.harness.brisk leaves out, and what is traced and compiled asks for
+import torch._meta_registrations
 
 import paceline as pl
 from tests.loops import data, evaluating, further, gradients, models, optimizers, several
 from tests.loops.collection import LOOPS, flat
 
 assert data and evaluating and further and gradients and models and optimizers and several
-TENTHS = sorted(name for name, known in LOOPS.items() if not (known.threads or known.pending or known.refused))
+TENTHS = sorted(
+    name for name, known in LOOPS.items() if not (known.threads or known.pending or known.refused)
+)
 
 
 def main() -> None:

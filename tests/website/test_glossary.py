@@ -42,7 +42,10 @@ def test_each_is_two_sentences_and_says_where_more_is() -> None:
 
 
 def test_sentences_are_counted() -> None:
-    assert sentences("Samples of all, `run.size. Of` them. Are there two? There are: [Here](a.md. b).") == 3
+    assert (
+        sentences("Samples of all, `run.size. Of` them. Are there two? There are: [Here](a.md. b).")
+        == 3
+    )
 
 
 def test_it_is_found_from_where_people_begin() -> None:
