@@ -33,7 +33,7 @@ bench: .venv/.made
 	$(BIN)/paceline bench collectives
 	$(BIN)/paceline bench training
 
-# Measures what is missing (BENCH_ARGS narrows it, see benchmarks/README.md), then writes docs/benchmarks.md.
+# Measures what is missing (BENCH_ARGS narrows it, see benchmarks/README.md), then writes its part of docs/results.md.
 bench-peers: .venv/.made
 	$(BIN)/python -m benchmarks.peers --install $(BENCH_ARGS)
 	$(BIN)/python -m benchmarks.peers report

@@ -1,5 +1,11 @@
 """A U-Net learns to do what a solver does: `paceline run --workers 2 --cut 'shard(("down.*",
 "up.*"))' examples/surrogate.py`.
+
+The solver computes a dye in a flow on a periodic square, du/dt + v . grad u = kappa * laplace u.
+Samples are solved when a worker reads them: there are no files, and no sample comes twice. `python
+-m paceline.apps.surrogate` is the whole program. With its defaults (200 steps of 32 samples, a grid
+of 32 x 32) the relative error is 0.173, of a guess that nothing changes 1.042, and of the solver on
+half the grid with half the steps 0.101.
 """
 
 import torch

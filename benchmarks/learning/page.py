@@ -1,4 +1,4 @@
-"""docs/learning.md and its pictures, from the records."""
+"""The part of docs/results.md on losses, and its pictures, from the records."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.learning.catalogue import RACE, TABLE, TUNING, WARM, Way
+from benchmarks.parts import write_part
 from benchmarks.peers import environments
 from benchmarks.peers.environments import InstallError
 from benchmarks.peers.records import Record, Records
@@ -45,8 +46,8 @@ def make(results: Path, docs: Path) -> None:
         [str(environments.python_of("pictures")), str(program), str(data), str(data.parent)],
         check=True,
     )
-    (docs / "learning.md").write_text(text(found))
-    print(f"written: {docs / 'learning.md'} and {data.parent}")
+    page = write_part(docs, "learning", "python -m benchmarks.learning report", text(found))
+    print(f"written: {page} and {data.parent}")
 
 
 def _known(records: Records, kind: str, ways: dict[str, Way]) -> list[Record]:
@@ -125,11 +126,8 @@ def spread(rows: list[dict[str, Any]]) -> float:
 
 
 def text(found: dict[str, Any]) -> str:
-    """The page."""
-    parts = [
-        "# What strategies do to the loss",
-        "<!-- Made by `python -m benchmarks.learning report`; changes by hand are lost. -->",
-    ]
+    """The part of the page."""
+    parts = []
     if found["race"]:
         parts.append(_tell_race(found["race"]))
     if found["tables"]:
@@ -153,7 +151,7 @@ def _tell_race(rows: list[dict[str, Any]]) -> str:
     for row in sorted(rows, key=lambda row: row["seconds"] or 1e9):
         steps, seconds, _ = row["curve"][-1]
         pace, sent = f"{seconds / steps * 1e3:.0f}", f"{row['sent'] / 1e6:.2f} MB"
-        name = f"{row['title']}" + (f": `{row['sync']}`" if row["sync"] else "")
+        name = f"`{row['sync']}`" if row["sync"] else row["title"]
         if row["seconds"] is None:
             lines.append(f"| {name} | not within {steps} steps | | {pace} | {sent} | |")
         else:
@@ -165,27 +163,36 @@ def _tell_race(rows: list[dict[str, Any]]) -> str:
     table = "\n".join(lines)
     return f"""## Time to a loss, on slow links
 
-Four hosts of one worker each, on links of 100 Mbit/s (`wan-100m`, a [lab](lab.md)); a GPT of 3.5 M parameters on the standard library's
-sources, 8 samples of 64 tokens in a step, AdamW at 0.001. How long until the validation loss is {ddp["goal"]:.4f}, which DDP has after
-{ddp["steps"]} steps. The clock stands still while the loss is taken. `python -m benchmarks.learning race`
+Four hosts of one worker each, on links of 100 Mbit/s (`wan-100m`, a [lab](lab.md)). The model is
+a GPT of 3.5 M parameters on
+the standard library's sources, 8 samples of 64 tokens in a step, AdamW at 0.001. The table has
+the time until the validation
+loss is {ddp["goal"]:.4f}, which DDP has after {ddp["steps"]} steps. The clock stands still while
+the loss is taken.
+`python -m benchmarks.learning race`
 
 ![Validation loss against seconds](pictures/learning-race.png)
 
-{table}"""  # noqa: E501
+{table}"""
 
 
 def _tell_tables(steps: int) -> str:
     return f"""## The loss after as many steps
 
-GPT of 0.9 M parameters on the standard library's sources, windows of 64 tokens, {steps} steps, 4 workers; the weights and the
-order of the data come from a seed, the same for all ways. AdamW; its learning rate is the best of those tried for exact sums
-(on another seed), the same for all ways, and falls to a tenth by a cosine. `after({WARM}, ...)`: exact sums in the first {WARM} steps,
-as the papers do. `python -m benchmarks.learning table`
+A GPT of 0.9 M parameters on the standard library's sources, windows of 64 tokens, {steps} steps,
+4 workers. All ways have the
+same weights at the start, the same order of the data, and the same learning rate: the best of
+those tried for exact sums.
+It falls to a tenth by a cosine. `after({WARM}, ...)` means exact sums in the first {WARM} steps.
+`python -m benchmarks.learning table`
 
-**What it says.** Half and int8 are as good as exact, and gossip nearly so. What sends a hundredth keeps the rest for later, and
-what comes late costs: little where gradients are mostly noise (small batches, later in training), much where every step goes the same
-way (large batches, early), and most from the first step on. So start with exact sums. Without error feedback top-k is worse still;
-signs are not: for Adam, which divides by the size of gradients anyway, the mean of some workers' signs is a good gradient."""  # noqa: E501
+`half` and `int8` are as good as exact sums, and gossip nearly so. A codec that sends a hundredth
+keeps the rest for later, and
+the delay costs: little if gradients are mostly noise (small batches, late in training), much if
+all steps go the same way
+(large batches, early), and most from the first step on. So start with exact sums. Without error
+feedback top-k is worse still.
+Signs are not: Adam divides by the size of gradients anyway."""
 
 
 def _tell_table(rows: list[dict[str, Any]], batch: str) -> str:
@@ -203,15 +210,11 @@ def _tell_table(rows: list[dict[str, Any]], batch: str) -> str:
             if row["bound"] is not None and row["worse"] > max(row["bound"], wide)
             else ""
         )
-        lines.append(
-            f"| {row['title']}: `{row['sync']}` | {losses} | {row['worse']:+.2%}{missed} | {bound} "
-            f"| {row['sent'] / 1e6:.2f} MB |"
-        )
+        worse, sent = f"{row['worse']:+.2%}{missed}", f"{row['sent'] / 1e6:.2f} MB"
+        lines.append(f"| `{row['sync']}` | {losses} | {worse} | {bound} | {sent} |")
     table = "\n".join(lines)
-    return f"""### {batch} samples in a step, {int(batch) // 4} of each worker
-
-Seeds {seeds}; learning rate {rows[0]["rate"]:g}. Exact losses lie {wide:.1%} apart over the seeds; where that is more than a
-bound, it is the bound.
+    return f"""{batch} samples in a step, {int(batch) // 4} of each worker. Seeds {seeds}; learning rate {rows[0]["rate"]:g}.
+Exact losses lie {wide:.1%} apart over the seeds; if that is more than a bound, it is the bound.
 
 ![Loss against steps and bytes](pictures/learning-{batch}.png)
 

@@ -125,7 +125,7 @@ def start(
             chooses the routes between hosts by measured links. See docs/unequal.md.
         report_to: Trackers that the first worker reports to: one name or a list of "tensorboard",
             "wandb", "mlflow" and "prometheus", each with an option after a colon
-            ("prometheus:9500"). See docs/trackers.md. `paceline run --report-to` overrides it.
+            ("prometheus:9500"). See docs/looking.md. `paceline run --report-to` overrides it.
 
     Returns:
         The `Run`.

@@ -71,7 +71,7 @@ def test_an_example_says_what_it_is(tmp_path: Path) -> None:
 def test_pages_know_their_files() -> None:
     assert source("contributing.md") == "CONTRIBUTING.md"
     assert source("index.md") == "docs/index.md"  # where the README leads, too
-    assert source("how-to/slurm.md") == "docs/how-to/slurm.md"
+    assert source("clusters.md") == "docs/clusters.md"
     assert source("examples/train-py.md") == "examples/train.py"
 
 

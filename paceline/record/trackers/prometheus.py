@@ -4,7 +4,7 @@ paceline run --report-to prometheus                 http://127.0.0.1:9464/metric
 paceline run --report-to prometheus:9500            another port; 0 is any free port
 paceline run --report-to prometheus:0.0.0.0:9500    for other hosts, too
 
-Names of metrics are stable, see docs/trackers.md.
+Names of metrics are stable, see docs/looking.md.
 """
 
 from __future__ import annotations

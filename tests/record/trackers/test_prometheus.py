@@ -29,7 +29,7 @@ pytest.importorskip("prometheus_client")
 from prometheus_client.parser import text_string_to_metric_families
 
 Samples = dict[tuple[str, tuple[str, ...]], float]
-PAGE = Path(__file__).parents[3] / "docs" / "trackers.md"
+PAGE = Path(__file__).parents[3] / "docs" / "looking.md"
 
 
 def families(url: str) -> Sequence[Any]:
