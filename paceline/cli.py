@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
 import paceline
 from paceline import options
@@ -25,11 +26,23 @@ from paceline.errors import PacelineError, UsageError
 from paceline.formatting import sized
 from paceline.notebook import proof
 
+# Commands in the order in which a user needs them: try it, train, look at the run, try a cluster, take the model away.
+ORDER = ("demo", "run", "report", "watch", "layout", "probe", "lab", "export", "generate", "bench")
+
+
+class OrderedGroup(TyperGroup):
+    """A group that lists its commands in `ORDER`: typer would list groups first."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = dict(sorted(self.commands.items(), key=lambda item: ORDER.index(item[0])))
+
+
 app = typer.Typer(
     name="paceline",
+    cls=OrderedGroup,
     help="Train one PyTorch model on many processes, hosts and devices.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
