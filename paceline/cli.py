@@ -188,22 +188,19 @@ def layout(
 def demo(
     *,
     workers: options.Workers = 2,
-    steps: Annotated[int, typer.Option(help="Steps that all workers train.")] = 800,
-    alone: Annotated[int, typer.Option(help="Steps that one worker trains, to compare.")] = 150,
+    steps: Annotated[int, typer.Option(help="Steps that all workers train.")] = 400,
+    alone: Annotated[int, typer.Option(help="Steps that one worker trains, to compare.")] = 40,
     folder: Annotated[str, typer.Option(help="Where run folders go.")] = "runs",
     text: Annotated[Path | None, typer.Option(help="A folder of .py files to learn from; default: the standard library.")] = None,
     mesh: Annotated[list[str] | None, typer.Option(help="Train as many steps cut like that, such as 'tensor=2'; may be repeated.")] = None,
 ) -> None:
-    """Train a small GPT on this machine, alone and with several workers, and compare."""
+    """Show what is special: the same losses alone and together, a lost worker, a slow link."""
     from rich.console import Console
 
     from paceline.apps.demo import DemoPlan
     from paceline.apps.demo import demo as play
 
-    def start(script: Path, args: Sequence[str], workers: int, threads: int, mesh: str | None) -> int:
-        return _start(LaunchRequest(str(script), tuple(args), workers, threads=threads, mesh=mesh))
-
-    raise typer.Exit(play(DemoPlan(workers, steps, alone, folder, text, tuple(mesh or ())), start, Console()))
+    raise typer.Exit(play(DemoPlan(workers, steps, alone, folder, text, tuple(mesh or ())), _start, Console()))
 
 
 @app.command()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -74,6 +76,8 @@ def main() -> None:
     parser.add_argument("--name", required=True, help="name of the run folder")
     parser.add_argument("--folder", default="runs", help="where run folders are")
     parser.add_argument("--text", type=Path, default=None, help="a folder of .py files instead of the standard library")
+    parser.add_argument("--brief", action="store_true", help="train only: no validation, no sample, no checkpoint")
+    parser.add_argument("--kill", type=int, default=None, help="the last worker is killed after this many steps")
     options = parser.parse_args()
 
     model, loader, held_out = task(options.steps, options.text)
@@ -82,14 +86,19 @@ def main() -> None:
     with pl.start(name=options.name, folder=options.folder, total_steps=options.steps) as run:
         parts = run.prepare(model, optimizer, schedule, loader, held_out, cut=cuts(run.mesh.cut))
         model, optimizer, schedule, loader, held_out = parts
-        before = evaluate(run, model, held_out)
+        before = 0.0 if options.brief else evaluate(run, model, held_out)
+        workers = run.size
         for x, y in loader:
+            if run.steps == options.kill and run.size == workers and run.rank == workers - 1:
+                os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does it when memory runs out
             loss = run.step(model, x.to(run.device), y.to(run.device), loss=next_token_loss)  # forward and backward, in any mesh
             run.clip(model, 1.0)
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
             run.log(loss=loss)
+        if options.brief:
+            return
         after = evaluate(run, model, held_out)
         written = sample(run, model)
         if run.is_first:
