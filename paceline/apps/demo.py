@@ -208,19 +208,23 @@ def say_same(outcomes: Sequence[DemoOutcome]) -> str:
     difference = apart(alone.losses, several.losses)
     verb = "have the same losses as" if difference < SAME else "DON'T have the losses of"
     return (
-        f"{counted(several.summary['workers'], 'worker')} {verb} one worker, in a script that names no number of workers: over "
-        f"{len(alone.losses)} steps they differ by {difference:.1e} at most."
+        f"{counted(several.summary['workers'], 'worker')} {verb} one worker ({difference:.1e} apart at most in "
+        f"{len(alone.losses)} steps), and the script names no number of workers."
     )
 
 
 def say_survived(alone: DemoOutcome, killed: DemoOutcome) -> str:
-    """Say what became of the run whose worker was killed."""
-    difference = apart(alone.losses, killed.losses)
+    """Say what became of the run whose worker was killed.
+
+    Losses are compared after its end: what it had logged of its last steps, and not yet told the others, went with it.
+    """
+    step = len(alone.losses) // 2
+    difference = apart(alone.losses[step:], killed.losses[step:])
     counts = f"{killed.summary['samples']:,} of {alone.summary['samples']:,} samples"
-    verb = "differ" if difference < SAME else "DIFFER"
+    verb = "are the same as" if difference < SAME else "are NOT the same as"
     return (
-        f"A worker was killed (SIGKILL) after {len(alone.losses) // 2} steps, and the others went on at once: {counts} were "
-        f"trained on, each once, and the losses {verb} from those of one worker by {difference:.1e} at most."
+        f"A worker was killed (SIGKILL) after {step} steps, and the others went on at once: {counts} were trained on, each "
+        f"once, and all losses after it {verb} those of one worker ({difference:.1e} apart at most)."
     )
 
 

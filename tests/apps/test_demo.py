@@ -97,7 +97,7 @@ def test_what_was_seen_is_said_in_three_sentences(tmp_path: Path) -> None:
 
 def test_other_losses_are_not_called_the_same(tmp_path: Path) -> None:
     _, said = play(demo.DemoPlan(steps=30, alone=20, folder=str(tmp_path)), Launcher(skew=0.1))
-    assert "same losses" not in said and said.count("1.0e-01 at most") == 2
+    assert "same losses" not in said and "are NOT the same" in said and said.count("1.0e-01 apart") == 2
 
 
 def test_without_a_lab_the_slow_link_is_left_out_with_its_reason(tmp_path: Path) -> None:
