@@ -1,4 +1,4 @@
-"""What starting costs: imports, `paceline --help` without torch, and a short training from Enter to its end.
+"""What starting costs: imports, `paceline --help` without torch, and a short training to its end.
 
     alone     the plain loop                one worker of paceline
     together  torchrun, two workers, DDP    paceline run, two workers

@@ -26,7 +26,8 @@ from paceline.errors import PacelineError, UsageError
 from paceline.formatting import sized
 from paceline.notebook import proof
 
-# Commands in the order in which a user needs them: try it, train, look at the run, try a cluster, take the model away.
+# Commands in the order in which a user needs them: try it, train, look at the run, try a cluster,
+# take the model away.
 ORDER = ("demo", "run", "report", "watch", "layout", "probe", "lab", "export", "generate", "bench")
 
 

@@ -1,4 +1,4 @@
-"""The demo: a small GPT trained on real text on this machine, and what was seen: the same losses, a loss survived, a slow link.
+"""The demo: a small GPT trained here with one worker and two, with one killed, and over a slow link.
 
     alone    1 worker, 1 core       40 steps ┐
     whole    1 worker, all cores    40 steps ├ a table: the same losses, and the speed-up
@@ -44,7 +44,8 @@ bandwidth = "50mbit"
 """
 SAME = 1e-3  # losses that differ by less are the same: sums of another order round differently
 Launch = Callable[[LaunchRequest], int]  # starts a job, and returns its exit code
-Lab = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]  # runs `paceline lab` with these words
+# Runs `paceline lab` with these words.
+Lab = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
 
 
 def run_lab(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -56,10 +57,10 @@ def run_lab(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 @dataclass(frozen=True)
 class DemoPlan:
-    """What the demo runs: `steps` with all workers, and the first `alone` of them with one, for speed and for the same losses.
+    """What the demo runs: `steps` with all workers, and the first `alone` of them with one.
 
-    All workers train the first `alone` steps again while one of them is killed; and in each of `meshes`, with the model cut
-    between them.
+    All workers train the first `alone` steps again while one of them is killed; and in each of
+    `meshes`, with the model cut between them.
     """
 
     workers: int = 2
@@ -114,7 +115,18 @@ def demo(
     clocks: Callable[[], load.ClockReading | None] = load.read,
     lab: Lab = run_lab,
 ) -> int:
-    """Make all runs, and print a table and what was seen; return the exit code of the first run that failed, else 0."""
+    """Make all runs, and print a table and what was seen.
+
+    Args:
+        plan: The numbers of workers and steps, and where run folders go.
+        launch: Starts a job on this machine, and returns its exit code.
+        console: Where the table and the sentences are printed.
+        clocks: Reads how busy the processors are, before and after each run.
+        lab: Runs `paceline lab` with some words.
+
+    Returns:
+        The exit code of the first run that failed, else 0.
+    """
     last = f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
         outcomes = compare(plan, last, launch, console, clocks)
@@ -166,7 +178,7 @@ def compare(
 
 
 def lose_worker(plan: DemoPlan, last: str, launch: Launch, console: Console) -> DemoOutcome:
-    """Train the first steps with all workers, while the last of them is killed after half of the steps."""
+    """Train the first steps with all workers; the last of them is killed after half of the steps."""
     name, title = f"{last}-killed", f"{plan.workers} workers, one of which is killed"
     console.print(f"\n{title}: {plan.alone} steps", style="bold")
     arguments = plan.arguments(name, plan.alone, "--brief", "--kill", str(plan.alone // 2))
@@ -175,8 +187,10 @@ def lose_worker(plan: DemoPlan, last: str, launch: Launch, console: Console) -> 
     return collect(Path(plan.folder) / name, title)
 
 
-def cross_slow_link(plan: DemoPlan, last: str, console: Console, lab: Lab) -> tuple[DemoOutcome, DemoOutcome] | str:
-    """Train on two hosts of a lab, exact and with little sent; return why not if this machine can't build a lab."""
+def cross_slow_link(
+    plan: DemoPlan, last: str, console: Console, lab: Lab
+) -> tuple[DemoOutcome, DemoOutcome] | str:
+    """Train on two hosts of a lab, exact and with little sent; return why not if there is no lab."""
     answer = lab(["check"])
     if answer.returncode:
         lines = [line for line in (answer.stdout or "").splitlines() if "MISSING" in line]
@@ -208,23 +222,25 @@ def say_same(outcomes: Sequence[DemoOutcome]) -> str:
     difference = apart(alone.losses, several.losses)
     verb = "have the same losses as" if difference < SAME else "DON'T have the losses of"
     return (
-        f"{counted(several.summary['workers'], 'worker')} {verb} one worker ({difference:.1e} apart at most in "
-        f"{len(alone.losses)} steps), and the script names no number of workers."
+        f"{counted(several.summary['workers'], 'worker')} {verb} one worker ({difference:.1e} apart "
+        f"at most in {len(alone.losses)} steps), and the script names no number of workers."
     )
 
 
 def say_survived(alone: DemoOutcome, killed: DemoOutcome) -> str:
     """Say what became of the run whose worker was killed.
 
-    Losses are compared after its end: what it had logged of its last steps, and not yet told the others, went with it.
+    Losses are compared after its end: what it had logged of its last steps, and not yet told the
+    others, went with it.
     """
     step = len(alone.losses) // 2
     difference = apart(alone.losses[step:], killed.losses[step:])
     counts = f"{killed.summary['samples']:,} of {alone.summary['samples']:,} samples"
     verb = "are the same as" if difference < SAME else "are NOT the same as"
     return (
-        f"A worker was killed (SIGKILL) after {step} steps, and the others went on at once: {counts} were trained on, each "
-        f"once, and all losses after it {verb} those of one worker ({difference:.1e} apart at most)."
+        f"A worker was killed (SIGKILL) after {step} steps, and the others went on at once: {counts} "
+        f"were trained on, each once, and all losses after it {verb} those of one worker "
+        f"({difference:.1e} apart at most)."
     )
 
 
@@ -233,11 +249,12 @@ def say_slow(slow: tuple[DemoOutcome, DemoOutcome] | str) -> str:
     if isinstance(slow, str):
         return f"The slow link is left out, as this machine can't build a lab ({slow})."
     exact, smaller = slow
-    bytes_sent = [outcome.summary["bytes_sent"]["between"] for outcome in slow]
+    times = [outcome.summary["seconds"] for outcome in slow]
+    nbytes = [outcome.summary["bytes_sent"]["between"] for outcome in slow]
     return (
-        f"Over a link of 50 Mbit/s, {len(exact.losses)} steps with {exact.title} took {exact.summary['seconds']:.1f} s, and with "
-        f"{smaller.title} {smaller.summary['seconds']:.1f} s, for 1/{bytes_sent[0] / bytes_sent[1]:.0f} of the bytes; the last losses "
-        f"are {exact.losses[-1]:.2f} and {smaller.losses[-1]:.2f}."
+        f"Over a link of 50 Mbit/s, {len(exact.losses)} steps with {exact.title} took {times[0]:.1f} s, "
+        f"and with {smaller.title} {times[1]:.1f} s, for 1/{nbytes[0] / nbytes[1]:.0f} of the bytes; "
+        f"the last losses are {exact.losses[-1]:.2f} and {smaller.losses[-1]:.2f}."
     )
 
 
