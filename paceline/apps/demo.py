@@ -193,8 +193,9 @@ def cross_slow_link(
     """Train on two hosts of a lab, exact and with little sent; return why not if there is no lab."""
     answer = lab(["check"])
     if answer.returncode:
-        lines = [line for line in (answer.stdout or "").splitlines() if "MISSING" in line]
-        return lines[0] if lines else "paceline lab check says why"
+        lines = (line.partition("MISSING") for line in (answer.stdout or "").splitlines())
+        reasons = [reason.lstrip(": ") for _, word, reason in lines if word]
+        return reasons[0] if reasons else "paceline lab check says why"
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="paceline-demo-") as folder:
         description = Path(folder) / "slow-link.toml"
