@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tests.harness.brisk  # isort: skip
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -42,6 +40,3 @@ def summed() -> tuple[str, float]:
     backend = dist.get_backend()
     dist.destroy_process_group()
     return backend, x.item()
-
-
-assert tests.harness.brisk

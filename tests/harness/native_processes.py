@@ -18,7 +18,7 @@ from paceline.comm.native.group import TorchGroup
 
 CONTEXT = multiprocessing.get_context("forkserver")
 BODIES = ["tests.comm.native.test_group", "tests.comm.hierarchy.test_group", "tests.comm.p2p.test_network"]
-COMPARED = ["torch._meta_registrations", "torch.distributed.tensor"]  # what `torch.testing` loads to compare; brisk leaves out the first
+COMPARED = ["torch.distributed.tensor"]  # what `torch.testing` loads to compare
 CONTEXT.set_forkserver_preload(["torch", *COMPARED, "torch.distributed", *BODIES])  # each process would load it by itself
 
 

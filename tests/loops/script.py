@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import torch
-import torch._meta_registrations  # which tests.harness.brisk leaves out, and what is traced and compiled asks for
 
 import paceline as pl
 from tests.loops import data, evaluating, further, gradients, models, optimizers, several

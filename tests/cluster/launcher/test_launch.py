@@ -94,7 +94,6 @@ class TestOutput:
     @pytest.mark.slow
     def test_a_script_of_torch_distributed_alone(self, script, launch):
         body = """
-            import tests.harness.brisk
             import torch, torch.distributed as dist
             dist.init_process_group("gloo")
             x = torch.tensor([rank + 1.0])
@@ -314,7 +313,7 @@ if __name__ == "__main__":
     time.sleep(600)
 """
 LOADER = """
-import pathlib, tests.harness.brisk, torch
+import pathlib, torch
 from torch.utils.data import DataLoader
 class Data:
     def __len__(self): return 10**6
